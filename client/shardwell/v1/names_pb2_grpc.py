@@ -47,7 +47,8 @@ class NameServiceServicer(object):
     """
 
     def Delete(self, request, context):
-        """Does one stage of a deletion on this shard. Idempotent; the key is (kind, name, incarnations).
+        """Does one stage of a deletion on this shard. Idempotent; the key is (kind, name, incarnations): a stage
+        about incarnations that are known to be deleted is done, whatever has the name since.
 
         Errors: INVALID_ARGUMENT (no stage, no kind where a stage needs it, no such name can be),
         PERMISSION_DENIED, FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD (STAGE_MARK on another shard than

@@ -63,15 +63,15 @@ class NameService:
             case _STAGE.STAGE_REMOVE:
                 registry, word = self._registry(request.kind)
                 response.held.extend(held)
-                response.freed_bytes = registry.remove(
+                freed_bytes = registry.remove(
                     name,
                     request.incarnation,
                     request.held_incarnation,
                     by,
                     end_calls=lambda: self._end_calls(word, name),
                 )
-                response.done = True
-                if held:
+                response.done, response.freed_bytes = True, freed_bytes or 0
+                if freed_bytes is not None:
                     call.note("deleted", kind=word, name=name)
                     _LOG.info(f"{word} deleted", extra={word: name, "by": by})
             case _:

@@ -263,6 +263,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
             if mark is not None and mark.incarnation == incarnation:
                 return True
+            if self._knows(name, {incarnation}):  # asked again, when another client had ended it
+                return True
             if found is None or found.incarnation != incarnation:
                 raise self._another(name)
             if not force and found.living_members(but):
@@ -277,8 +279,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         held: int,
         by: str,
         end_calls: Callable[[], None] = lambda: None,
-    ) -> int:
+    ) -> int | None:
         """Removes one with its files; returns how many bytes it stored. Safe to repeat.
+
+        None: it was removed before, or was never here; what has the name since stays.
 
         Args:
             name: Its name.
@@ -294,10 +298,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """
         with self._lock:
             found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
-            freed_bytes = 0
+            gone, freed_bytes = {incarnation, held}, None
+            if found is not None and found.incarnation not in gone and self._knows(name, gone):
+                return None
             if found is not None:
                 is_decided = self._config.shard_index > 0 or mark is not None
-                if not is_decided or found.incarnation not in (incarnation, held):
+                if not is_decided or found.incarnation not in gone:
                     raise self._another(name)
                 del self._by_name[name]
                 try:
@@ -309,8 +315,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 booked = self._booked.pop(name)
                 freed_bytes = booked.stored.give_back()
                 self._usages.of(booked.owner).add(self._counted, -1)
-            gone = {incarnation, held}
-            if found is not None or mark is not None or not self._knows(name, gone):
+            if found is not None or mark is not None or (any(gone) and not self._knows(name, gone)):
                 self._deletions.finish(self._kind, name, gone, by)
             return freed_bytes
 
@@ -326,10 +331,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 self._deletions.finish(kind, name, {mark.incarnation}, mark.by)
 
     def _knows(self, name: str, incarnations: set[int]) -> bool:
-        """Whether all of these are known to be deleted."""
-        return all(
-            self._deletions.deleted_by(self._kind, name, each) is not None
-            for each in incarnations - {0}
+        """Whether these are known to be deleted, all but 0."""
+        known = incarnations - {0}
+        return bool(known) and all(
+            self._deletions.deleted_by(self._kind, name, each) is not None for each in known
         )
 
     def _another(self, name: str) -> StepOrderError:

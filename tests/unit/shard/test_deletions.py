@@ -74,11 +74,11 @@ def name_of(kind: str) -> str:
 
 
 def delete(shard: Shard, kind: str, incarnation: int) -> int:
-    """All that a shard has to do."""
+    """All that a shard has to do; how many bytes it had."""
     registry, name = registry_of(shard, kind), name_of(kind)
     if shard.config.shard_index == 0 and registry.find(name) is not None:
         assert registry.mark(name, incarnation, "ops", force=True, but=0)
-    return registry.remove(name, incarnation, incarnation, "ops")
+    return registry.remove(name, incarnation, incarnation, "ops") or 0
 
 
 @pytest.mark.parametrize("shard_index", [0, 1])
@@ -157,7 +157,7 @@ def test_what_it_used_is_free(kind: str) -> None:
     before = shard.stored_bytes
     assert registry.remove(name_of(kind), 7, 7, "ops") == before
     assert shard.stored_bytes == usage.count("stored_bytes") == usage.count(counted) == 0
-    assert registry.remove(name_of(kind), 7, 7, "ops") == 0  # again
+    assert registry.remove(name_of(kind), 7, 7, "ops") is None  # again
     assert usage.count(counted) == 0
 
 
@@ -176,7 +176,8 @@ def test_only_what_was_asked_about_is_removed() -> None:
     with pytest.raises(StepOrderError, match="another one on shard 1"):
         shard.parameters.remove("m", 8, 9, "ops")
     assert shard.parameters.get("m").incarnation == 7
-    assert shard.parameters.remove("m", 8, 7, "ops") > 0
+    assert shard.parameters.remove("m", 8, 7, "ops")
+    assert shard.parameters.remove("m", 8, 7, "ops") is None
 
 
 def test_shard_0_removes_what_it_has_marked_alone() -> None:
@@ -191,8 +192,13 @@ def test_shard_0_removes_what_it_has_marked_alone() -> None:
     for refused in (lambda: shard.parameters.get("m"), lambda: shard.parameters.open(PARAMETER)):
         with pytest.raises(shardwell.UnknownParameterError, match="is being deleted by 'ops'"):
             refused()
-    assert shard.parameters.remove("m", 7, 7, "ops") > 0
+    assert shard.parameters.remove("m", 7, 7, "ops")
     assert shard.parameters.open(PARAMETER)[1]
+    shard.parameters.get("m").join("w0", incarnation=9)
+    # The same requests, whose answers were lost: they are done, and what came since stays.
+    assert shard.parameters.mark("m", 7, "ops", force=True, but=0)
+    assert shard.parameters.remove("m", 7, 7, "ops") is None
+    assert shard.parameters.get("m").incarnation == 9
 
 
 @pytest.mark.parametrize("first", KINDS)
