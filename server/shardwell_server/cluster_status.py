@@ -13,7 +13,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.rpc.absence import BUSY, why_absent
+from shardwell.rpc.absence import BUSY
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
     MemberStatus,
@@ -50,7 +50,7 @@ def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> S
         channel.check_trust(timeout_s)
     except AuthenticationError as apart:
         return apart
-    reason = why_absent(channel.address, timeout_s)
+    reason = channel.why_absent(timeout_s)
     if reason == BUSY:  # it may have said itself why, such as that it is stopping
         return error
     where = f"shard {channel.shard_index} at {channel.address}"

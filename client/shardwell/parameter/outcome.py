@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwell.placement.slices import Slice
+from shardwell.process.html_table import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,11 @@ class Outcome:
     """Ranges of elements, in order, for which another gradient of the step had been counted before:
     that of an earlier process of this worker, or one that a shard refused in part. What this
     gradient has there was not counted."""
+
+    def _repr_html_(self) -> str:
+        lost = ", ".join(f"{where.offset} to {where.stop - 1}" for where in self.superseded)
+        row = (self.step, self.counted, lost)
+        return html_table("what counted of a gradient", ("step", "counted", "superseded"), [row])
 
     @property
     def counted(self) -> str:

@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 
-BUSY = "a server of gRPC listens there, and did not answer in time; check the shard's load and log"
+BUSY = "a server listens there, and did not answer in time; check the shard's load and log"
 """What `why_absent` says of a server that may well be the shard."""
 _LOOK_S = 1.0
 """How long it is looked for at the most; a name server that is away takes longer to give up."""
@@ -20,7 +20,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME
 """With which a client of gRPC begins; a server answers with its settings."""
 
 
-def why_absent(address: str, timeout_s: float = _LOOK_S) -> str:
+def why_absent(address: str, timeout_s: float = _LOOK_S, *, speaks_tls: bool = False) -> str:
     """What a plain connection to a shard's address finds, and what to do: for errors and logs.
 
     Blocks up to `timeout_s`, or for a second.
@@ -28,22 +28,23 @@ def why_absent(address: str, timeout_s: float = _LOOK_S) -> str:
     Args:
         address: HOST:PORT, where a shard did not answer.
         timeout_s: How long it may take.
+        speaks_tls: Whether calls there use TLS; what listens is then not looked at any closer.
     """
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
     look_s = min(timeout_s, _LOOK_S)
     host, _, port = address.rpartition(":")
-    # On a thread that may be left behind: the system's resolver can't be interrupted.
-    threading.Thread(
-        target=lambda: found.put(_look(host.strip("[]"), int(port), look_s)),
-        name="shardwell-absence",
-        daemon=True,
-    ).start()
-    with contextlib.suppress(queue.Empty):
+
+    def look() -> None:
+        found.put(_look(host.strip("[]"), int(port), look_s, speaks_tls=speaks_tls))
+
+    with contextlib.suppress(queue.Empty, RuntimeError):  # no thread is to be had
+        # On one that may be left behind: the system's resolver can't be interrupted.
+        threading.Thread(target=look, name="shardwell-absence", daemon=True).start()
         return found.get(timeout=look_s)
     return "no answer came from there; check that the shard runs and can be reached from here"
 
 
-def _look(host: str, port: int, timeout_s: float) -> str:
+def _look(host: str, port: int, timeout_s: float, *, speaks_tls: bool) -> str:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -54,7 +55,7 @@ def _look(host: str, port: int, timeout_s: float) -> str:
     try:
         with socket.create_connection((host, port), timeout_s / 2) as connection:
             connection.settimeout(timeout_s / 4)
-            return _listener(connection)
+            return BUSY if speaks_tls else _listener(connection)
     except ConnectionRefusedError:
         return f"nothing listens on port {port} of {host}; start the shard, or check the port"
     except TimeoutError:

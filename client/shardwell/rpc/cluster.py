@@ -23,7 +23,6 @@ from shardwell.errors import (
 )
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
-from shardwell.rpc.absence import why_absent
 from shardwell.rpc.calls import CallThreads, current_call
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.options import KEEPALIVE_PING_MS
@@ -298,7 +297,7 @@ def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None
                 channel.shard_index,
                 shard_count,
                 channel.address,
-                why_absent(channel.address),
+                channel.why_absent(),
                 end,
             )
 
@@ -342,7 +341,7 @@ def _check(
         check_descriptors(1, f"a connection to {channel.address}")
         raise ShardUnavailableError(
             f"shard {channel.shard_index} of {len(channels)} at {channel.address} did not answer "
-            f"within {attempts.timeout_s:g} s: {why_absent(channel.address)}",
+            f"within {attempts.timeout_s:g} s: {channel.why_absent()}",
             shard_index=channel.shard_index,
         ) from None
     expected_id = cluster_id or channels[0].identity.cluster_id or status.shard.cluster_id

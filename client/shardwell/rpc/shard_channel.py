@@ -32,6 +32,7 @@ from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
 from shardwell.process.unix_sockets import connected
 from shardwell.rpc import recording
+from shardwell.rpc.absence import why_absent
 from shardwell.rpc.arena import Arenas
 from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.channel import Channel
@@ -466,6 +467,10 @@ class ShardChannel:
         if self._closed:
             raise ClosedError("the client was closed; connect again")
         return grpc.StatusCode.OK if error is None else call.code()
+
+    def why_absent(self, timeout_s: float = 1.0) -> str:
+        """What is at the shard's address, once it has not answered; see the function."""
+        return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
 
     def check_trust(self, timeout_s: float) -> None:
         """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.

@@ -35,8 +35,9 @@ def health(*, address: str | None, timeout_s: float) -> None:
 
             if not is_address(address):
                 raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None
+            reason = why_absent(address, speaks_tls=_is_secure())
             raise click.ClickException(
-                f"{address} does not answer ({error.code().name}): {why_absent(address)}; if it "
+                f"{address} does not answer ({error.code().name}): {reason}; if it "
                 "should listen there, check whether one of the two sides alone uses TLS"
             ) from None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
@@ -45,8 +46,12 @@ def health(*, address: str | None, timeout_s: float) -> None:
         raise click.exceptions.Exit(1)
 
 
+def _is_secure() -> bool:
+    return bool(os.environ.get("SHARDWELL_TLS_CA") or os.environ.get("SHARDWELL_TLS_CERT"))
+
+
 def _channel(address: str) -> grpc.Channel:
-    if not (os.environ.get("SHARDWELL_TLS_CA") or os.environ.get("SHARDWELL_TLS_CERT")):
+    if not _is_secure():
         # As all channels; see shardwell/rpc/options.py, which takes long to import.
         return grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
     # Not above: see below.

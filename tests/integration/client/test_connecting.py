@@ -150,6 +150,14 @@ def test_a_shard_that_does_not_answer_in_time(cluster) -> None:
     assert "a shard whose process was stopped" in error.message
 
 
+def test_what_listens_with_tls_is_not_looked_at() -> None:
+    """A server of TLS has nothing to say to a plain look: it would seem to be no shard."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert why_absent(address, speaks_tls=True) == BUSY
+        assert "no shard" in why_absent(address)
+
+
 def test_a_grpc_server_of_another_service() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -15,6 +15,8 @@ import pytest
 
 import shardwell
 from harness.polling import Stopwatch
+from shardwell.parameter.outcome import Outcome
+from shardwell.placement.slices import Slice
 from shardwell.process.html_table import Link, html_table
 
 SGD = shardwell.SGD(lr=0.5)
@@ -97,6 +99,7 @@ def test_what_a_cell_ends_with_is_shown_as_a_table(cluster, connect, tmp_path) -
     table = client.table("users", row_count=9, dim=2, optimizer=SGD)
     table.put_row_gradients([1, 2], np.ones((2, 2)))
     checkpoint = client.save_checkpoint(tmp_path / "made")
+    counted = Outcome(step=3, size=8, superseded=(Slice(2, 4),))
     outcome = shardwell.DataParallelTrainer(
         lambda weights, batch: (0.5, weights), np.zeros(3, np.float32), SGD, shardwell.LocalSync()
     ).step([1, 2])
@@ -106,6 +109,7 @@ def test_what_a_cell_ends_with_is_shown_as_a_table(cluster, connect, tmp_path) -
         (client.status(), [*running.addresses, "parameter", "net", "table", "users", "0 of 2"]),
         (net, ["parameter net", "SGD(", "learning_rate=0.5", "sync, 2 workers", ">8<"]),
         (checkpoint, [str(tmp_path / "made"), "net", "8 elements", "users", "2 rows"]),
+        (counted, ["step", ">3<", ">part<", ">2 to 5<"]),
         (outcome, ["loss", "0.5", ">2<"]),
     ]:
         shown = value._repr_html_()
