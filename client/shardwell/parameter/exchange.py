@@ -243,14 +243,14 @@ class Transfer:
                     answer = self._answer(to, line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
-                if not answer.HasField("counted") or counted != chunk_count:
+                is_intact = checksum.of_counted(answer.counted) == answer.counted.crc32c
+                if not (answer.HasField("counted") and is_intact and counted == chunk_count):
                     raise CorruptChunkError(
                         f"shard {shard_index} counted {counted} of {chunk_count} chunks of "
-                        f"{self._spec.name!r}; call again",
+                        f"{self._spec.name!r}, or its answer was damaged; call again",
                         shard_index=shard_index,
                         parameter=self._spec.name,
                     )
-                line.part.channel.received(answer.counted, self._spec.name)
                 progress.counted_shards.add(shard_index)
 
     def close_step(self, step: int, attempts: Attempts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import random
 import threading
 import time
@@ -89,6 +90,8 @@ class Shards:
         self._number = next(_NUMBERS)
         with _MADE_LOCK:
             _MADE.add(self)
+        self._looked_s = -math.inf
+        """When it was looked last whether all shards answer."""
         self._closed = threading.Event()
         self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
 
@@ -124,13 +127,18 @@ class Shards:
     def look_for_silence(self, what: str, waited_s: float) -> None:
         """Logs, in a moment, which shards answer nothing while a call waits. Does not wait.
 
-        Who waits for other workers waits for shards that answer, and nothing is logged.
+        Who waits for other workers waits for shards that answer, and nothing is logged. However
+        many calls wait, the shards are asked once in a while.
 
         Args:
             what: Which call.
             waited_s: How long it has waited.
         """
-        look = partial(self._look, what, time.monotonic() - waited_s)
+        now_s = time.monotonic()
+        if now_s < self._looked_s + _SILENCE_S_MAX / 2:
+            return
+        self._looked_s = now_s
+        look = partial(self._look, what, now_s - waited_s)
         with contextlib.suppress(ShardwellError):  # so many calls wait, or the client was closed
             self.threads.start(look, 2 * _SILENCE_S_MAX)
 

@@ -66,6 +66,6 @@ class SessionService:
 
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
         self._shard.check_identity(request.shard)
-        self._shard.end_session(request.session, call.principal.name)
-        self._calls.end_those_of_session(request.session, call, session_ended(request.session))
+        if self._shard.end_session(request.session, call.principal.name):
+            self._calls.end_those_of_session(request.session, call, session_ended(request.session))
         return pb.EndSessionResponse()

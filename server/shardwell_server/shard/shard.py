@@ -192,8 +192,10 @@ class Shard:
         """
         self._do_all(lambda part: part.make_image(self.is_stopping))
 
-    def end_session(self, number: int, owner: str = "") -> None:
+    def end_session(self, number: int, owner: str = "") -> bool:
         """Notes that a session, by its number, has ended in order: its seats are free.
+
+        False: nobody of that number was here; see `Sessions.end`.
 
         Args:
             number: Of the session.
@@ -204,8 +206,9 @@ class Shard:
             StorageError: it can't be noted for one, the others notwithstanding.
         """
         if not self.sessions.end(number, owner):
-            return
+            return False
         self._do_all(lambda part: part.end_session(number))
+        return True
 
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""

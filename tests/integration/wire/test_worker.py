@@ -15,7 +15,7 @@ import shardwell
 from harness.oracles.parameter import ModelParameter, integer_gradient
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import together
-from harness.wire_client.worker import WireWorker, decode, encode, sgd, spec
+from harness.wire_client.worker import WireWorker, decode, encode, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 
@@ -213,3 +213,61 @@ def test_lz4_blocks_are_read_and_written(cluster) -> None:
         assert answer.chunk.lz4
         values = lz4.block.decompress(answer.payload, uncompressed_size=4000)
         np.testing.assert_array_equal(np.frombuffer(values, "<f4"), -1)
+
+
+# What the .proto says of repeats and refusals.
+
+
+@pytest.mark.parametrize("mode", [types.MODE_SYNC, types.MODE_ASYNC])
+def test_a_step_that_is_sent_again_is_answered_in_full(cluster, mode) -> None:
+    """On another stream, all of it, also what was counted: a worker whose first one broke."""
+    with WireWorker(cluster(2, chunk_size_bytes=64).target, "w0") as worker:
+        model = worker.create(spec("m", 64, mode=mode))
+        model.init(np.zeros(64))
+        model.exchange(np.ones(64))
+        for step in (1, 1, 1):
+            model.next_step = step
+            np.testing.assert_array_equal(model.exchange(np.ones(64)), -2)
+        model.next_step = 1
+        with pytest.raises(grpc.RpcError) as caught:
+            model.exchange(np.zeros(64))  # with another CRC
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert error_detail(caught.value).code == types.ERROR_CODE_STEP_ORDER
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_half_precision_that_decodes_past_float32(cluster, allowed) -> None:
+    """65504 times 2^113 is no float32."""
+    with WireWorker(cluster(1).target, "w0") as worker:
+        options = {"codec": types.CODEC_FP16, "allow_non_finite": allowed}
+        model = worker.create(spec("m", 4, optimizer=sgd(1.0), **options))
+        model.init(np.zeros(4))
+        (message,) = model.gradient_messages(pb.PutGradientRequest, 0, np.ones(4))
+        message.payload = np.full(4, 65504, "<f2").tobytes()
+        message.gradient.chunk.scale_exponent = 113
+        model.seal(message)
+        put = worker.stubs[0].PutGradient
+        if allowed:
+            assert put(iter([message]), timeout=PATIENCE_S).counted_chunk_count == 1
+            np.testing.assert_array_equal(model.pull(), -np.inf)
+            return
+        with pytest.raises(grpc.RpcError) as caught:
+            put(iter([message]), timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error_detail(caught.value).code == types.ERROR_CODE_NON_FINITE
+        np.testing.assert_array_equal(model.pull(), 0)
+
+
+def test_who_may_set_first_weights_is_told_one_thing(cluster) -> None:
+    with WireWorker(cluster(1).target, "w0") as worker:
+        model = worker.create(spec("m", 4))
+        granted = model.claim_init()
+        assert (granted.granted, granted.initialized) == (True, False)
+        model.init(np.zeros(4))
+        claim = model.claim_init()
+        assert (claim.granted, claim.initialized) == (False, True)
+        model.worker.open_parameter(model.spec, take_seat=True, must_exist=True)
+        for must_exist, code in ((False, "NOT_FOUND"), (True, "FAILED_PRECONDITION")):
+            with pytest.raises(grpc.RpcError) as caught:
+                worker.open_parameter(spec("other"), take_seat=True, must_exist=must_exist)
+            assert caught.value.code().name == code
