@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import lz4.block
+from google.protobuf.message import DecodeError
+
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number
 from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX
@@ -24,8 +27,13 @@ SIZE_MAX = 2**48
 """Elements of a parameter."""
 DIMENSION_COUNT_MAX = 32
 TENSOR_NAME_LENGTH_MAX = 256
+TENSOR_COUNT_MAX = 2**16
+"""Tensors of a parameter; each takes about 1 KiB of a shard's memory."""
 LAYOUT_SIZE_MAX_BYTES = 2**18
-"""On the wire, so that a message with one stays small: 5000 tensors with names of 40 characters."""
+"""On the wire, so that a message with one stays small: 5000 tensors with names of 40 characters.
+Larger ones are packed, which takes a tenth, as names are alike."""
+_PACKED_MAX_BYTES = 262_000
+_UNPACKED_MAX_BYTES = 2**22
 _RESERVED = "__metadata__"
 """What a safetensors file keeps for itself."""
 
@@ -178,11 +186,13 @@ class TensorLayout:
                     f"tensor {tensor.name!r} begins at element {tensor.offset}; expected {offset}"
                 )
             offset = tensor.stop
+        if len(self.tensors) > TENSOR_COUNT_MAX:
+            raise _too_large(len(self.tensors), f"at most {TENSOR_COUNT_MAX}")
         if len(self.by_name) != len(self.tensors):
             counts = collections.Counter(tensor.name for tensor in self.tensors)
             raise ArgumentError(f"tensor {counts.most_common(1)[0][0]!r} is there twice")
         check_whole_number("size (of all tensors)", self.size, 1, SIZE_MAX)
-        _check_size(self.to_proto())
+        self._checked_proto  # noqa: B018 (made, and so checked)
 
     @staticmethod
     def of(tensors: Mapping[str, Any]) -> TensorLayout:
@@ -291,8 +301,17 @@ class TensorLayout:
         return f"there is a tensor {self.tensors[len(other)].name!r}, which was not asked for"
 
     def to_proto(self) -> types_pb2.TensorLayout:
-        """The wire's form."""
-        return types_pb2.TensorLayout(
+        """The wire's form; not to be changed."""
+        return self._checked_proto
+
+    @cached_property
+    def _checked_proto(self) -> types_pb2.TensorLayout:
+        """The wire's form, which may take as long to make as a model has tensors.
+
+        Raises:
+            ArgumentError: it is too large, packed or not.
+        """
+        plain = types_pb2.TensorLayout(
             tensors=[
                 types_pb2.Tensor(
                     name=tensor.name,
@@ -302,6 +321,7 @@ class TensorLayout:
                 for tensor in self
             ]
         )
+        return plain if plain.ByteSize() <= LAYOUT_SIZE_MAX_BYTES else _packed(plain)
 
     @staticmethod
     def from_proto(message: types_pb2.TensorLayout) -> TensorLayout:
@@ -310,7 +330,7 @@ class TensorLayout:
         Raises:
             ArgumentError: see the class.
         """
-        _check_size(message)
+        message = _unpacked(message)
         laid: list[TensorSpec] = []
         for tensor in message.tensors:
             offset = laid[-1].stop if laid else 0
@@ -335,13 +355,63 @@ def check_tensor_name(name: object) -> str:
     return name
 
 
-def _check_size(layout: types_pb2.TensorLayout) -> None:
-    size_bytes = layout.ByteSize()
-    if size_bytes > LAYOUT_SIZE_MAX_BYTES:
+def _packed(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
+    """The same tensors in fewer bytes.
+
+    Raises:
+        ArgumentError: in too many all the same.
+    """
+    plain = layout.SerializeToString()
+    if len(plain) > _UNPACKED_MAX_BYTES:
+        limit = f"names and shapes that take at most {_UNPACKED_MAX_BYTES} bytes, not {len(plain)}"
+        raise _too_large(len(layout.tensors), limit)
+    packed = lz4.block.compress(plain, store_size=False)
+    if len(packed) > _PACKED_MAX_BYTES:  # which takes ten times as long
+        packed = lz4.block.compress(plain, "high_compression", store_size=False)
+    if len(packed) > _PACKED_MAX_BYTES:
+        limit = f"names and shapes that LZ4 packs into {_PACKED_MAX_BYTES} bytes, not {len(packed)}"
+        raise _too_large(len(layout.tensors), limit)
+    return types_pb2.TensorLayout(packed=types_pb2.PackedTensors(lz4=packed, size_bytes=len(plain)))
+
+
+def _unpacked(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
+    """The layout with its tensors, as small as it may be.
+
+    Raises:
+        ArgumentError: it is too large, or what is packed is no layout.
+    """
+    if not layout.HasField("packed"):
+        if layout.ByteSize() > LAYOUT_SIZE_MAX_BYTES:
+            limit = f"at most {LAYOUT_SIZE_MAX_BYTES} bytes that are not packed"
+            raise _too_large(len(layout.tensors), limit)
+        return layout
+    packed = layout.packed
+    if len(packed.lz4) > _PACKED_MAX_BYTES or packed.size_bytes > _UNPACKED_MAX_BYTES:
         raise ArgumentError(
-            f"names and shapes of {len(layout.tensors)} tensors take {size_bytes} bytes; a "
-            f"parameter has room for {LAYOUT_SIZE_MAX_BYTES}; make several parameters of them"
+            f"a packed layout must have at most {_PACKED_MAX_BYTES} bytes of LZ4, and "
+            f"{_UNPACKED_MAX_BYTES} unpacked; got {len(packed.lz4)} and {packed.size_bytes}"
         )
+    try:
+        plain = lz4.block.decompress(packed.lz4, uncompressed_size=packed.size_bytes)
+        found = types_pb2.TensorLayout.FromString(plain)
+    except (lz4.block.LZ4BlockError, DecodeError, ValueError) as error:
+        raise ArgumentError(f"a packed layout can't be read ({error}); send it again") from None
+    if len(plain) != packed.size_bytes or layout.tensors or found.HasField("packed"):
+        raise ArgumentError(
+            f"a packed layout must hold tensors alone, in {packed.size_bytes} bytes; got "
+            f"{len(plain)} bytes, {len(layout.tensors)} tensors beside it"
+        )
+    if len(found.tensors) > TENSOR_COUNT_MAX:  # before an object is made of each
+        raise _too_large(len(found.tensors), f"at most {TENSOR_COUNT_MAX}")
+    return found
+
+
+def _too_large(tensor_count: int, limit: str) -> ArgumentError:
+    return ArgumentError(
+        f"{tensor_count} tensors are too many for one parameter, which has room for {limit}; make "
+        "several parameters of them (a ServerOptimizer for each of several submodules, with a "
+        "name= of its own)"
+    )
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -248,10 +248,20 @@ class TensorOptions(_message.Message):
     def __init__(self, learning_rate_factor: _Optional[float] = ..., weight_decay: _Optional[float] = ..., frozen: bool = ..., rate_group: _Optional[int] = ...) -> None: ...
 
 class TensorLayout(_message.Message):
-    __slots__ = ("tensors",)
+    __slots__ = ("tensors", "packed")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    packed: PackedTensors
+    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., packed: _Optional[_Union[PackedTensors, _Mapping]] = ...) -> None: ...
+
+class PackedTensors(_message.Message):
+    __slots__ = ("lz4", "size_bytes")
+    LZ4_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    lz4: bytes
+    size_bytes: int
+    def __init__(self, lz4: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
     __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout")

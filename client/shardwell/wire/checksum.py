@@ -72,8 +72,8 @@ def _number(value: int) -> bytes:
     return (value & _MASK).to_bytes(8, "little")
 
 
-def _text(value: str) -> bytes:
-    written = value.encode()
+def _text(value: str | bytes) -> bytes:
+    written = value.encode() if isinstance(value, str) else value
     return _number(len(written)) + written
 
 
@@ -170,7 +170,7 @@ def _append_double(value: float, parts: list[bytes]) -> None:
     parts.append(_DOUBLE.pack(value))
 
 
-def _append_text(value: str, parts: list[bytes]) -> None:
+def _append_text(value: str | bytes, parts: list[bytes]) -> None:
     parts.append(_text(value))
 
 
@@ -196,7 +196,7 @@ def _fields(descriptor: Any) -> list[_Field]:
         append: Any = _append_number
         if field.message_type is not None:
             append = _append
-        elif field.type == field.TYPE_STRING:
+        elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
             append = _append_text
         elif field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
             append = _append_double

@@ -61,6 +61,8 @@ def _all_fields(message: Any) -> list[Value]:
             if field.message_type and not message.HasField(field.name):
                 each = []
         for one in each:
+            if isinstance(one, bytes):  # as a string
+                values.append(struct.pack("<Q", len(one)))
             values += _all_fields(one) if field.message_type else [one]
     return values
 

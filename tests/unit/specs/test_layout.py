@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
+import lz4.block
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,10 +22,26 @@ from shardwell import (
     TensorOptions,
     TensorSpec,
 )
+from shardwell.specs.layout import LAYOUT_SIZE_MAX_BYTES
 from shardwell.v1 import types_pb2
 
 SHAPES = {"w": (20, 64), "b": (64,), "scale": (), "nothing": (0, 3), "ω.0": (1, 1, 2)}
 LAYOUT = TensorLayout.of(SHAPES)
+
+
+def random_name(seed: int) -> str:
+    return random.Random(seed).randbytes(128).hex()
+
+
+def experts(count: int) -> dict[str, tuple[int, ...]]:
+    """As of a mixture of experts."""
+    return {
+        f"model.layers.{i // 384}.block_sparse_moe.experts.{i // 3 % 128}.w{i % 3}.weight": (
+            i % 7,
+            2,
+        )
+        for i in range(count)
+    }
 
 
 def spec_with(layout: TensorLayout | None, **changes: Any) -> ParameterSpec:
@@ -69,7 +87,9 @@ def test_what_has_a_shape_stands_for_it() -> None:
         ({"w": (1,) * 33}, "tensor 'w' has 33 dimensions"),
         ({"w": (0,)}, r"size \(of all tensors\).*got 0"),
         ({"w": (2**24, 2**24, 2)}, r"size \(of all tensors\)"),
-        ({f"{i:0256}": (1,) for i in range(1100)}, "make several parameters"),
+        ({random_name(i): (1,) for i in range(3000)}, "LZ4 packs into .* make several parameters"),
+        ({f"{i:0256}": (1,) for i in range(17_000)}, "at most 4194304 bytes, not"),
+        ({f"{i}": (1,) for i in range(2**16 + 1)}, "65537 tensors .* at most 65536"),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(tensors: Any, words: str) -> None:
@@ -206,5 +226,45 @@ def test_names_from_the_wire_are_looked_at_once_each() -> None:
     with pytest.raises(ArgumentError, match=f"tensor '{names[-1]}' is there twice"):
         TensorLayout.from_proto(message)
     message.tensors.extend(types_pb2.Tensor(name="x" * 250) for _ in range(900))
-    with pytest.raises(ArgumentError, match=r"25901 tensors take .* make several parameters"):
+    with pytest.raises(ArgumentError, match=r"25901 tensors .* make several parameters"):
+        TensorLayout.from_proto(message)
+
+
+def test_a_layout_of_many_tensors_is_packed() -> None:
+    layout = TensorLayout.of(experts(18_867)).with_groups([TensorGroup("*.w1.*", rate_group=2)])
+    message = layout.to_proto()
+    assert not message.tensors
+    assert message.ByteSize() < LAYOUT_SIZE_MAX_BYTES
+    assert TensorLayout.from_proto(message) == layout
+    assert not LAYOUT.to_proto().HasField("packed")
+
+
+def packed(plain: bytes, size: int | None = None, **fields: Any) -> types_pb2.TensorLayout:
+    found = lz4.block.compress(plain, store_size=False)
+    size_bytes = len(plain) if size is None else size
+    return types_pb2.TensorLayout(
+        packed=types_pb2.PackedTensors(lz4=found, size_bytes=size_bytes), **fields
+    )
+
+
+PLAIN = LAYOUT.to_proto().SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (packed(PLAIN, len(PLAIN) - 1), "can't be read|must hold"),
+        (packed(PLAIN, len(PLAIN) + 1), "can't be read|must hold"),
+        (packed(b"\xff" * 100), "can't be read"),
+        (packed(b""), "empty"),
+        (packed(bytes(2**23)), "4194304 unpacked; got .* and 8388608"),
+        (packed(bytes(2**22), 100), "can't be read"),
+        (packed(packed(PLAIN).SerializeToString()), "must hold tensors alone"),
+        (packed(PLAIN, tensors=[types_pb2.Tensor(name="w")]), "1 tensors beside it"),
+        (packed(b"\x0a\x00" * 70_000), "70000 tensors .* at most 65536"),
+        (types_pb2.TensorLayout(packed=types_pb2.PackedTensors(lz4=bytes(300_000))), "of LZ4"),
+    ],
+)
+def test_what_is_packed_is_checked(message: types_pb2.TensorLayout, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
         TensorLayout.from_proto(message)
