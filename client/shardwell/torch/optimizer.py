@@ -198,10 +198,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         )
         self.parameter: Parameter[NamedArrays] = self._opened()
         """The parameter on the cluster: `next_step`, `version`, `reopen`."""
-        self.parameter.advise_on_non_finite(
-            "zero_grad() and go on with another batch, lower the learning rate, or clip with "
-            "clip_norm= of the optimizer"
-        )
         assert self.parameter.spec.layout is not None
         self._layout: TensorLayout = self.parameter.spec.layout
         self._tensors = {tensor.name: self._tensors[tensor.name] for tensor in self._layout}
@@ -260,6 +256,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         )
         if not self._is_on_gpu:
             watch_threads(self, client, self.parameter)
+        self._close_earlier()
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._has_gradient)
             for tensor in self._tensors.values()
@@ -272,6 +269,25 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 name,
                 self.next_step,
             )
+
+    def _close_earlier(self) -> None:
+        """Closes ServerOptimizers that hold the same tensors, as after a notebook's cell ran twice.
+
+        Their hooks would send gradients that are for this one.
+        """
+        hooks = [
+            getattr(each, "_post_accumulate_grad_hooks", None) for each in self._tensors.values()
+        ]
+        owners = [getattr(hook, "__self__", None) for of in hooks if of for hook in of.values()]
+        for owner in {id(each): each for each in owners}.values():
+            if isinstance(owner, ServerOptimizer):
+                owner.close()
+                _LOG.warning(
+                    "the ServerOptimizer of parameter %r was closed: another one, of parameter %r, "
+                    "trains the same model from now on",
+                    owner.parameter.name,
+                    self.parameter.name,
+                )
 
     @property
     def next_step(self) -> int:
@@ -875,4 +891,9 @@ def _opened(
                 parameter=name,
             )
         order = list(there)
-    return client.parameter(name, tensors={key: shapes[key] for key in order}, **options)
+    parameter = client.parameter(name, tensors={key: shapes[key] for key in order}, **options)
+    parameter.advise_on_non_finite(
+        "zero_grad() and go on with another batch, lower the learning rate, or clip with "
+        "clip_norm= of the optimizer"
+    )
+    return parameter

@@ -242,6 +242,22 @@ def test_save_and_resume(cluster, connect, tmp_path, run) -> None:
 
 
 @FRAMEWORKS
+def test_resuming_with_values_on_a_new_cluster(cluster, connect, tmp_path, run) -> None:
+    def first(model: Any) -> Any:
+        optimizer = on(connect(cluster(2), "w0"))(model)
+        optimizer.saves_values = True
+        return optimizer
+
+    run(first, tmp_path / "mine", steps=4, precision="fp32")
+    client = connect(cluster(3), "w0")
+    found = run(on(client), tmp_path / "mine", steps=STEPS, precision="fp32", resumes=True)
+    assert client.parameter("model").next_step == STEPS
+    run(by_torch, tmp_path / "its", steps=4, precision="fp32")
+    expected = run(by_torch, tmp_path / "its", steps=STEPS, precision="fp32", resumes=True)
+    assert_same(found, expected)
+
+
+@FRAMEWORKS
 def test_a_cluster_that_lost_its_memory_is_named(cluster, connect, tmp_path, run) -> None:
     run(on(connect(cluster(2), "w0")), tmp_path / "mine", steps=4, precision="fp32")
     other = on(connect(cluster(2), "w0"))

@@ -71,6 +71,11 @@ def train(model: Any, optimizer: Any, data: list[Any], after: Callable[[], Any] 
     return losses
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What workers have logged; shards of the same process have a logger of their own."""
+    return [each.getMessage() for each in caplog.records if each.name == "shardwell"]
+
+
 @pytest.fixture
 def client(cluster, connect) -> shardwell.Client:
     return connect(cluster(2, chunk_size_bytes=256), "w0")
@@ -191,9 +196,10 @@ def test_gradients_leave_while_backward_goes_on(cluster, connect) -> None:
     assert (first.name, last.name) == ("11.bias", "0.weight")
 
 
-def test_batches_accumulate_under_no_sync(client) -> None:
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
+def test_batches_accumulate_under_no_sync(client, overlap, caplog) -> None:
     model, alone = net(), net()
-    optimizer = server(model, client)
+    optimizer = server(model, client, overlap=overlap)
     theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     for first, second in zip(batches(10)[::2], batches(10)[1::2], strict=True):
         for of in (model, alone):
@@ -205,6 +211,7 @@ def test_batches_accumulate_under_no_sync(client) -> None:
             each.zero_grad()
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert not logged(caplog)  # overlap goes on
 
 
 def test_a_second_backward_is_told_how_to_accumulate(client) -> None:
@@ -414,7 +421,7 @@ def test_gradients_that_change_after_backward_as_it_comes(
             optimizer.zero_grad()
     for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
-    assert sum("leave in step()" in each.getMessage() for each in caplog.records) == 1
+    assert sum("leave in step()" in each for each in logged(caplog)) == 1
 
 
 def test_gradients_that_stay_leave_from_the_second_step_on(cluster, connect, caplog) -> None:
@@ -430,7 +437,7 @@ def test_gradients_that_stay_leave_from_the_second_step_on(cluster, connect, cap
             assert client.traffic.sent_bytes == before
         optimizer.step()
         optimizer.zero_grad()
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 def test_a_scaler_as_it_comes(client) -> None:
@@ -505,13 +512,25 @@ def test_weights_that_were_put_back_are_no_change(client) -> None:
     assert optimizer.next_step == 3
 
 
+@pytest.mark.parametrize("overlap", [True, False, "auto"])
+def test_a_cell_that_runs_twice_trains_the_same_model_on(client, caplog, overlap) -> None:
+    model, alone = deep(), deep()
+    for _ in range(3):  # the earlier optimizers live on in their hooks
+        train(model, server(model, client, overlap=overlap), batches(3))
+    assert sum("was closed: another one" in each for each in logged(caplog)) == 2
+    expected = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    train(alone, expected, batches(3) * 3)
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
 def test_a_training_that_goes_on_is_in_the_log(client, caplog) -> None:
     model = net()
     train(model, server(model, client), batches(3))
-    assert not caplog.records
+    assert not logged(caplog)
     optimizer = server(net(seed=2), client)
-    (record,) = caplog.records
-    assert "'w0' goes on with parameter 'model' at step 3" in record.getMessage()
+    (line,) = logged(caplog)
+    assert "'w0' goes on with parameter 'model' at step 3" in line
     assert optimizer.next_step == 3
 
 
