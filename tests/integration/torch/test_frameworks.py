@@ -285,8 +285,7 @@ def test_a_worker_of_the_docs_is_killed_and_started_again(
         environment = {"SHARDWELL_SHARDS": running.target, "OMP_NUM_THREADS": "1"}
         return Program(file, worker_id, environment=environment)
 
-    # In one chunk, so that a kill can't come between two.
-    clusters = [cluster(1, chunk_size_bytes=1 << 20) for _ in range(2)]
+    clusters = [cluster(2, chunk_size_bytes=1024) for _ in range(2)]
     clients = [connect(running, "reader") for running in clusters]
     weights = []
     with started(clusters[0], "w0") as first, started(clusters[0], "w1") as second:
