@@ -11,13 +11,16 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardwell
-from harness.threads import together
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background, together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
+from shardwell.torch.pushed_values import Meeting, PushedValues  # noqa: E402
 
 ADAM = shardwell.Adam(learning_rate=0.05)
 
@@ -228,6 +231,42 @@ def test_a_push_that_was_given_up_for_another(cluster, connect) -> None:
     together([optimizers[0].push_weights, second])
     together([lambda r=r: train(models[r], optimizers[r], 0, 2) for r in range(2)])
     assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_a_worker_that_starts_again_in_the_middle_of_a_push(cluster, connect) -> None:
+    """Nobody goes on with the weights that it made the parameter with: all push once more."""
+    running = cluster(2)
+    models = [net(), net()]
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    optimizers = [
+        made(model, client, worker_count=2) for model, client in zip(models, clients, strict=True)
+    ]
+    pushed = net(seed=5).state_dict()
+    for model in models:
+        model.load_state_dict(pushed)
+    weights = np.concatenate(
+        [models[1].get_parameter(t.name).detach().reshape(-1) for t in optimizers[1]._layout]
+    )
+    meeting = Meeting(clients[1], "model", 2)
+    first = in_background(optimizers[0].push_weights)
+    assert meeting.agrees(PushedValues({"weights": weights}).digest, 60.0)
+    clients[1].close()  # as a process that ends before it has shown that it deleted
+    eventually(
+        "the other has deleted it",
+        lambda: all(each.spec.name != "model" for each in clients[0].status()[0].parameters),
+    )
+    models[1] = net(seed=9)
+    optimizers[1] = made(models[1], connect(running, "w1"), worker_count=2)
+    with pytest.raises(shardwell.ArgumentError, match="different values"):
+        optimizers[1].push_weights()
+    with pytest.raises(shardwell.ArgumentError, match=r"was started again while .* push once more"):
+        first.result(PATIENCE_S)
+    optimizers[0] = made(models[0], clients[0], worker_count=2)
+    for model in models:
+        model.load_state_dict(pushed)
+    together([optimizers[0].push_weights, optimizers[1].push_weights])
+    for model in models:
+        assert torch.equal(model.weight, pushed["weight"])
 
 
 def test_values_that_do_not_fit_are_refused_by_name(cluster, connect) -> None:
