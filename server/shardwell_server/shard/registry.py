@@ -98,6 +98,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
     _kind: ClassVar[str]
     """"parameter" or "table"."""
+    _fewer: ClassVar[str] = ""
+    """How a user needs fewer of them, for messages."""
     _counted: ClassVar[Counted]
     """How a quota names them."""
 
@@ -387,7 +389,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         if len(self._by_name) >= self._count_max:
             raise LimitError(
                 f"limit {self._kind}_count_max={self._count_max} is reached; {self._kind} "
-                f"{spec.name!r} does not fit",
+                f"{spec.name!r} does not fit; {self._fewer}raise the limit on the shards",
                 **self._where(spec.name),
             )
         layout, stored = self._layout_of(spec, owner), self._bytes_of(owner)
@@ -489,6 +491,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     """The parameters of a shard."""
 
     _kind, _counted = "parameter", "parameters"
+    _fewer = "put many small tensors into one parameter (tensors=), or "
 
     @property
     def _count_max(self) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.threads import together
 from harness.wire_client.worker import WireWorker, error_detail, spec
 from shardwell.v1 import types_pb2
 
@@ -230,3 +231,27 @@ def test_what_is_opened_says_what_it_is(cluster, connect) -> None:
     }
     for row_count, table in tables.items():
         assert repr(table) == f"Table('t-{row_count}', row_count={row_count}, dim=4, mode='async')"
+
+
+def test_many_at_once_from_threads_of_one_client(cluster, connect) -> None:
+    """Each is opened by two threads, which get the same one."""
+    client = connect(cluster(2), "w0")
+
+    def trained(thread: int) -> list[shardwell.Parameter]:
+        opened = []
+        for index in range(thread // 2, 40, 4):
+            net = client.parameter(f"p{index}", size=10, optimizer=SGD)
+            net.init(np.full(10, index, np.float32))
+            opened.append(net)
+        return opened
+
+    found = together([lambda thread=thread: trained(thread) for thread in range(8)])
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert all(a is b for a, b in zip(one, other, strict=True))
+
+    def step(index: int) -> None:
+        net = client.parameter(f"p{index}")
+        assert (net.exchange(np.ones(10, np.float32)) == index - 0.5).all()
+
+    together([lambda index=index: step(index) for index in range(40)])
+    assert [client.parameter(f"p{index}").next_step for index in range(40)] == [1] * 40
