@@ -566,13 +566,14 @@ def test_openings(line, kind, method) -> None:
 @pytest.mark.parametrize("kind", ["parameter", "table"])
 def test_what_openings_answer(line, kind) -> None:
     """Whether a slice is empty, how far training is, and where: never another than it is."""
-    model = opened(line.client, codec="fp32")
-    table = opened_table(line.client)
-    for _ in range(2):
-        model.put_gradient(np.full(SIZE, 3, np.float32))
-        table.put_row_gradients(IDS, np.full((3, DIM), 3, np.float32))
-    model.close()
-    table.close()
+    if kind == "table":
+        with opened_table(line.client) as table:
+            for _ in range(2):
+                table.put_row_gradients(IDS, np.full((3, DIM), 3, np.float32))
+    else:
+        with contextlib.closing(opened(line.client, codec="fp32")) as model:
+            for _ in range(2):
+                model.put_gradient(np.full(SIZE, 3, np.float32))
 
     def call(timeout_s: float | None) -> Any:
         if kind == "table":

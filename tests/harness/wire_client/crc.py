@@ -139,8 +139,12 @@ def of_control(gradient: Any) -> int:
 def of_counted(table: str, answer: Any) -> int:
     """What the CRC of the count in an ExchangeRowsResponse should be."""
     counted = answer.counted
-    parts = (counted.step, counted.counted_part_count, counted.duplicate_part_count)
-    return crc32.iscsi(b"".join(map(_packed, (21, table, *parts, answer.version))))
+    parts = (
+        counted.counted_part_count,
+        counted.duplicate_part_count,
+        counted.superseded_part_count,
+    )
+    return crc32.iscsi(b"".join(map(_packed, (21, table, counted.step, *parts, answer.version))))
 
 
 def of_fetch(parameter: str, fetch: Any) -> int:

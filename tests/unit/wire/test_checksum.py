@@ -245,13 +245,15 @@ def test_what_a_chunk_says_besides_is_covered_beside_it() -> None:
 
 
 def test_the_count_of_a_step_covers_the_version_beside_it() -> None:
-    found = set()
-    for table, version, step, counted, repeated in itertools.product(
-        "tu", *[(0, LARGE)] * 2, (0, 1), (0, 1)
-    ):
+    found, large, small = set(), (0, LARGE), (0, 1)
+    cases = itertools.product("tu", large, large, small, small, small)
+    for table, version, step, counted, repeated, superseded in cases:
         answer = table_pb2.ExchangeRowsResponse(
             counted=table_pb2.RowsCounted(
-                step=step, counted_part_count=counted, duplicate_part_count=repeated
+                step=step,
+                counted_part_count=counted,
+                duplicate_part_count=repeated,
+                superseded_part_count=superseded,
             ),
             version=version,
         )
@@ -259,7 +261,7 @@ def test_the_count_of_a_step_covers_the_version_beside_it() -> None:
         crc = checksum.rows_counted(context, answer.counted, answer.version)
         assert crc == wire_crc.of_counted(table, answer)
         found.add(crc)
-    assert len(found) == 32
+    assert len(found) == 64
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (7, 0), (0, 2**32 - 1)])
