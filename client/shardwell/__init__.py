@@ -9,10 +9,18 @@ with shardwell.connect("127.0.0.1:7070,127.0.0.1:7071", worker_id="w0") as clien
 import importlib
 import logging
 import os
+import sys
 import typing
 
 # Before gRPC is imported, which reads it then. Unset, one half of gRPC supports forks and the other
 # does not: of children that want nothing of it a tenth is aborted (docs/adr/0003-threads.md).
+if "grpc._cython.cygrpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ:
+    logging.getLogger(__name__).warning(
+        "grpc was imported before shardwell, which turned gRPC's support of forks on: processes "
+        "that are forked beside a client, such as the workers of a DataLoader, log lines about "
+        "it and may hang; import shardwell first, or set GRPC_ENABLE_FORK_SUPPORT=0 before the "
+        "program starts"
+    )
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Else it prints what befalls its connections, such as a shard's end ("Got goaway"), to standard
 # error; of those that are waited for Shardwell tells.

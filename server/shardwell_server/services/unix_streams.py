@@ -231,8 +231,8 @@ class _Connection(asyncio.Protocol):
         """Returns when there is room for another one.
 
         Raises:
-            asyncio.CancelledError: the line is lost, of which the task learns by itself only when
-                it waits; asyncio logs what is written to such a line.
+            asyncio.CancelledError: the line is lost, of which the task learns only when it
+                waits; asyncio logs what is written to such a line.
         """
         if self._transport.is_closing():
             raise asyncio.CancelledError
