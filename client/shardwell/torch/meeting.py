@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ from shardwell.specs.names import check_name, format_ranks, is_address
 ResultT = TypeVar("ResultT")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.005, 0.25
 """Between two looks at the store."""
+_LOOK = timedelta(milliseconds=20)
+"""How long a store is waited for that can't say whether it has a key."""
 _VALUE_LENGTH_MAX = 65536
 """Of what is read from the store; a roster of 256 ranks has 9 KB."""
 _LOCALHOST = "127.0.0.1"
@@ -222,10 +225,20 @@ class StoreMeeting:
     def _read_text(self, key: str) -> str:
         """What the store has, and "" where it has nothing; does not wait for it."""
         name = f"shardwell/{key}"
-        found = self._asked(lambda: self._store.get(name) if self._store.check([name]) else b"")
+        found = self._asked(lambda: self._store.get(name) if self._has(name) else b"")
         if len(found) > _VALUE_LENGTH_MAX:
             return ""
         return bytes(found).decode(errors="replace")
+
+    def _has(self, name: str) -> bool:
+        """Whether the store has a value for a key."""
+        if hasattr(self._store, "check"):
+            return bool(self._store.check([name]))
+        try:  # earlier versions of torch
+            self._store.wait([name], _LOOK)
+        except RuntimeError:
+            return False
+        return True
 
     def _read(self, key: str) -> dict[str, Any]:
         """An object of the store's; {} where it has none, or what is none of ours."""

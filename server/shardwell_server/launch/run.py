@@ -291,8 +291,7 @@ class LocalRun:
     def _reap_orphans(self) -> None:
         """Waits for those that have ended of what workers left behind: ours by `adopt_orphans`.
 
-        A process that is ours by start is asked for its exit code by the object that has it: once
-        somebody else has waited for it, the code is lost.
+        The object that started a process asks for its exit code, which only the first wait gets.
         """
         started: dict[int, Callable[[], object]] = {
             **{rank.pid: rank.poll for rank in self._ranks},

@@ -145,6 +145,19 @@ def test_a_store_that_fails_is_named() -> None:
     assert "the store Failing" in error.message
 
 
+def test_a_store_that_can_not_say_what_it_has() -> None:
+    """As those of earlier versions of torch."""
+
+    class Earlier:
+        def __init__(self) -> None:
+            within = dist.HashStore()
+            self.set, self.get, self.wait = within.set, within.get, within.wait
+
+    store = Earlier()
+    first = met([comes(store, rank) for rank in range(3)])
+    assert met([comes(store, rank) for rank in range(3)]).name != first.name
+
+
 RESTARTED = """
 import os, signal, torch, shardwell.torch
 import torch.distributed as dist

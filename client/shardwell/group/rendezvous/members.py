@@ -153,7 +153,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An error that a worker is told when it asks the next time."""
+    """An error that a worker gets when it asks the next time."""
 
     kind: type[ShardwellError]
     message: str
