@@ -243,7 +243,7 @@ class Transfer:
                     answer = self._answer(to, line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
-                is_intact = checksum.of_counted(answer.counted) == answer.counted.crc32c
+                is_intact = checksum.of_message(answer.counted) == answer.counted.crc32c
                 if not (answer.HasField("counted") and is_intact and counted == chunk_count):
                     raise CorruptChunkError(
                         f"shard {shard_index} counted {counted} of {chunk_count} chunks of "

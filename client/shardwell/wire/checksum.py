@@ -107,11 +107,6 @@ def of_message(message: Any) -> int:
     return int(crc32.iscsi(b"".join(parts)))
 
 
-def of_counted(answer: parameter_server_pb2.PutGradientResponse) -> int:
-    """`of_message` of what each step of PutGradient is answered, in less time."""
-    return _with_numbers(_COUNTED_CONTEXT, answer.counted_chunk_count, answer.duplicate_chunk_count)
-
-
 def seal(message: MessageT) -> MessageT:
     """The message, whose CRC is made to fit, if its type has one; changed in place."""
     if CRC_FIELD in message.DESCRIPTOR.fields_by_name:
@@ -209,7 +204,6 @@ def _fields(descriptor: Any) -> list[_Field]:
 # Contexts: what a stream or call was opened for.
 
 _CONTROL_CONTEXT = extended(0, Kind.GRADIENT_CONTROL)
-_COUNTED_CONTEXT = extended(0, parameter_server_pb2.PutGradientResponse.DESCRIPTOR.full_name)
 
 
 @functools.lru_cache(maxsize=1024)

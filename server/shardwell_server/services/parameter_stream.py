@@ -200,8 +200,7 @@ class ParameterStream:
         if self._is_between_steps and self._counted.ByteSize():
             yield from self._answers(parameter, all_=True)
             parameter.make_durable()
-            self._counted.crc32c = checksum.of_counted(self._counted)
-            yield pb.ExchangeResponse(counted=self._counted).SerializeToString()
+            yield pb.ExchangeResponse(counted=checksum.seal(self._counted)).SerializeToString()
             self._counted.Clear()
 
     def _asked(

@@ -264,14 +264,6 @@ def test_the_count_of_a_step_covers_the_version_beside_it() -> None:
     assert len(found) == 64
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (7, 0), (0, 2**32 - 1)])
-def test_the_count_of_a_gradient_is_as_of_any_message(counts) -> None:
-    answer = pb.PutGradientResponse(
-        counted_chunk_count=counts[0], duplicate_chunk_count=counts[1], crc32c=9
-    )
-    assert checksum.of_counted(answer) == wire_crc.of_message(answer)
-
-
 def test_a_message_is_sealed_and_looked_at() -> None:
     message = pb.ConfirmInitRequest(parameter="p", epoch=3)
     with pytest.raises(CorruptChunkError, match=r"ConfirmInitRequest: CRC32C .* damaged"):
