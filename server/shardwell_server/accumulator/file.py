@@ -32,6 +32,7 @@ from shardwell_server.accumulator.sums import SumMemory
 from shardwell_server.store.files.boot import kernel_boot_id
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_directory
 
+_BLANK_BLOCK_BYTES = 1 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC
 
 
@@ -257,10 +258,23 @@ def _locked(path: Path, flags: int = 0) -> int:
         os.close(file)  # it got another name, or was removed, in between
 
 
+def _is_blank(file: int, start: int) -> bool:
+    """Whether a file has nothing but zeros from a place on; holes are not read."""
+    while True:
+        try:
+            start = os.lseek(file, start, os.SEEK_DATA)
+        except OSError:  # there is a hole up to the end
+            return True
+        block = os.pread(file, _BLANK_BLOCK_BYTES, start)
+        if block.count(0) != len(block):
+            return False
+        start += len(block)
+
+
 def _check_begun(path: Path, file: int) -> None:
     """Refuses a file that is more than a killed process leaves of one that it began to make.
 
-    That is empty, or its first page is empty or a head; behind it is nothing but a hole.
+    That is empty, or its first page is empty or a head; behind it are zeros, or a hole.
 
     Raises:
         StorageError: it is the user's, or has sums.
@@ -268,11 +282,7 @@ def _check_begun(path: Path, file: int) -> None:
     page = os.pread(file, PAGE_SIZE_BYTES, 0)
     if not page:
         return
-    try:
-        has_more = os.lseek(file, PAGE_SIZE_BYTES, os.SEEK_DATA) > 0
-    except OSError:
-        has_more = False
-    if has_more or (any(page) and not is_head(page)):
+    if not _is_blank(file, PAGE_SIZE_BYTES) or (any(page) and not is_head(page)):
         raise StorageError(
             f"{path} is in the way of making the file beside it, and was not left by a process "
             "that was killed while it did; move it away, or give another path"

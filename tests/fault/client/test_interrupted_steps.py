@@ -34,7 +34,8 @@ def test_a_step_that_is_interrupted_at_its_end_is_not_taken_for_another(
     cluster, connect, monkeypatch
 ) -> None:
     """Its rows were not handed out: other rows are refused until it is abandoned."""
-    table = table_of(connect(cluster(2), "w0"))
+    running = cluster(2)
+    table = table_of(connect(running, "w0"))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -46,7 +47,10 @@ def test_a_step_that_is_interrupted_at_its_end_is_not_taken_for_another(
     assert (table.next_step, table.is_step_begun) == (0, True)
     with pytest.raises(shardwell.StepOrderError, match="sent other rows of it"):
         table.exchange_rows(IDS, 2 * GRADIENTS)
-    assert table.get_rows(IDS)[:, 0].tolist() == [2, 1, 2, 1]
+    assert table.get_rows(IDS)[:, 0].tolist() == [0, 0, 0, 0]  # as they were before its next step
+    reader = connect(running, "reader").table("t")
+    assert reader.get_rows(IDS)[:, 0].tolist() == [2, 1, 2, 1]
     assert table.abandon_step() == 0
+    assert table.get_rows(IDS)[:, 0].tolist() == [2, 1, 2, 1]
     rows = table.exchange_rows(IDS, GRADIENTS)
     assert rows[:, 0].tolist() == [4, 2, 4, 2]

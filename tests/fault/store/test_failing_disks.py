@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -242,6 +243,7 @@ def test_a_disk_that_is_read_only(disk: SmallDisk) -> None:
     with recovered(disk.path) as shard:
         shard.parameters.open(SYNC)
         del shard
+    gc.collect()  # a shard and what it is made of refer to each other
     disk.remount("ro")
     try:
         with pytest.raises(DataDirError, match="Read-only"):

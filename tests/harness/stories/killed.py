@@ -148,6 +148,8 @@ class ParameterStory(StoredStory):
         {"taken back", "undo done"}
         | {"journal segment", "journal entry", "image begun", "image written"}
         | {"image stands", "segment forgotten", "image forgotten", "file restored"}
+        # Of deletions: tests/unit/shard/test_deletions.py.
+        | {"log of names", "removed files", "removed files' name"}
     )
 
     @functools.cached_property

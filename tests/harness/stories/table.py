@@ -127,6 +127,7 @@ def apply(
                 for array, rows in zip(storage.slots, slots, strict=True):
                     array[places] = rows
                     reached("slot written")
+            storage.keep_rows(version, places, change.weights_before.copy())
         elif new.size:
             weights, slots = write_values(storage, new, np.zeros((new.size, 3)), step, reached)
             storage.weights[new] = weights

@@ -109,7 +109,7 @@ def _sealed_around(requests: Iterable[Any]) -> Iterator[Any]:
 
 def _checked(call: Any) -> Any:
     """A call, whose answer has a CRC that fits, if it has one."""
-    if call.exception() is None:
+    if call.done() and call.exception() is None:  # of one that goes on, its caller sees
         answer = call.result()
         if "crc32c" in getattr(answer, "DESCRIPTOR", _NO_TYPE).fields_by_name:
             assert answer.crc32c == of_message(answer), answer

@@ -254,9 +254,9 @@ def test_a_choice_of_tables_and_what_exists(cluster, connect, tmp_path) -> None:
     for name in ("a", "b"):
         options = {"row_count": 10, "dim": 2, "optimizer": MOMENTUM}
         client.table(name, **options).put_row_gradients([1], np.ones((1, 2)))
-    client.parameter("a", size=4, optimizer=MOMENTUM).init(np.zeros(4, np.float32))
+    client.parameter("net", size=4, optimizer=MOMENTUM).init(np.zeros(4, np.float32))
     made = client.save_checkpoint(tmp_path / "all")
-    assert [e.name for e in made.parameters] == ["a"]
+    assert [e.name for e in made.parameters] == ["net"]
     assert [e.name for e in made.tables] == ["a", "b"]
     one = client.save_checkpoint(tmp_path / "one", [], ["b", "b"])
     assert ([e.name for e in one.parameters], [e.name for e in one.tables]) == ([], ["b"])
@@ -270,7 +270,7 @@ def test_a_choice_of_tables_and_what_exists(cluster, connect, tmp_path) -> None:
     with pytest.raises(shardwell.ArgumentError, match="no table 'nobody'"):
         target.restore_checkpoint(tmp_path / "all", tables=["nobody"])
     target.restore_checkpoint(tmp_path / "all", [], ["b"])
-    target.restore_checkpoint(tmp_path / "all", ["a"], ["a"])
+    target.restore_checkpoint(tmp_path / "all", ["net"], ["a"])
     other = connect(cluster(1), "w0")
     other.table("b", row_count=11, dim=2, optimizer=MOMENTUM)
     with pytest.raises(shardwell.SpecMismatchError, match="row_count"):

@@ -119,7 +119,7 @@ def test_several_are_saved_and_restored_at_once(
 ) -> None:
     names = [f"n{number}" for number in range(8)]
     for name in names:
-        put(table_of(client, name))
+        put(table_of(client, f"rows-of-{name}"))
         client.parameter(name, size=40, optimizer=SGD).init(np.full(40, 2, np.float32))
     for kind in (ParameterCapture, TableCapture):
         meeting.at(kind, "take", len(names), lambda *_: True)
@@ -129,4 +129,4 @@ def test_several_are_saved_and_restored_at_once(
     other.restore_checkpoint(tmp_path / "checkpoint")
     for name in names:
         np.testing.assert_array_equal(other.parameter(name).get_weights(), 2)
-        np.testing.assert_array_equal(other.table(name).get_rows(IDS), -1)
+        np.testing.assert_array_equal(other.table(f"rows-of-{name}").get_rows(IDS), -1)

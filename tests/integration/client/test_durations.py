@@ -70,6 +70,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "save_checkpoint": {"path": "never"},
     "restore_checkpoint": {"path": "never"},
     "export_table": {"name": "t", "path": "never.safetensors"},
+    "delete": {"name": "none"},
+    "restore": {"version": 0, "load_id": 1},
     "broadcast": {"root": 0},
     "reduce": {"root": 0},
 }

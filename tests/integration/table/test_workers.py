@@ -148,7 +148,7 @@ def test_opening_again(cluster, connect) -> None:
     assert other is not table
     assert other.next_step == 1
     assert (other.name, other.dim, other.row_count) == ("rows", DIM, 1000)
-    client.parameter("rows", size=3, optimizer=SGD)  # names are their own
+    client.parameter("other", size=3, optimizer=SGD)
     client.close()
     with pytest.raises(shardwell.ClosedError):
         other.get_rows([1])

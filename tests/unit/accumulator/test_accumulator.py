@@ -238,7 +238,8 @@ def test_bad_batches_are_refused(make: Make, ids: Any, told: str) -> None:
     [
         (np.ones(3, np.float32), "must have 2 elements; got 3"),
         (np.ones(2, np.int32), "must be float32 .* got int32"),
-        ([1.0, 2.0], "must be a NumPy array"),
+        (["a", "b"], "must be"),
+        ([1.0, 2.0, 3.0], "must have 2 elements; got 3"),
         (np.ones(2, np.complex64), "got complex64"),
         (np.array([1, np.nan]), r"gradient of row 1: element 1 is nan"),
         (np.array([-np.inf, 1], np.float16), r"element 0 is -inf"),
@@ -260,7 +261,7 @@ def test_the_first_bad_value_of_a_batch_is_named(make: Make) -> None:
         accumulator.accumulate_rows([5, 5, 5], gradients)
     assert caught.value.element_index == 3
     with pytest.raises(ArgumentError, match="gradients must"):
-        accumulator.accumulate_rows([1], [[1.0, 2.0]])
+        accumulator.accumulate_rows([1], [["a", "b"]])
     with pytest.raises(ArgumentError, match=r"gradients must have shape \(3, 2\)"):
         accumulator.accumulate_rows([1, 2, 3], np.ones((2, 3), np.float32))
     assert accumulator.touched_rows().size == 0

@@ -140,7 +140,8 @@ def test_dtypes_and_layouts(dtype) -> None:
         (np.zeros((2, 4), bool), "got bool"),
         (np.zeros((2, 4), np.complex64), "got complex64"),
         (np.zeros((2, 4), object), "got object"),
-        ([[0.0] * 4] * 2, "NumPy array of float32, or a tensor on the CPU; got list"),
+        ([["a"] * 4] * 2, "must be"),
+        ([[0.0] * 3] * 2, r"got \(2, 3\)"),
         (np.ma.array(np.zeros((2, 4)), mask=np.eye(2, 4)), "masked"),
     ],
 )

@@ -48,7 +48,6 @@ class KeptRows:
         self._salt = salt
         self._step = -1
         self._end = 0
-        self._file = -1
 
     def put(self, step: int, ids: Ids, rows: Float32) -> bool:
         """Writes an entry; False: the disk is full or failed, and the file has nothing of the step.
@@ -63,16 +62,20 @@ class KeptRows:
         body = b"".join((_HEAD.pack(ids.size, step), ids.tobytes(), rows.tobytes()))
         entry = _CRC.pack(crc32.iscsi(body, self._salt)) + body
         try:
-            if self._file < 0:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if os.pwrite(self._file, entry, self._end) == len(entry):
-                self._end += len(entry)
-                return True
-            os.pwrite(self._file, bytes(_CRC.size), 0)
+            # Not kept open: a file system with such a file can't be remounted read-only.
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                is_whole = os.pwrite(file, entry, self._end) == len(entry)
+            finally:
+                os.close(file)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.pwrite(self._file, bytes(_CRC.size), 0)
+            is_whole = False
+        if is_whole:
+            self._end += len(entry)
+            return True
         self._end = -1
+        with contextlib.suppress(OSError):
+            os.truncate(self._path, 0)
         return False
 
     def read(self) -> list[tuple[int, Ids, Float32]]:
@@ -109,9 +112,3 @@ class KeptRows:
         ids = np.frombuffer(content, np.int64, count, start + _SIZE_BYTES)
         rows = np.frombuffer(content, np.float32, count * self._dim, stop - 4 * count * self._dim)
         return step, ids, rows.reshape(count, self._dim)
-
-    def close(self) -> None:
-        """Releases the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1

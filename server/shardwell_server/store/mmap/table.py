@@ -236,10 +236,6 @@ class MmapTable(MmapStorage):
     def kept_rows(self) -> list[tuple[int, Int64, Float32]]:
         return self._kept.read()
 
-    def close(self) -> None:
-        self._kept.close()
-        super().close()
-
     # The journal.
 
     def _replay(self) -> None:
