@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+import shardwell
 from harness.programs.commands import Program
 from harness.programs.ports import free_port
 from shardwell_server import LocalCluster
@@ -164,6 +165,12 @@ class Reader:
             case ["shardwell", "checkpoint", "restore", *_]:
                 with LocalCluster(3) as empty:
                     self._run(step.name, _arguments(words), SHARDWELL_SHARDS=empty.target)
+            case ["shardwell", "delete", *names]:
+                with LocalCluster(2) as used:
+                    with shardwell.connect(used.target) as client:
+                        for name in names:
+                            client.parameter(name, size=9, optimizer=shardwell.SGD(0.1))
+                    self._run(step.name, _arguments(words), SHARDWELL_SHARDS=used.target)
             case ["python", script, *arguments, "&"]:
                 self._behind.append(self._started(["python", script, *arguments]))
             case ["shardwell" | "python", *_]:
