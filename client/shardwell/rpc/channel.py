@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from shardwell.process.ending import has_main_ended
 from shardwell.process.environment import variable
 from shardwell.rpc.credentials import NO_CREDENTIALS, AuthorizedChannel, Credentials
 from shardwell.rpc.options import CHANNEL_OPTIONS, PROXY_VARIABLE, check_fork
@@ -51,9 +52,15 @@ class Channel:
             return True
 
     def close(self) -> None:
-        """Ends it, and every call on it. Safe to repeat."""
+        """Ends it, and every call on it. Safe to repeat.
+
+        Not once the main thread has ended: where gRPC could start no thread for a call any more, its
+        `close` waits for ever; the connections end with the process.
+        """
         with self._lock:
             self._closed = True
+            if has_main_ended():
+                return
             self.current.close()
             if self._previous is not None:
                 self._previous.close()

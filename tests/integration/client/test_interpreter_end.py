@@ -6,6 +6,7 @@ the main one, and from atexit handlers that were registered at different times.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,9 @@ if when == "thread":
 """
 NAMES = ["exchange", "begin", "put", "get", "async", "rows", "save", "reduce", "reduce-async"]
 ENDS = ["leave", "close"]
+STARTS_THREADS = sys.version_info < (3, 12)
+"""Whether Python starts a thread when the main one has ended; else gRPC may begin no call."""
+NO_THREADS = "shardwell.errors ClosedError this call needs a thread, and Python starts none"
 
 
 def ended(cluster, directory: Path, when: str) -> list[str]:
@@ -83,8 +87,13 @@ def ended(cluster, directory: Path, when: str) -> list[str]:
 
 @pytest.mark.parametrize("when", ["thread", "connected", "after import"])
 def test_calls_at_the_interpreters_end(cluster, tmp_path, when) -> None:
-    assert ended(cluster, tmp_path, when) == [f"{name} works" for name in (*NAMES, *ENDS)]
-    assert (tmp_path / "saved").is_dir()
+    lines = ended(cluster, tmp_path, when)
+    works = [f"{name} works" for name in (*NAMES, *ENDS)]
+    for line, expected, name in zip(lines, works, (*NAMES, *ENDS), strict=True):
+        assert line == expected or line.startswith(f"{name} {NO_THREADS}"), line
+    if STARTS_THREADS:
+        assert lines == works
+        assert (tmp_path / "saved").is_dir()
 
 
 def test_a_handler_that_runs_after_the_client_was_closed(cluster, tmp_path) -> None:

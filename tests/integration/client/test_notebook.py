@@ -93,7 +93,7 @@ def test_tracebacks_end_at_the_border(cluster, connect, caplog) -> None:
 
 
 def test_what_a_cell_ends_with_is_shown_as_a_table(cluster, connect, tmp_path) -> None:
-    running = cluster(2, admin_listen="127.0.0.1:0")
+    running = cluster(2, tokens=None, admin_listen="127.0.0.1:0")
     client = connect(running, "w0")
     net = client.parameter("net", tensors={"w": (3, 2), "b": (2,)}, optimizer=SGD, worker_count=2)
     net.init({"w": np.zeros((3, 2)), "b": np.zeros(2)})

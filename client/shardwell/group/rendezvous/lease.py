@@ -12,6 +12,7 @@ from typing import Any
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.rendezvous.client import Rendezvous
 from shardwell.process.closeable import Closing
+from shardwell.process.ending import named
 from shardwell.v1 import group_pb2 as pb
 
 _LOG = logging.getLogger("shardwell.group")
@@ -112,9 +113,12 @@ class LeaseKeeper(Closing):
         with self._lock:
             if self._closed.is_set():
                 raise ClosedError("the lease is not renewed any more")
-            self._call = self._rendezvous.begin_renewal(
-                self._request, timeout_s=self._lease_s * _ANSWER_PART_OF_LEASE
-            )
+            try:
+                self._call = self._rendezvous.begin_renewal(
+                    self._request, timeout_s=self._lease_s * _ANSWER_PART_OF_LEASE
+                )
+            except RuntimeError as error:  # gRPC starts no thread while the interpreter ends
+                raise named(error, "the renewal of a lease") from None
         lost, self.waiting_count = self._rendezvous.finish_renewal(self._call)
         return lost
 
