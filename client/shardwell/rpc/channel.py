@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -54,16 +55,19 @@ class Channel:
     def close(self) -> None:
         """Ends it, and every call on it. Safe to repeat.
 
-        Not once the main thread has ended: where gRPC could start no thread for a call any more, its
-        `close` waits for ever; the connections end with the process.
+        Not once the main thread has ended: where gRPC could start no thread for a call, its
+        `close`, which its `__del__` calls too, waits for ever. So the channel is kept for good, and
+        its connections end with the process.
         """
         with self._lock:
             self._closed = True
-            if has_main_ended():
-                return
-            self.current.close()
-            if self._previous is not None:
-                self._previous.close()
+            for channel in (self.current, self._previous):
+                if channel is None:
+                    continue
+                if has_main_ended():
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
+                else:
+                    channel.close()
 
     def _opened(self) -> Any:
         channel = self._connected()
