@@ -200,7 +200,8 @@ def test_gradients(line, verb) -> None:
 
     for count, _ in enumerate(line.flips("Exchange", "request", call), start=1):
         np.testing.assert_array_equal(kept(line), -count * GRADIENT)
-        np.testing.assert_array_equal(model.get_weights(), -count * GRADIENT)
+        # What shards keep is exact; what they send is rounded to fp16.
+        np.testing.assert_allclose(model.get_weights(), -count * GRADIENT, rtol=2**-10)
     untouched()
 
 
