@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import shardwell
 from embeddings.display import Display
@@ -43,6 +44,8 @@ from shardwell_server.local_cluster import LocalCluster
 RATIO_MIN = 0.98
 """The cluster's MRR as a part of that of one process; below it, the run has failed."""
 WORKER_COUNT_MAX = 32
+_FOLDER = Path(__file__).resolve().parents[1]
+"""The folder that this package lies in."""
 _LOOK_INTERVAL_S = 0.1
 _EXAM_INTERVAL_S = 0.5
 _TIMEOUT_S = 20.0
@@ -172,7 +175,7 @@ def run_embeddings(config: EmbeddingsConfig, display: Display) -> Result:
 
 def _train_alone(config: EmbeddingsConfig, display: Display) -> Outcome:
     display.begin("one process")
-    with WorkerPool([config.task_alone()]) as pool:
+    with WorkerPool([config.task_alone()], _FOLDER) as pool:
         display.say("starting one process")
         (member,) = pool.members
         return _watch(pool, display, lambda last: member.measures)
@@ -201,7 +204,7 @@ def _train_together(
                 shardwell.connect(target, worker_id=reader, timeout_s=_TIMEOUT_S)
             )
             evaluator = Evaluator(MODEL, graph, *open_tables(client, tasks[0], graph))
-            pool = stack.enter_context(WorkerPool(tasks))
+            pool = stack.enter_context(WorkerPool(tasks, _FOLDER))
             display.say(f"starting {count(config.worker_count, 'worker')}")
             outcome = _watch(pool, display, _now_and_then(evaluator), cluster)
             return outcome, ask_some(graph, MODEL, *evaluator.rows(), _QUESTION_COUNT)

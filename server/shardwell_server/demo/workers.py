@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from shardwell.process.closeable import Closing
@@ -51,7 +52,7 @@ class WorkerTask(Protocol):
 class Member:
     """One worker's process. Its fields are written by its own thread and read by any."""
 
-    def __init__(self, task: WorkerTask) -> None:
+    def __init__(self, task: WorkerTask, folder: Path | None = None) -> None:
         self.task = task
         self.latest: Report | None = None
         """What it reported last."""
@@ -69,7 +70,7 @@ class Member:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
         self._child = ChildProcess(
             [*task.command(), PARENT_FLAG],
-            environment={**os.environ, **_ONE_THREAD},
+            environment={**os.environ, **_ONE_THREAD, **_imports_from(folder)},
             stderr=self._stderr,
         )
         self._thread = threading.Thread(
@@ -147,15 +148,29 @@ class Member:
         return "".join(self._stderr.readlines()[-_STDERR_LINE_COUNT_MAX:]).rstrip()
 
 
-class WorkerPool(Closing):
-    """All workers. A context manager that leaves none behind."""
+def _imports_from(folder: Path | None) -> dict[str, str]:
+    """The variable that lets a child import from `folder`, beside what this process may import."""
+    if folder is None:
+        return {}
+    others = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *([others] if others else [])])}
 
-    def __init__(self, tasks: Sequence[WorkerTask]) -> None:
+
+class WorkerPool(Closing):
+    """All workers. A context manager that leaves none behind.
+
+    Args:
+        tasks: What each worker does.
+        folder: The folder that has the modules which `tasks` name, if these are not installed.
+            A child does not import from its working directory.
+    """
+
+    def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:
         self.members: list[Member] = []
         self._stack = contextlib.ExitStack()
         try:
             for task in tasks:
-                member = Member(task)
+                member = Member(task, folder)
                 self.members.append(member)
                 self._stack.callback(member.close)
         except BaseException:

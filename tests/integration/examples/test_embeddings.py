@@ -38,9 +38,15 @@ needs_pykeen = pytest.mark.skipif(
 )
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 COMMAND = ("-m", "embeddings", "run")
-WHERE = {"PYTHONPATH": str(Path(__file__).parents[3] / "examples")}
+EXAMPLES = Path(__file__).parents[3] / "examples"
 DEADLINE_S = 240.0
 STEP_COUNT = 12
+
+
+@pytest.fixture(autouse=True)
+def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder in which README starts it, which is on the path of that process alone."""
+    monkeypatch.chdir(EXAMPLES)
 
 
 @pytest.fixture
@@ -108,9 +114,7 @@ def test_alone_it_measures(graph):
 @needs_pykeen
 @pytest.mark.exhaustive
 def test_it_compares_a_cluster_with_one_process():
-    with Program(
-        *COMMAND, "--shard-count=2", "--workers=2", "--steps=150", environment=WHERE
-    ) as program:
+    with Program(*COMMAND, "--shard-count=2", "--workers=2", "--steps=150") as program:
         code = program.end(DEADLINE_S)
     output = "\n".join(program.lines)
     assert "UMLS: 5216 facts among 135 entities and 46 relations" in output
@@ -149,7 +153,7 @@ def test_it_compares_a_cluster_with_one_process():
     ],
 )
 def test_what_it_can_not_do_is_refused_at_once(arguments, told):
-    with Program(*COMMAND, *arguments, environment=WHERE) as program:
+    with Program(*COMMAND, *arguments) as program:
         assert program.end(DEADLINE_S) == 2
     assert program.lines == []
     assert told in "\n".join(program.log)
@@ -165,7 +169,7 @@ def test_without_pykeen_it_says_how_to_install_it():
         "sys.argv = ['embeddings', 'run']\n"
         "main()\n"
     )
-    terminal = {**WHERE, "FORCE_COLOR": "1", "TERM": "xterm"}  # where bars would be shown
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}  # where bars would be shown
     with Program("-c", script, environment=terminal) as program:
         assert program.end(DEADLINE_S) == 1
     assert program.lines == []
@@ -194,7 +198,7 @@ def read_until(program: Program, start: str) -> None:
 @needs_proc
 @pytest.mark.parametrize("moment", ["one process, step", "starting 2 workers"])
 def test_a_stopped_run_leaves_nothing_behind(moment):
-    with Program(*COMMAND, "--workers=2", "--steps=200", environment=WHERE) as program:
+    with Program(*COMMAND, "--workers=2", "--steps=200") as program:
         read_until(program, moment)
         children = child_pids(program.pid)
         program.send(signal.SIGINT)
@@ -216,7 +220,7 @@ def test_a_stopped_run_leaves_nothing_behind(moment):
     ids=["worker", "shard"],
 )
 def test_a_killed_process_ends_it_and_is_named(victim, told):
-    with Program(*COMMAND, "--workers=2", "--steps=20", environment=WHERE) as program:
+    with Program(*COMMAND, "--workers=2", "--steps=20") as program:
         read_until(program, "starting 2 workers")
         # A process that has just been made has no command line yet.
         found = eventually(
