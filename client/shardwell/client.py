@@ -33,7 +33,7 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.credentials import Credentials, TokenFileArgument
-from shardwell.rpc.deletion import Deletion
+from shardwell.rpc.name_change import NameChange
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
@@ -471,10 +471,55 @@ class Client(Connected, Closing):
             ShardUnavailableError, DeadlineError: a shard did not come back in time; call again.
             StorageError: a shard can't remove or note it; call again when its disk is well.
         """
-        deletion = Deletion(
+        deletion = NameChange(
             name, kind, self._shards.channels, worker_id=self.worker_id, force=force
         )
         freed_bytes = self._calls.run(deletion.run, timeout_s)
+        self._close_handles(name, kind)
+        return freed_bytes
+
+    def rename(
+        self,
+        name: str,
+        new_name: str,
+        *,
+        kind: str | None = None,
+        force: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Gives a parameter or table another name on all shards; its own is free then.
+
+        Weights, optimizer state, version, learning rates and what each worker has contributed stay:
+        a worker that opens the new name goes on where it was. What was cut off, by the end of this
+        process or of a shard, is finished by the same call, from any client; until then no client
+        can open either name. Other workers of it get UnknownParameterError or UnknownTableError,
+        which has the new name. Objects of this client for it are closed. It needs the right to
+        delete the name, and `create` for the new one.
+
+        Args:
+            name: Of the parameter or table.
+            new_name: Free on all shards.
+            kind: "parameter" or "table", where an older version gave both the same name.
+            force: Although workers are connected that use it. Default: they are an error, except
+                this client itself.
+            timeout_s: Bound of all of it; default: the client's.
+
+        Raises:
+            UnknownParameterError, UnknownTableError: no shard has it.
+            SpecMismatchError: the new name is taken. Nothing was renamed.
+            MembersAliveError: workers use it; they are named. Nothing was renamed.
+            AccessDeniedError: the token has no right to it.
+            ShardUnavailableError, DeadlineError: a shard did not come back in time; call again.
+            StorageError: a shard can't note it; call again when its disk is well.
+        """
+        renaming = NameChange(
+            name, kind, self._shards.channels, worker_id=self.worker_id, force=force, to=new_name
+        )
+        self._calls.run(renaming.run, timeout_s)
+        self._close_handles(name, kind)
+
+    def _close_handles(self, name: str, kind: str | None) -> None:
+        """Closes this client's objects for a name that was given up."""
         opened: list[_Closeable | None] = []
         if kind != "table":
             opened.append(self._parameters.find(name))
@@ -483,7 +528,6 @@ class Client(Connected, Closing):
         for one in opened:
             if one is not None:
                 one.close()
-        return freed_bytes
 
     def save_checkpoint(
         self,

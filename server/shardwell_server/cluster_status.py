@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwell.errors import (
     AuthenticationError,
@@ -159,9 +159,11 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
             steps = found.setdefault(("table", table.spec.name), {})
             steps[status.shard_index] = table.version
     words = []
-    marked = {(kind, name) for kind, name, _ in _marked(statuses)}
+    marked = {
+        (each.kind, name) for each in _marked(statuses) for name in (each.name, each.new_name)
+    }
     for (kind, name), steps in sorted(found.items()):
-        if (kind, name) in marked:  # it is missing where it was deleted
+        if (kind, name) in marked:  # it is missing where it was deleted or renamed, or not yet
             continue
         lacking = [s.shard_index for s in statuses if s.shard_index not in steps]
         if lacking and any(steps.values()):
@@ -173,10 +175,31 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     return words
 
 
-def _marked(statuses: Sequence[ShardStatus]) -> list[tuple[str, str, list[int]]]:
-    """Kind and name of what is being deleted, and the shards that have it still."""
+class _Marked(NamedTuple):
+    """What is being deleted or renamed."""
+
+    kind: str
+    name: str
+    new_name: str
+    """Empty: it is being deleted."""
+    shards: list[int]
+    """Those that have it under its name still."""
+
+    def __str__(self) -> str:
+        doing, command = "deleted", f"delete {self.name}"
+        if self.new_name:
+            doing, command = f"renamed to {self.new_name!r}", f"rename {self.name} {self.new_name}"
+        return (
+            f"{self.kind} {self.name!r} is being {doing}, and shard "
+            f"{', '.join(map(str, self.shards))} has it still; if that was cut off, finish it: "
+            f"shardwell {command}"
+        )
+
+
+def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
+    """What is being deleted or renamed, in order of kinds and names."""
     found: dict[tuple[str, str], list[int]] = {}
-    marked = set()
+    new_names: dict[tuple[str, str], str] = {}
     for status in statuses:
         of_kinds: list[tuple[str, Sequence[ParameterStatus | TableStatus]]] = [
             ("parameter", status.parameters),
@@ -187,8 +210,8 @@ def _marked(statuses: Sequence[ShardStatus]) -> list[tuple[str, str, list[int]]]
                 key = (kind, part.spec.name)
                 found.setdefault(key, []).append(status.shard_index)
                 if part.marked:
-                    marked.add(key)
-    return [(*key, found[key]) for key in sorted(marked)]
+                    new_names[key] = part.new_name
+    return [_Marked(*key, new_names[key], found[key]) for key in sorted(new_names)]
 
 
 def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
@@ -203,13 +226,8 @@ def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
 def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Deletions that were cut off, or are under way."""
-    return [
-        f"{kind} {name!r} is being deleted, and shard {', '.join(map(str, shards))} has it still; "
-        f"if that was cut off, finish it: shardwell delete {name}"
-        for kind, name, shards in _marked(statuses)
-        if is_shown(name)
-    ]
+    """Deletions and renamings that were cut off, or are under way."""
+    return [str(each) for each in _marked(statuses) if is_shown(each.name)]
 
 
 def abandoned(
@@ -288,6 +306,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     )
     whole["abandoned_for_s"] = min(filter(None, gone), default=None) if is_abandoned else None
     whole["marked"] = any(part.marked for part in parts)
+    whole["new_name"] = next((part.new_name for part in parts if part.new_name), "")
     if isinstance(first, ParameterStatus):
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))

@@ -280,20 +280,21 @@ class ShardChannel:
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
         return self._end_session.future(request, timeout=timeout_s)
 
-    def delete(
-        self, request: names_pb2.DeleteRequest, timeout_s: float
-    ) -> names_pb2.DeleteResponse:
-        """Does a stage of a deletion; blocks up to `timeout_s`."""
+    def change_name(
+        self, request: names_pb2.DeleteRequest | names_pb2.RenameRequest, timeout_s: float
+    ) -> names_pb2.DeleteResponse | names_pb2.RenameResponse:
+        """Does a stage of a deletion or renaming; blocks up to `timeout_s`."""
         request.shard.CopyFrom(self.identity)
+        is_deletion = isinstance(request, names_pb2.DeleteRequest)
         with self.translated():
             call = self.start(
-                "Delete",
+                "Delete" if is_deletion else "Rename",
                 request,
-                names_pb2.DeleteResponse,
+                names_pb2.DeleteResponse if is_deletion else names_pb2.RenameResponse,
                 timeout_s=timeout_s,
                 service=_NAME_SERVICE,
             )
-            response: names_pb2.DeleteResponse = self.result_of(call)
+            response: names_pb2.DeleteResponse | names_pb2.RenameResponse = self.result_of(call)
             return response
 
     def call(

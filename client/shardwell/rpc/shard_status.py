@@ -133,7 +133,9 @@ class ParameterStatus:
     """Seconds for which none of its workers has been connected, though not all left in order; None:
     less than the shard's `abandoned_after_s`. Nobody is waited for."""
     marked: bool
-    """Whether its deletion was begun and is not finished; shard 0 knows."""
+    """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
+    new_name: str
+    """The name that it is about to get, where it is marked to be renamed; else empty."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -166,6 +168,7 @@ class ParameterStatus:
                 message.abandoned_for_s if message.HasField("abandoned_for_s") else None
             ),
             marked=message.marked,
+            new_name=message.new_name,
         )
 
 
@@ -213,7 +216,9 @@ class TableStatus:
     """Seconds for which none of its workers has been connected, though not all left in order; None:
     less than the shard's `abandoned_after_s`. Nobody is waited for."""
     marked: bool
-    """Whether its deletion was begun and is not finished; shard 0 knows."""
+    """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
+    new_name: str
+    """The name that it is about to get, where it is marked to be renamed; else empty."""
 
     @staticmethod
     def from_proto(message: table_pb2.TableStatus) -> TableStatus:
@@ -245,6 +250,7 @@ class TableStatus:
                 message.abandoned_for_s if message.HasField("abandoned_for_s") else None
             ),
             marked=message.marked,
+            new_name=message.new_name,
         )
 
 

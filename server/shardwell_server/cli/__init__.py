@@ -21,6 +21,7 @@ _COMMANDS = {
     "demo-worker": ("train_digits", "demo_worker"),
     "health": ("health", "health"),
     "plan": ("plan", "plan"),
+    "rename": ("rename", "rename"),
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),

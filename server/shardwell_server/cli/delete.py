@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from shardwell.errors import ShardwellError
-from shardwell.rpc.deletion import KINDS
+from shardwell.rpc.name_change import KINDS
 from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import connected, shards_option
 from shardwell_server.cluster_status import size

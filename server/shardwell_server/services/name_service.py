@@ -1,4 +1,4 @@
-"""NameService: how names of parameters and tables are deleted; docs/adr/0029-deletion.md."""
+"""NameService: names of parameters and tables are deleted or changed; docs/adr/0029-names.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shardwell_server.shard.shard import Shard
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["NameService"]
 NAME_SERVICE_NAME = _SERVICE.full_name
-_STAGE = pb.DeleteRequest.Stage
+_DELETE = pb.DeleteRequest.Stage
+_RENAME = pb.RenameRequest.Stage
 _MEMBER_COUNT_MAX = 100
 """That are told in an answer."""
 _WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
@@ -35,32 +36,23 @@ class NameService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
-        handlers = {"Delete": self._calls.unary(self.delete, pb.DeleteRequest)}
+        handlers = {
+            "Delete": self._calls.unary(self.delete, pb.DeleteRequest),
+            "Rename": self._calls.unary(self.rename, pb.RenameRequest),
+        }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def delete(self, request: pb.DeleteRequest, call: Call) -> pb.DeleteResponse:
-        self._shard.check_identity(request.shard)
-        name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
-        # Before anybody hears whether there is such a name.
-        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), name)
-        held, response = self._held(request), pb.DeleteResponse()
-        for found in held:
-            self._check_may(call, found.kind, name)
+        name, by, held = self._opened(request, call)
+        response = pb.DeleteResponse()
         match request.stage:
-            case _STAGE.STAGE_LOOK:
+            case _DELETE.STAGE_LOOK:
                 response.held.extend(held)
-            case _STAGE.STAGE_MARK:
-                if self._shard.config.shard_index != 0:
-                    raise WrongShardError("STAGE_MARK is done by shard 0 alone; call it there")
-                registry, word = self._registry(request.kind)
-                response.done = registry.mark(
-                    name, request.incarnation, by, force=request.force, but=request.session
-                )
-                if response.done:
-                    self._end_calls(word, name)
+            case _DELETE.STAGE_MARK:
+                response.done = self._mark(request, name, by)
                 response.held.extend(self._held(request))
-            case _STAGE.STAGE_REMOVE:
+            case _DELETE.STAGE_REMOVE:
                 registry, word = self._registry(request.kind)
                 response.held.extend(held)
                 freed_bytes = registry.remove(
@@ -68,7 +60,7 @@ class NameService:
                     request.incarnation,
                     request.held_incarnation,
                     by,
-                    end_calls=lambda: self._end_calls(word, name),
+                    end_calls=lambda: self._end_calls(word, name, "deleted"),
                 )
                 response.done, response.freed_bytes = True, freed_bytes or 0
                 if freed_bytes is not None:
@@ -78,6 +70,71 @@ class NameService:
                 raise ArgumentError(f"stage must be one of DeleteRequest; got {request.stage}")
         response.crc32c = checksum.of_message(response)
         return response
+
+    def rename(self, request: pb.RenameRequest, call: Call) -> pb.RenameResponse:
+        name, by, held = self._opened(request, call)
+        to = check_name("new_name", request.new_name)
+        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), to)
+        if to == name:
+            raise ArgumentError(f"new_name must be another name; got {to!r} for both")
+        response = pb.RenameResponse()
+        match request.stage:
+            case _RENAME.STAGE_LOOK:
+                response.held.extend(held)
+                response.new_name_taken = self._shard.parameters.is_taken(to)
+            case _RENAME.STAGE_MARK:
+                response.done = self._mark(request, name, by, to)
+                response.held.extend(self._held(request))
+            case _RENAME.STAGE_MOVE:
+                registry, word = self._registry(request.kind)
+                response.held.extend(held)
+                moved = registry.rename(
+                    name,
+                    to,
+                    request.incarnation,
+                    request.held_incarnation,
+                    by,
+                    end_calls=lambda: self._end_calls(word, name, "renamed"),
+                )
+                response.done = True
+                if moved:
+                    call.note("renamed", kind=word, name=name, to=to)
+                    _LOG.info(f"{word} renamed", extra={word: to, "from": name, "by": by})
+            case _:
+                raise ArgumentError(f"stage must be one of RenameRequest; got {request.stage}")
+        response.crc32c = checksum.of_message(response)
+        return response
+
+    def _opened(
+        self, request: pb.DeleteRequest | pb.RenameRequest, call: Call
+    ) -> tuple[str, str, list[pb.HeldName]]:
+        """The name that a request is about, who asks, and what this shard has of it.
+
+        Raises:
+            ShardwellError: the request is refused.
+        """
+        self._shard.check_identity(request.shard)
+        name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
+        # Before anybody hears whether there is such a name.
+        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), name)
+        held = self._held(request)
+        for found in held:
+            self._check_may(call, found.kind, name)
+        return name, by, held
+
+    def _mark(
+        self, request: pb.DeleteRequest | pb.RenameRequest, name: str, by: str, to: str = ""
+    ) -> bool:
+        """Decides a change, unless members are alive; ends calls that use the name."""
+        if self._shard.config.shard_index != 0:
+            raise WrongShardError("STAGE_MARK is done by shard 0 alone; call it there")
+        registry, word = self._registry(request.kind)
+        is_marked = registry.mark(
+            name, request.incarnation, by, force=request.force, but=request.session, to=to
+        )
+        if is_marked:
+            self._end_calls(word, name, "renamed" if to else "deleted")
+        return is_marked
 
     def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
         """Where names of a kind are, and the kind in a word.
@@ -90,7 +147,7 @@ class NameService:
         is_parameter = kind == pb.NAME_KIND_PARAMETER
         return self._shard.parameters if is_parameter else self._shard.tables, _WORDS[kind]
 
-    def _held(self, request: pb.DeleteRequest) -> list[pb.HeldName]:
+    def _held(self, request: pb.DeleteRequest | pb.RenameRequest) -> list[pb.HeldName]:
         """What this shard has of the name and kind that are asked for."""
         found = []
         attending = self._shard.sessions.by_worker()
@@ -101,7 +158,7 @@ class NameService:
                 continue
             entry = pb.HeldName(kind=kind, marked=mark is not None)
             if mark is not None:
-                entry.incarnation = mark.incarnation
+                entry.incarnation, entry.new_name = mark.incarnation, mark.to
             elif part is not None:
                 entry.incarnation = part.incarnation
             living = registry.living_members(request.name, request.session)
@@ -126,6 +183,6 @@ class NameService:
         is_owner = owner is None or (owner != "" and owner == principal.name)
         principal.check(Right.CREATE if is_owner else Right.ADMIN, word, name)
 
-    def _end_calls(self, word: str, name: str) -> None:
+    def _end_calls(self, word: str, name: str, done: str) -> None:
         """Ends what is at work on a name; made again, it hears that the name is gone."""
-        self._calls.end_those_with_name(word, name, f"{word} {name!r} is being deleted; call again")
+        self._calls.end_those_with_name(word, name, f"{word} {name!r} is being {done}; call again")

@@ -76,6 +76,11 @@ class OwnedBytes:
             self._count += size_bytes
 
     @property
+    def count(self) -> int:
+        """Bytes that it has."""
+        return self._count
+
+    @property
     def left_bytes(self) -> int:
         """How many more may be taken."""
         own = self._usage.left("stored_bytes")

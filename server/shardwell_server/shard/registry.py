@@ -1,8 +1,8 @@
 """The parameters and the tables of a shard: each by name, made once, under the limits over all.
 
 Made is one when its storage is, and the shard has taken that over; until then, and if either fails,
-there is none of that name, on disk or here. Deleted it is in two steps on shard 0, in one on the
-others: see deletions.py. A parameter and a table never get the same name.
+there is none of that name, on disk or here. A name is deleted or changed in two steps on shard 0,
+in one on the others: see name_changes.py. A parameter and a table never get the same name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -40,13 +41,17 @@ from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
-from shardwell_server.shard.deletions import Deletions, Mark
 from shardwell_server.shard.members import Liveness
+from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
 from shardwell_server.store.contract import Begin
+
+_FORMER_NAMES = "former_names"
+"""In a layout's description: what it was called before, the latest last."""
+_FORMER_NAME_COUNT_MAX = 8
 
 
 class Owned(Protocol):
@@ -60,8 +65,14 @@ class Owned(Protocol):
     def incarnation(self) -> int:
         """What tells it from others of its name; 0: it has none yet."""
 
+    storage: Any
+    """What is kept of it."""
+
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
         """See `Seats.living`."""
+
+    def handing_over(self) -> AbstractContextManager[None]:
+        """See `ParameterSlice.handing_over`."""
 
     def describe(self, name_count_max: int, attending: Mapping[str, Session] | None = None) -> Any:
         """What status says of it."""
@@ -92,7 +103,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Which are alive.
         usages: What the owners of tokens use.
         spans: What the shard did last.
-        deletions: Which names were deleted, or are about to be.
+        changes: Which names were deleted or given up, or are about to.
         spool_dir: See Shard.
     """
 
@@ -112,12 +123,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Liveness,
         usages: Usages,
         spans: Spans,
-        deletions: Deletions,
+        changes: NameChanges,
         spool_dir: Path | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
         """That of the other kind, whose names are taken, too."""
-        self._deletions = deletions
+        self._changes = changes
         self._usages = usages
         self._config = config
         self._store = store
@@ -128,6 +139,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._spool_dir = spool_dir
         self._by_name: dict[str, OwnedT] = {}
         self._booked: dict[str, _Booked] = {}
+        self._leaving: dict[str, Gone] = {}
+        """Names that no call finds any more, and whose change is not noted yet."""
 
     def open(self, spec: SpecT, owner: str = "") -> tuple[OwnedT, bool]:
         """The one of that name, made now if it is new; and whether it was.
@@ -138,14 +151,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             SpecMismatchError: it exists with another spec, or the other kind has the name.
-            UnknownParameterError, UnknownTableError: it is being deleted.
+            UnknownParameterError, UnknownTableError: it is being deleted or renamed.
             LimitError: a limit would be exceeded.
             StorageError: there is no room on the disk, or it can't be written to.
         """
         with self._lock:
             known = self._by_name.get(spec.name)
-            if self._deletions.mark_of(self._kind, spec.name) is not None:
-                raise self._unknown(spec.name, self._deleted_words(spec.name))
+            if self._changes.mark_of(self._kind, spec.name) is not None:
+                raise self._unknown(spec.name, self._words_of(spec.name))
             if known is None:
                 self._check_free(spec.name)
                 return self._make(spec, owner), True
@@ -163,32 +176,35 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             UnknownParameterError, UnknownTableError: there is none of that name, or it is being
-                deleted.
+                deleted or renamed.
         """
         found = self._by_name.get(name)
-        if found is None or self._deletions.mark_of(self._kind, name) is not None:
-            raise self._unknown(name, self._deleted_words(name))
+        if found is None or self._changes.mark_of(self._kind, name) is not None:
+            raise self._unknown(name, self._words_of(name))
         return found
 
     def check_opened(self, name: str, incarnation: int) -> None:
-        """Refuses what is meant for one that was deleted here, whatever has its name since.
+        """Refuses what is meant for one that has lost the name, whatever has it since.
 
         Args:
             name: Its name.
             incarnation: Of what the caller has opened; 0: whatever has the name.
 
         Raises:
-            UnknownParameterError, UnknownTableError: it was deleted.
+            UnknownParameterError, UnknownTableError: it was deleted or renamed.
             StepOrderError: another one has its name on shard 0, where each is made first.
         """
         found = self._by_name.get(name)
         own = 0 if found is None else found.incarnation
         if not incarnation or own == incarnation:
             return
-        by = self._deletions.deleted_by(self._kind, name, incarnation)
-        if by is not None:
+        gone = self._changes.gone(self._kind, name, incarnation) or self._leaving.get(name)
+        if gone is not None:
             since = ", and another one was made since" if own else ""
-            how = f"was deleted by {by!r}{since}; open it again to use what has the name now"
+            go_on = (
+                f"open {gone.to!r} to go on with it, or {name!r}" if gone.to else "open it again"
+            )
+            how = f"{gone.words}{since}; {go_on} to use what has the name now"
             raise self._unknown(name, how)
         if own and self._config.shard_index == 0:
             raise StepOrderError(
@@ -198,23 +214,41 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 **self._where(name),
             )
 
-    def _deleted_words(self, name: str) -> str:
-        """How a name was deleted, for an error about it; empty: it was not."""
-        mark = self._deletions.mark_of(self._kind, name)
+    def _words_of(self, name: str) -> str:
+        """What became of a name, for an error about it; empty: nothing."""
+        mark = self._changes.mark_of(self._kind, name)
+        if mark is not None and mark.to:
+            return (
+                f"is being renamed to {mark.to!r} by {mark.by!r}, and other shards may have its "
+                f"old name: rename it again to finish that (shardwell rename {name} {mark.to}), "
+                f"then open {mark.to!r}"
+            )
         if mark is not None:
             return (
                 f"is being deleted by {mark.by!r}, and other shards may have it still: delete it "
                 "again to finish that (shardwell delete NAME), then it can be made anew"
             )
-        by = self._deletions.deleted_by(self._kind, name)
-        return "" if by is None else f"was deleted by {by!r}; open it again to make it anew"
+        gone = self._leaving.get(name) or self._changes.gone(self._kind, name)
+        if gone is None:
+            return ""
+        if gone.to:
+            return f"{gone.words}; open {gone.to!r} to go on with it"
+        return f"{gone.words}; open it again to make it anew"
 
     def _check_free(self, name: str) -> None:
-        """Refuses a name that the other kind has; the lock is held.
+        """Refuses a name that the other kind has, or that is reserved; the lock is held.
 
         Raises:
-            SpecMismatchError: it has it.
+            SpecMismatchError: it has it, or something is about to get it.
         """
+        reserved = self._changes.reserved_for(name)
+        if reserved is not None:
+            kind, old = reserved
+            raise SpecMismatchError(
+                f"{name!r} is about to be the name of {kind} {old!r}: rename it again to finish "
+                f"that (shardwell rename {old} {name}), or choose another name",
+                **self._where(name),
+            )
         if self.beside is not None and self.beside.has(name):
             raise SpecMismatchError(
                 f"{name!r} is a {self.beside._kind} on this cluster, and a {self._kind} can't have "
@@ -225,10 +259,12 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     def describe(self, part: OwnedT, name_count_max: int, attending: Mapping[str, Session]) -> Any:
         """What status says of one: see `ParameterSlice.describe`."""
         status = part.describe(name_count_max, attending)
-        status.marked = self.mark_of(part.spec.name) is not None
+        mark = self.mark_of(part.spec.name)
+        if mark is not None:
+            status.marked, status.new_name = True, mark.to
         return status
 
-    # Deleting.
+    # Deleting and renaming.
 
     def owner_of(self, name: str) -> str | None:
         """Name of the token by which one was made; empty: of none. None: there is none."""
@@ -236,8 +272,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return None if booked is None else booked.owner
 
     def mark_of(self, name: str) -> Mark | None:
-        """The mark on a name: its deletion is decided."""
-        return self._deletions.mark_of(self._kind, name)
+        """The mark on a name: a change of it is decided."""
+        return self._changes.mark_of(self._kind, name)
 
     def living_members(self, name: str, but: int) -> list[tuple[str, int, float]]:
         """See `Seats.living`; none where there is nothing of that name."""
@@ -245,33 +281,50 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return [] if found is None else found.living_members(but)
 
     def find(self, name: str) -> OwnedT | None:
-        """One of that name, though its deletion is decided."""
+        """One of that name, though a change of the name is decided."""
         return self._by_name.get(name)
 
-    def mark(self, name: str, incarnation: int, by: str, *, force: bool, but: int) -> bool:
-        """Decides that one is deleted, unless it has members; False: it has. Safe to repeat.
+    def is_taken(self, name: str) -> bool:
+        """Whether a parameter or a table has a name."""
+        return self.has(name) or (self.beside is not None and self.beside.has(name))
+
+    def mark(
+        self, name: str, incarnation: int, by: str, *, force: bool, but: int, to: str = ""
+    ) -> bool:
+        """Decides a change of a name, unless it has members; False: it has. Safe to repeat.
 
         Args:
-            name: Its name.
+            name: The name.
             incarnation: What is meant.
-            by: Who deletes it.
+            by: The worker id of the client that changes it.
             force: Although it has members.
             but: Number of a session that is none.
+            to: The name that it gets; empty: it is deleted.
 
         Raises:
-            StepOrderError: there is another one.
+            StepOrderError: another one has the name, or another change of it is decided.
+            SpecMismatchError: the new name is taken.
+            StorageError: a new name can't be noted.
         """
         with self._lock:
-            found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
-            if mark is not None and mark.incarnation == incarnation:
+            found, mark = self._by_name.get(name), self._changes.mark_of(self._kind, name)
+            if mark is not None and (mark.incarnation, mark.to) == (incarnation, to):
                 return True
             if self._knows(name, {incarnation}):  # asked again, when another client had ended it
                 return True
-            if found is None or found.incarnation != incarnation:
+            if mark is not None or found is None or found.incarnation != incarnation:
                 raise self._another(name)
+            if to and self.is_taken(to):
+                raise SpecMismatchError(
+                    f"{to!r} is the name of another parameter or table; nothing was renamed; "
+                    "choose another name, or delete that first",
+                    **self._where(to),
+                )
+            if to:
+                self._check_free(to)
             if not force and found.living_members(but):
                 return False
-            self._deletions.mark(self._kind, name, incarnation, by)
+            self._changes.mark(self._kind, name, incarnation, by, to)
             return True
 
     def remove(
@@ -290,59 +343,136 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             name: Its name.
             incarnation: That of shard 0.
             held: That of this shard, as it was asked before.
-            by: Who deletes it.
-            end_calls: Ends what uses it, called once nobody finds it any more: what such a call
+            by: The worker id of the client that deletes it.
+            end_calls: Ends what uses it, called once no call finds it any more: what such a call
                 meets of files that are gone is no answer for its client.
 
         Raises:
             StepOrderError: there is another one; or this is shard 0, which has not marked it.
             StorageError: it can't be removed, or that can't be noted.
         """
+
+        def act(found: OwnedT) -> int:
+            self._remove_storage(name)
+            booked = self._booked.pop(name)
+            self._usages.of(booked.owner).add(self._counted, -1)
+            return booked.stored.give_back()
+
+        return self._leave(name, incarnation, held, by, "", end_calls, act)
+
+    def rename(
+        self,
+        name: str,
+        to: str,
+        incarnation: int,
+        held: int,
+        by: str,
+        end_calls: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Gives one another name, and all that it has; False: it had it before. Safe to repeat.
+
+        Args:
+            name: Its name.
+            to: The new one.
+            incarnation: See `remove`.
+            held: See `remove`.
+            by: See `remove`.
+            end_calls: See `remove`.
+
+        Raises:
+            StepOrderError: there is another one; or this is shard 0, which has not marked it so;
+                or another one has the new name.
+            StorageError: it can't be renamed, or that can't be noted.
+        """
+
+        def act(found: OwnedT) -> int:
+            if self.is_taken(to):
+                raise self._another(to)
+            with found.handing_over():
+                self._by_name[to] = self._renamed(found, to)
+            self._booked[to] = self._booked.pop(name)
+            return 0
+
+        return self._leave(name, incarnation, held, by, to, end_calls, act) is not None
+
+    def _leave(
+        self,
+        name: str,
+        incarnation: int,
+        held: int,
+        by: str,
+        to: str,
+        end_calls: Callable[[], None],
+        act: Callable[[OwnedT], int],
+    ) -> int | None:
+        """Does what frees a name, and notes it; see `remove` and `rename`."""
         with self._lock:
-            found, mark = self._by_name.get(name), self._deletions.mark_of(self._kind, name)
+            found, mark = self._by_name.get(name), self._changes.mark_of(self._kind, name)
             gone, freed_bytes = {incarnation, held}, None
             if found is not None and found.incarnation not in gone and self._knows(name, gone):
                 return None
+            if mark is not None and mark.to != to:
+                raise self._another(name)
             if found is not None:
                 is_decided = self._config.shard_index > 0 or mark is not None
                 if not is_decided or found.incarnation not in gone:
                     raise self._another(name)
+                self._leaving[name] = Gone((self._kind, name), tuple(gone), by, to)
                 del self._by_name[name]
                 try:
                     end_calls()
-                    self._remove_storage(name)
+                    freed_bytes = act(found)
                 except BaseException:
                     self._by_name[name] = found
+                    del self._leaving[name]
                     raise
-                booked = self._booked.pop(name)
-                freed_bytes = booked.stored.give_back()
-                self._usages.of(booked.owner).add(self._counted, -1)
             if found is not None or mark is not None or (any(gone) and not self._knows(name, gone)):
-                self._deletions.finish(self._kind, name, gone, by)
+                self._changes.finish(self._kind, name, gone, by, to)
+            self._leaving.pop(name, None)
             return freed_bytes
 
-    def finish_removed(self) -> None:
-        """Ends deletions that an earlier process cut off once the files were gone; at the start.
+    def _renamed(self, found: OwnedT, to: str) -> OwnedT:
+        """The shard's part under another name, over the same arrays; `found` hands them over."""
+        old: LayoutT = found.storage.layout
+        name, stored = old.name, self._booked[old.name].stored
+        former = [*old.description.get(_FORMER_NAMES, ()), name][-_FORMER_NAME_COUNT_MAX:]
+        spec = dataclasses.replace(found.spec, name=to)
+        description = {**old.description, "spec": MessageToDict(spec.to_proto())}
+        description[_FORMER_NAMES] = former
+        layout = dataclasses.replace(old, name=to, description=description)
+        storage = self._rename_storage(name, layout)
+        counted = stored.count
+        try:
+            stored.add(self._size_beforehand(layout) + self._size_of(storage) - counted)
+            return self._made(spec, layout, storage, stored)
+        except BaseException:
+            stored.add(counted - stored.count)
+            self._rename_storage(to, old)
+            raise
+
+    def finish_changes(self) -> None:
+        """Ends changes that an earlier process cut off once the files were; at the start.
 
         Raises:
             StorageError: it can't be noted.
         """
-        for kind, name in self._deletions.marked:
-            mark = self._deletions.mark_of(kind, name)
+        for kind, name in self._changes.marked:
+            mark = self._changes.mark_of(kind, name)
             if kind == self._kind and mark is not None and name not in self._by_name:
-                self._deletions.finish(kind, name, {mark.incarnation}, mark.by)
+                self._changes.finish(kind, name, {mark.incarnation}, mark.by, mark.to)
 
     def _knows(self, name: str, incarnations: set[int]) -> bool:
-        """Whether these are known to be deleted, all but 0."""
+        """Whether these are known to have lost the name, all but 0."""
         known = incarnations - {0}
         return bool(known) and all(
-            self._deletions.deleted_by(self._kind, name, each) is not None for each in known
+            self._changes.gone(self._kind, name, each) is not None for each in known
         )
 
     def _another(self, name: str) -> StepOrderError:
         return StepOrderError(
             f"{self._kind} {name!r} is another one on shard {self._config.shard_index} than was "
-            "asked about, or its deletion is not decided; nothing was removed; delete it again",
+            "asked about, or that change of its name is not decided; nothing has changed; delete "
+            "or rename it again",
             **self._where(name),
         )
 
@@ -429,13 +559,15 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """The parameter or table as errors carry it."""
         return {self._kind: name}
 
-    def _description(self, spec: Message, owner: str) -> dict[str, Any]:
-        """What is needed to make it again."""
+    def _description(self, spec: Message, owner: str, kept: Any = None) -> dict[str, Any]:
+        """What is needed to make it again; of one that is kept, with what it was called before."""
+        former = [] if kept is None else kept.description.get(_FORMER_NAMES, [])
         return {
             "spec": MessageToDict(spec),
             "shard_index": self._config.shard_index,
             "shard_count": self._config.shard_count,
             **({"owner": owner} if owner else {}),
+            **({_FORMER_NAMES: former} if former else {}),
         }
 
     @property
@@ -483,6 +615,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """
 
     @abstractmethod
+    def _rename_storage(self, name: str, layout: LayoutT) -> StorageT:
+        """Gives the storage of one another layout, of another name.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+
+    @abstractmethod
     def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
         """The shard's part of it."""
 
@@ -501,6 +641,11 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         found = super().open(spec, owner)
         found[0].make_image()  # of what needs no first weights, before anybody hears of it
         return found
+
+    def _renamed(self, found: ParameterSlice, to: str) -> ParameterSlice:
+        made = super()._renamed(found, to)
+        made.reports = found.reports
+        return made
 
     def _unknown(self, name: str, how: str) -> ShardwellError:
         words = (
@@ -532,7 +677,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             with_sum=spec.worker_count > 1,
             initial_slots=UpdateRule(spec.optimizer).initial_slots,
             kept_size_bytes=kept_size_bytes,
-            description=self._description(spec.to_proto(), owner),
+            description=self._description(spec.to_proto(), owner, kept),
         )
 
     def _size_beforehand(self, layout: Layout) -> int:
@@ -546,6 +691,9 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 
     def _remove_storage(self, name: str) -> None:
         self._store.remove(name)
+
+    def _rename_storage(self, name: str, layout: Layout) -> ParameterStorage:
+        return self._store.rename(name, layout)
 
     def _made(
         self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage, stored: OwnedBytes
@@ -561,6 +709,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             sessions=self._sessions,
             spans=self._spans,
             spool_dir=self._spool_dir,
+            former_names=layout.description.get(_FORMER_NAMES, ()),
         )
 
 
@@ -598,7 +747,7 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             row_capacity=1,
             rows_per_change_max=rows_per_message_max(spec),
             with_sum=spec.worker_count > 1,
-            description=self._description(spec.to_proto(), owner),
+            description=self._description(spec.to_proto(), owner, kept),
         )
         capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
         batch = layout.rows_per_change_max
@@ -623,6 +772,9 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
 
     def _remove_storage(self, name: str) -> None:
         self._store.remove_table(name)
+
+    def _rename_storage(self, name: str, layout: TableLayout) -> TableStorage:
+        return self._store.rename_table(name, layout)
 
     def _made(
         self, spec: TableSpec, layout: TableLayout, storage: TableStorage, stored: OwnedBytes

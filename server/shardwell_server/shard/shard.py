@@ -18,7 +18,7 @@ from shardwell.process.spans import Spans
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
-from shardwell_server.shard.deletions import Deletions
+from shardwell_server.shard.name_changes import NameChanges
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.recordings import Recordings
@@ -97,7 +97,7 @@ class Shard:
             self.sessions,
             self.usages,
             self.spans,
-            Deletions(store),
+            NameChanges(store),
             spool_dir,
         )
         self.parameters = Parameters(*common)
@@ -108,8 +108,8 @@ class Shard:
         self.tables.recover(tables)
         self.parameters.beside, self.tables.beside = self.tables, self.parameters
         store.recovered()
-        self.parameters.finish_removed()
-        self.tables.finish_removed()
+        self.parameters.finish_changes()
+        self.tables.finish_changes()
         for table in self.tables.all():
             table.go_on()
         self.make_images()

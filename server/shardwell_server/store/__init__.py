@@ -16,6 +16,7 @@ from shardwell_server.store.contract import (
     TableRecord,
     TableStorage,
     Transition,
+    check_not_retired,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "TableRecord",
     "TableStorage",
     "Transition",
+    "check_not_retired",
 ]

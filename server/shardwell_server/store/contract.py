@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.numerics.elementwise import Operations
 
@@ -30,7 +31,19 @@ Event: TypeAlias = dict[str, Any]
 """A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""
 
 
-class Storage(Protocol):
+class Named(Protocol):
+    """Storage under a name, which other storage may take the place of under another."""
+
+    is_retired: bool
+    """Whether other storage has taken its place: then nothing of it changes any more, and calls
+    that would change it raise StorageError. Its arrays may be read. Set by the shard."""
+
+    @property
+    def layout(self) -> Any:
+        """What it was made for: a Layout, or a TableLayout."""
+
+
+class Storage(Named, Protocol):
     """What storage of a parameter and of a table have in common."""
 
     def events(self) -> Sequence[Event]:
@@ -508,6 +521,16 @@ Begin = Callable[[Kind], None]
 """Takes over storage that was just made, before anybody else sees it."""
 
 
+def check_not_retired(storage: Named) -> None:
+    """Refuses to change what other storage has taken the place of.
+
+    Raises:
+        StorageError: it is retired.
+    """
+    if storage.is_retired:
+        raise StorageError(f"{storage.layout.name!r} has another name since; open that")
+
+
 def nothing(storage: object) -> None:
     """Takes over nothing."""
 
@@ -571,6 +594,28 @@ class Store(Protocol):
         Raises:
             LimitError: there is no address space for it.
             StorageError: there is no room on the disk, or it can't be written to.
+        """
+
+    def rename(self, name: str, layout: Layout) -> ParameterStorage:
+        """Gives the storage of a parameter another name, whole or not at all.
+
+        Args:
+            name: Its name.
+            layout: Its layout with the new one, which is unique in the store.
+
+        Returns:
+            What takes the place of the storage, with the same arrays; the storage is retired, and
+            no call changes it meanwhile.
+
+        Raises:
+            StorageError: it can't be written; the storage has its old name.
+        """
+
+    def rename_table(self, name: str, layout: TableLayout) -> TableStorage:
+        """Gives the storage of a table another name: see `rename`.
+
+        Raises:
+            StorageError: it can't be written; the storage has its old name.
         """
 
     def remove(self, name: str) -> None:

@@ -55,7 +55,7 @@ def held(running: LocalCluster) -> list[bool]:
 
 def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
     """Calls `act` when a deletion has had so many answers."""
-    made, counts = ShardChannel.delete, itertools.count(1)
+    made, counts = ShardChannel.change_name, itertools.count(1)
 
     def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
         answer = made(channel, request, timeout_s)
@@ -63,7 +63,7 @@ def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> No
             act()
         return answer
 
-    monkeypatch.setattr(ShardChannel, "delete", delete)
+    monkeypatch.setattr(ShardChannel, "change_name", delete)
 
 
 @pytest.mark.parametrize("number", range(1, REQUEST_COUNT + 1))
@@ -175,19 +175,19 @@ def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, mon
     client = connect(running, "w0")
     opened(client, "parameter")
     sent: list[tuple[ShardChannel, Any]] = []
-    made = ShardChannel.delete
+    made = ShardChannel.change_name
 
     def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
         sent.append((channel, type(request).FromString(request.SerializeToString())))
         return made(channel, request, timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardChannel, "delete", delete)
+        patch.setattr(ShardChannel, "change_name", delete)
         client.delete("m")
     again = opened(client, "parameter")
     step(again)
     for channel, request in sent:
-        answer = channel.delete(request, 10.0)
+        answer = channel.change_name(request, 10.0)
         assert answer.freed_bytes == 0
     np.testing.assert_array_equal(step(again), -2.0)
 

@@ -71,6 +71,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "restore_checkpoint": {"path": "never"},
     "export_table": {"name": "t", "path": "never.safetensors"},
     "delete": {"name": "none"},
+    "rename": {"name": "none", "new_name": "other"},
     "restore": {"version": 0, "load_id": 1},
     "broadcast": {"root": 0},
     "reduce": {"root": 0},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
 from shardwell.numerics.codec import NonFiniteValueError
@@ -19,10 +20,19 @@ from shardwell_server.shard.parameter.chunk import Chunk
 
 
 class EncodedWeights:
-    """The messages of the chunks that were asked for last. Any thread may call it."""
+    """The messages of the chunks that were asked for last. Any thread may call it.
 
-    def __init__(self, spec: ParameterSpec, *, count_max: int) -> None:
+    Args:
+        spec: The parameter.
+        count_max: Messages that are kept.
+        former_names: Names that it had; what was kept under them has CRCs of these.
+    """
+
+    def __init__(
+        self, spec: ParameterSpec, *, count_max: int, former_names: Sequence[str] = ()
+    ) -> None:
         self._spec = spec
+        self._former_contexts = [checksum.weights_context(name) for name in former_names]
         self._codec = ChunkCodec.of(spec)
         self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
@@ -48,11 +58,29 @@ class EncodedWeights:
             return self._encode(chunk, chunk_index, version)
         return None
 
-    def fits(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bool:
-        """Whether bytes are the message of a chunk in a version: an earlier process left them."""
+    def intact(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bytes | None:
+        """The message of a chunk in a version, from bytes that an earlier process left.
+
+        None: they are none.
+        """
+        if self._fits(chunk, chunk_index, version, message, self._context):
+            return message
+        for context in self._former_contexts:
+            if self._fits(chunk, chunk_index, version, message, context):
+                header, payload = framing.parse(pb.ExchangeResponse, message)
+                start = checksum.weights(self._context, version)
+                header.chunk.crc32c = checksum.of_chunk(start, header.chunk, payload)
+                sealed = framing.OutgoingMessage(header, payload.size)
+                sealed.payload[:] = payload
+                return sealed.seal()
+        return None
+
+    def _fits(
+        self, chunk: Chunk, chunk_index: int, version: int, message: bytes, context: int
+    ) -> bool:
         try:
             header, payload = framing.parse(pb.ExchangeResponse, message)
-            start = checksum.weights(self._context, version)
+            start = checksum.weights(context, version)
             intact = self._codec.check(header.chunk, payload, start, thread_scratch())
             self._codec.open(intact, chunk.where)
         except (ArgumentError, CorruptChunkError):

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,13 @@ from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.reports import Reports
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
-from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
+from shardwell_server.store import (
+    NO_SEAT,
+    ChunkRecord,
+    ParameterStorage,
+    Transition,
+    check_not_retired,
+)
 
 
 class _BrokenOffError(Exception):
@@ -79,6 +85,7 @@ class ParameterSlice:
         sessions: Liveness,
         spans: Spans,
         spool_dir: Path | None = None,
+        former_names: Sequence[str] = (),
     ) -> None:
         self.spec = spec
         self._spans = spans
@@ -135,7 +142,9 @@ class ParameterSlice:
         )
         """How steps close that are clipped by their norm."""
         self._image_lock = threading.Lock()
-        self._encoded = EncodedWeights(spec, count_max=limits.encoded_chunk_count_max)
+        self._encoded = EncodedWeights(
+            spec, count_max=limits.encoded_chunk_count_max, former_names=former_names
+        )
         self.reports = Reports()
         """What workers report of its steps."""
         self._replay()
@@ -248,6 +257,7 @@ class ParameterSlice:
                 f"{self.where.offset} to {self.where.stop - 1}"
             )
         with self._register.lock:
+            check_not_retired(self.storage)
             if self._register.take_first(epoch):
                 start = where.offset - self.where.offset
                 array = (self.storage.weights, *self.storage.slots)[array_index]
@@ -321,6 +331,24 @@ class ParameterSlice:
             self._encoded.forget()
             self._register.confirm_first(epoch)
             return self._tracker.version_min()
+
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Nothing of it changes in the block, and after it; where it fails, all goes on.
+
+        Raises:
+            StorageError: in calls that would change something meanwhile.
+        """
+        self.storage.is_retired = True
+        try:
+            with self._register.lock, self._image_lock:
+                for chunk in self._chunks:
+                    with chunk.changed:
+                        pass  # what was changing it has ended
+                yield
+        except BaseException:
+            self.storage.is_retired = False
+            raise
 
     # Keeping.
 
@@ -680,8 +708,9 @@ class ParameterSlice:
             version = self._tracker.records[chunk_index].version
             if max_version is not None and version > max_version >= min_version:
                 kept = self.storage.kept(chunk_index, max_version)
-                if kept and self._encoded.fits(chunk, chunk_index, max_version, kept):
-                    return kept
+                intact = kept and self._encoded.intact(chunk, chunk_index, max_version, kept)
+                if intact:
+                    return intact
             message = self._encoded.get(chunk_index, version)
             if message is None:
                 begin_ns = now_ns()

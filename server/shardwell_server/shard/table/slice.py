@@ -254,6 +254,17 @@ class TableSlice:
         with self._changed:
             self.register.end_session(number)
 
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """See `ParameterSlice.handing_over`."""
+        self.storage.is_retired = True
+        try:
+            with self._changed:
+                yield
+        except BaseException:
+            self.storage.is_retired = False
+            raise
+
     # Gradients in.
 
     def contribute(

@@ -10,6 +10,7 @@ import numpy as np
 from shardwell.errors import LimitError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import (
+    NO_SEAT,
     Begin,
     ChunkRecord,
     Event,
@@ -19,13 +20,29 @@ from shardwell_server.store.contract import (
     TableLayout,
     TableStorage,
     Transition,
+    check_not_retired,
     nothing,
 )
 from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 
 
 class _MemoryChange:
-    """Nothing to do: what is written is committed."""
+    """A transition of one chunk, used again and again: what is written is committed.
+
+    Args:
+        chunk_index: The chunk.
+        records: Of all chunks.
+        last_steps: By seat, then chunk.
+    """
+
+    __slots__ = ("_chunk_index", "_last_steps", "_records")
+
+    def __init__(
+        self, chunk_index: int, records: list[ChunkRecord], last_steps: list[list[int]]
+    ) -> None:
+        self._chunk_index = chunk_index
+        self._records = records
+        self._last_steps = last_steps
 
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
         return ((0, count),)
@@ -37,7 +54,9 @@ class _MemoryChange:
         pass
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        pass
+        self._records[self._chunk_index] = record
+        if seat_index != NO_SEAT:
+            self._last_steps[seat_index][self._chunk_index] = step
 
     def __enter__(self) -> _MemoryChange:
         return self
@@ -54,6 +73,8 @@ class MemoryParameter(MemoryStorage):
     wants_image = False
 
     def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+
         def zeros() -> Float32:
             return np.zeros(layout.slice_size, np.float32)
 
@@ -63,22 +84,27 @@ class MemoryParameter(MemoryStorage):
         for slot, value in zip(self.slots, layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
-        self._chunk_count = layout.chunk_count
-        self._change = _MemoryChange()
+        self._records = [ChunkRecord()] * layout.chunk_count
+        self._last_steps: list[list[int]] = []
+        self._changes = [
+            _MemoryChange(index, self._records, self._last_steps)
+            for index in range(layout.chunk_count)
+        ]
         self._kept: dict[int, tuple[int, bytes]] = {}
         """Version and encoding, by chunk."""
 
     def records(self) -> list[ChunkRecord]:
-        return [ChunkRecord()] * self._chunk_count
+        return list(self._records)
 
     def last_steps(self) -> list[list[int]]:
-        return []
+        return [list(steps) for steps in self._last_steps]
 
     def add_seat(self) -> None:
-        pass
+        self._last_steps.append([-1] * len(self._records))
 
     def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
-        return self._change
+        check_not_retired(self)
+        return self._changes[chunk_index]
 
     def journal(self, *contribution: object) -> None:
         pass
@@ -98,7 +124,8 @@ class MemoryParameter(MemoryStorage):
         return encoded if found == version else None
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        pass
+        check_not_retired(self)
+        self._records[chunk_index] = record
 
     def verify(self, chunk_index: int) -> None:
         pass
@@ -161,6 +188,16 @@ class MemoryStore:
                 f"may have, of {layout.row_size_bytes} bytes; add shards",
                 table=layout.name,
             ) from None
+        return made
+
+    def rename(self, name: str, layout: Layout) -> MemoryParameter:
+        made = self._parameters[layout.name] = self._parameters[name].renamed(layout)
+        del self._parameters[name]
+        return made
+
+    def rename_table(self, name: str, layout: TableLayout) -> MemoryTable:
+        made = self._tables[layout.name] = self._tables[name].renamed(layout)
+        del self._tables[name]
         return made
 
     def remove(self, name: str) -> None:

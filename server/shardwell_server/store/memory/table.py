@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import Operations
-from shardwell_server.store.contract import Event, Int64, Places, Position, TableLayout, TableRecord
+from shardwell_server.store.contract import (
+    Event,
+    Int64,
+    Places,
+    Position,
+    TableLayout,
+    TableRecord,
+    check_not_retired,
+)
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import (
     check_capacity,
@@ -24,16 +34,32 @@ _NUMBER_COUNT = 3
 
 
 class MemoryStorage:
-    """What of the contract is nothing to do where nothing outlives its process."""
+    """What a parameter and a table in memory have in common. Nothing outlives the process.
+
+    Args:
+        layout: What it is made for.
+    """
+
+    def __init__(self, layout: Any) -> None:
+        self.layout = layout
+        self.is_retired = False
+        self._logged: list[Event] = []
+
+    def renamed(self, layout: Any) -> Self:
+        """What takes its place, with the same arrays and all that was committed."""
+        made = copy.copy(self)
+        made.layout, made.is_retired = layout, False
+        return made
 
     def events(self) -> Sequence[Event]:
-        return ()
+        return list(self._logged)
 
     def log(self, event: Event) -> None:
-        pass
+        check_not_retired(self)
+        self._logged.append(event)
 
     def compact(self, events: Sequence[Event]) -> None:
-        pass
+        self._logged = list(events)
 
     def make_durable(self) -> None:
         pass
@@ -51,11 +77,13 @@ class MemoryTable(MemoryStorage):
 
     def __init__(self, layout: TableLayout) -> None:
         """Raises MemoryError when there is no address space."""
+        super().__init__(layout)
         arrays = make_arrays(layout, layout.row_capacity, lambda _, *shape: lazy_zeros(*shape))
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
         self.slots, self.sums, self.has_sum = arrays[4:]
         self._arrays = arrays
-        self._layout = layout
+        self._kept_step = -1
+        self._kept: list[tuple[int, Int64, Float32]] = []
         self._reserved_row_count = 0
         self._positions: list[Position] = []
         batch = (layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape))
@@ -69,7 +97,7 @@ class MemoryTable(MemoryStorage):
         self._positions.append(Position(len(self._positions)))
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
-        check_capacity(self._layout, row_count)
+        check_capacity(self.layout, row_count)
         self._reserved_row_count = max(self._reserved_row_count, row_count)
 
     @property
@@ -79,17 +107,21 @@ class MemoryTable(MemoryStorage):
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> MemoryRowChange:
-        assert places.size <= self._layout.rows_per_change_max
+        check_not_retired(self)
+        assert places.size <= self.layout.rows_per_change_max
         return MemoryRowChange(self, places, values=values, sums=sums, in_place=in_place)
 
     def verify(self, places: Places) -> None:
         pass
 
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
+        if step != self._kept_step:
+            self._kept_step, self._kept = step, []
+        self._kept.append((step, ids, rows))
         return True
 
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
-        return ()
+        return list(self._kept)
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
         pass

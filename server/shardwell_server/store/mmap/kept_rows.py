@@ -79,17 +79,20 @@ class KeptRows:
         return False
 
     def read(self) -> list[tuple[int, Ids, Float32]]:
-        """The entries that an earlier process left: step, ids and rows; then `put` goes on there.
+        """The entries of the last step that has any: step, ids and rows; `put` goes on there.
 
         Raises:
             StorageError: the file can't be read.
         """
+        if self._end < 0:
+            return []
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise storage_error(self._path, error, "reading it") from None
+        self._end = 0
         found: list[tuple[int, Ids, Float32]] = []
         while (entry := self._entry(content, self._end)) is not None:
             if found and entry[0] != found[0][0]:

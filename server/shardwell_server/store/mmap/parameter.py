@@ -37,7 +37,14 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.numerics.elementwise import blocks
-from shardwell_server.store.contract import NO_SEAT, ChunkRecord, JournalEntry, Layout, Transition
+from shardwell_server.store.contract import (
+    NO_SEAT,
+    ChunkRecord,
+    JournalEntry,
+    Layout,
+    Transition,
+    check_not_retired,
+)
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
@@ -71,9 +78,7 @@ class MmapParameter(MmapStorage):
     ) -> None:
         """Maps the files with `mapped`, which makes or opens one of a name and size."""
         chunk_count = layout.chunk_count
-        super().__init__(directory, chunk_count, salt, reached)
-        self.is_torn = False
-        self._layout = layout
+        super().__init__(directory, layout, chunk_count, salt, reached)
 
         def opened(name: str, size_bytes: int) -> MappedFile:
             self._files.append(mapped(directory / name, size_bytes))
@@ -153,7 +158,7 @@ class MmapParameter(MmapStorage):
     def facts(self) -> dict[str, Any]:
         versions = [stored.record.version for stored in self._stored]
         return {
-            "size": self._layout.slice_size,
+            "size": self.layout.slice_size,
             "version_min": min(versions, default=0),
             "version_max": max(versions, default=0),
             "taken_back_chunk_count": self.rolled_back_count,
@@ -166,6 +171,7 @@ class MmapParameter(MmapStorage):
         return [self._marks.row(seat) for seat in range(self._seat_count)]
 
     def change(self, chunk_index: int, transition: Transition) -> _MmapChange:
+        check_not_retired(self)
         return _MmapChange(self, chunk_index, transition)
 
     # The journal.
@@ -193,12 +199,12 @@ class MmapParameter(MmapStorage):
         entry = JournalEntry(
             chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
         )
-        self._journaling.append(pack_entry(entry, self._salt), self._layout.size_bytes)
+        self._journaling.append(pack_entry(entry, self._salt), self.layout.size_bytes)
 
     def replay(self) -> Iterator[JournalEntry]:
         if not self.is_torn:
             return
-        paths, name = segments(self.directory), self._layout.name
+        paths, name = segments(self.directory), self.layout.name
         counted: dict[tuple[int, int], tuple[int, int]] = {}
         for number, path in paths.items():
             end = HEAD_BYTES
@@ -207,7 +213,7 @@ class MmapParameter(MmapStorage):
             cut_off(path, end)
         for number, path in paths.items():
             for entry, end in read_entries(path, name, self._salt):
-                if entry.chunk_index >= self._layout.chunk_count:
+                if entry.chunk_index >= self.layout.chunk_count:
                     raise StorageError(f"{path} has an entry of chunk {entry.chunk_index}")
                 expected = self._stored[entry.chunk_index].sequence + 1
                 if counted[entry.chunk_index, entry.sequence] != (number, end):
@@ -217,13 +223,14 @@ class MmapParameter(MmapStorage):
                         f"{path}: chunk {entry.chunk_index} goes on with transition "
                         f"{entry.sequence}; expected {expected}: a part of the journal is gone; "
                         "restore a checkpoint",
-                        parameter=self._layout.name,
+                        parameter=self.layout.name,
                     )
                 if entry.sequence == expected:
                     yield entry
 
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
+        check_not_retired(self)
         journaling = self._journaling
         if journaling is None:
             yield lambda chunk_index: None
@@ -233,7 +240,7 @@ class MmapParameter(MmapStorage):
             # Nothing was journaled since, but first weights may have come.
             number = journaling.begin_segment(anyway=True)
         with journaling.imaging(number) as path:
-            image = MmapParameter.create(path, self._layout, self._salt, self._reached)
+            image = MmapParameter.create(path, self.layout, self._salt, self._reached)
             yield lambda chunk_index: image.copy_chunk(self, chunk_index)
             image.sync_contents()
 
@@ -265,6 +272,7 @@ class MmapParameter(MmapStorage):
         return None if self._kept is None else self._kept.get(chunk_index, version)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
+        check_not_retired(self)
         stored = self._stored[chunk_index]
         self._put(
             chunk_index,
@@ -285,15 +293,15 @@ class MmapParameter(MmapStorage):
             if found[number] != stored.crcs[number]:
                 raise StorageError(
                     f"{self.directory / names[number]}: chunk {chunk_index} of parameter "
-                    f"{self._layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
+                    f"{self.layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
                     f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
                     "checkpoint",
-                    parameter=self._layout.name,
+                    parameter=self.layout.name,
                 )
 
     def _chunk(self, array: Float32, chunk_index: int) -> Float32:
-        start = chunk_index * self._layout.chunk_element_count
-        return array[start : start + self._layout.chunk_element_count]
+        start = chunk_index * self.layout.chunk_element_count
+        return array[start : start + self.layout.chunk_element_count]
 
     def _crcs(self, chunk_index: int) -> tuple[int, ...]:
         """Of weights, sum (0 if there is none) and slots, as they lie."""

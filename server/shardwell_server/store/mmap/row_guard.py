@@ -53,6 +53,8 @@ class RowGuard:
         self.of_values = range(len(values))
         self.of_sums = range(len(values), len(self.arrays))
         self._directory = directory
+        self.table = layout.name
+        """For errors."""
         self._layout = layout
         self._rows = arrays
         self._checks = RowChecks(layout, salt)
@@ -183,10 +185,10 @@ class RowGuard:
             place = places[bad[0]]
             raise StorageError(
                 f"{self._directory / name}: the row at place {place} (id {self._rows.keys[place]}) "
-                f"of table {self._layout.name!r}, or what is about it in a file beside, was "
+                f"of table {self.table!r}, or what is about it in a file beside, was "
                 f"damaged: check {found[bad[0]]:#018x}, expected {expected[bad[0]]:#018x}; restore "
                 "the directory from a copy or a checkpoint",
-                table=self._layout.name,
+                table=self.table,
             )
 
 

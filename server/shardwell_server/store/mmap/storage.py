@@ -11,13 +11,15 @@ After a loss of power the newest image replaces the files, and the journal is go
 
 from __future__ import annotations
 
+import copy
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from shardwell_server.store.contract import Event, Layout, TableLayout
+from shardwell_server.store.contract import Event, Layout, TableLayout, check_not_retired
 from shardwell_server.store.files.layout import write_layout
 from shardwell_server.store.files.mapped import (
     MappedFile,
@@ -36,6 +38,7 @@ class MmapStorage(ABC):
 
     Args:
         directory: Of the files.
+        layout: What they are made for.
         unit_count: Of what each worker's last step is kept.
         salt: Drawn for the storage, so that no other's records fit.
         reached: Called after every write.
@@ -45,9 +48,16 @@ class MmapStorage(ABC):
     """The file that says what the others are."""
 
     def __init__(
-        self, directory: Path, unit_count: int, salt: int, reached: Callable[[str], None]
+        self,
+        directory: Path,
+        layout: Any,
+        unit_count: int,
+        salt: int,
+        reached: Callable[[str], None],
     ) -> None:
         self.directory = directory
+        self.layout = layout
+        self.is_retired = False
         self.presence: Presence | None = None
         """Of the store that it belongs to, from then on."""
         self._salt = salt
@@ -56,6 +66,8 @@ class MmapStorage(ABC):
         self._marks = WorkerSteps(directory / "marks", unit_count, salt, reached)
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
+        self.is_torn = False
+        """Whether the machine lost power, and it was not gone through since."""
         self.has_image = False
         """Whether an image has replaced the files."""
         self.rolled_back_count = 0
@@ -69,6 +81,28 @@ class MmapStorage(ABC):
         self._marks.open()
         self._events.create()
         write_layout(self.directory / self.LAYOUT_NAME, layout, self._salt)
+
+    def renamed(self, layout: Layout | TableLayout) -> Self:
+        """What takes its place, with the same files, and another name in their layout.
+
+        Raises:
+            StorageError: the layout can't be written; the files have their old name.
+        """
+        path = self.directory / self.LAYOUT_NAME
+        written = path.with_suffix(".new")
+        try:
+            write_layout(written, layout, self._salt)
+            sync_file(written)
+            self._reached("new layout")
+            os.replace(written, path)
+            self._reached("new layout's name")
+            sync_directory(self.directory)
+        except OSError as error:
+            raise storage_error(path, error, "writing its new name") from None
+        made = copy.copy(self)
+        made.layout, made.is_retired = layout, False
+        made.is_torn = False  # what the machine lost was replayed before
+        return made
 
     @cached_property
     def named_files(self) -> NamedFiles:
@@ -143,6 +177,7 @@ class MmapStorage(ABC):
         return self._events.read()
 
     def log(self, event: Event) -> None:
+        check_not_retired(self)
         self._events.append(event)
         self._seat_count += event.get("kind") == "seat"
 

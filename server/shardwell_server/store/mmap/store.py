@@ -2,9 +2,9 @@
 
 parameters/000001/    a parameter (parameter.py)
 tables/000001/        a table (table.py)
-names                 which names were deleted, or are about to be (shard/deletions.py)
+names                 which names were deleted or given up, or are about to (shard/name_changes.py)
 
-Directories are numbered (store/files/atomic_directory.py); `names` is made with the first deletion.
+Directories are numbered (store/files/atomic_directory.py); `names` is made with the first change.
 """
 
 from __future__ import annotations
@@ -154,6 +154,17 @@ class _Kind(Generic[LayoutT, StorageT]):
         storage.presence = presence
         return storage
 
+    def rename(self, name: str, layout: LayoutT) -> StorageT:
+        """Gives one another name; returns what takes its place.
+
+        Raises:
+            StorageError: it can't be written; nothing changed.
+        """
+        made = self.open[name].renamed(layout)
+        del self.open[name]
+        self.open[layout.name] = made
+        return made
+
     def remove(self, name: str) -> None:
         """Removes one with its files; its arrays stay mapped while they are used.
 
@@ -266,6 +277,16 @@ class MmapStore:
             begin(storage)
 
         return self._tables.create(layout, self._presence, f"making table {layout.name!r}", start)
+
+    def rename(self, name: str, layout: Layout) -> ParameterStorage:
+        self._presence.check()
+        with self._look_lock:
+            return self._parameters.rename(name, layout)
+
+    def rename_table(self, name: str, layout: TableLayout) -> TableStorage:
+        self._presence.check()
+        with self._look_lock:
+            return self._tables.rename(name, layout)
 
     def remove(self, name: str) -> None:
         self._presence.check()

@@ -40,7 +40,15 @@ from shardwell.errors import StorageError
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import Operations
-from shardwell_server.store.contract import Int64, Places, Position, TableLayout, TableRecord
+from shardwell_server.store.contract import (
+    Int64,
+    Layout,
+    Places,
+    Position,
+    TableLayout,
+    TableRecord,
+    check_not_retired,
+)
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
 from shardwell_server.store.journal.journal import Journaling, image_path, images
@@ -89,8 +97,7 @@ class MmapTable(MmapStorage):
         reached: Callable[[str], None],
     ) -> None:
         """Maps the files; `kind` is "create" or "open"."""
-        super().__init__(directory, 1, salt, reached)
-        self._layout = layout
+        super().__init__(directory, layout, 1, salt, reached)
         self._row_files: list[tuple[SparseFile, int]] = []
 
         def fixed(name: str, size_bytes: int) -> MappedFile:
@@ -179,6 +186,12 @@ class MmapTable(MmapStorage):
             made._replay()
         return made
 
+    def renamed(self, layout: Layout | TableLayout) -> Self:
+        with self._image_lock:  # no image is being made
+            made = super().renamed(layout)
+        made._guard.table = layout.name
+        return made
+
     @staticmethod
     def _copy_file(source: Path, target: Path) -> None:
         copy_sparse(source, target)
@@ -203,9 +216,9 @@ class MmapTable(MmapStorage):
         return found
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
-        check_capacity(self._layout, row_count)
+        check_capacity(self.layout, row_count)
         if row_count > self._reserved_row_count:
-            capacity = self._layout.row_capacity
+            capacity = self.layout.row_capacity
             capacity = capacity if at_most is None else min(capacity, at_most)
             self._reserved_row_count = reserve_all(
                 self._row_files, self._reserved_row_count, row_count, capacity
@@ -219,8 +232,9 @@ class MmapTable(MmapStorage):
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> MmapRowChange:
+        check_not_retired(self)
         assert not in_place
-        assert places.size <= self._layout.rows_per_change_max
+        assert places.size <= self.layout.rows_per_change_max
         assert not places.size or 0 <= places.min() <= places.max() < self._reserved_row_count
         self._guard.verify(places)
         return MmapRowChange(self, places, values=values, sums=sums and self.sums is not None)
@@ -245,7 +259,7 @@ class MmapTable(MmapStorage):
             StorageError: a part of the journal is gone; it is named.
         """
         (*_, number) = images(self.directory)
-        journal = TableJournal(self.directory, self._layout.name, self._arrays, self._salt)
+        journal = TableJournal(self.directory, self.layout.name, self._arrays, self._salt)
         for entry in journal.entries(number, self._stored.sequence):
             self._write_again(entry)
 
@@ -264,7 +278,7 @@ class MmapTable(MmapStorage):
                 f"{self.directory}: its journal has a gradient of seat {position.seat_index}, and "
                 f"{self.directory / 'events'} {self._seat_count} seats: one of them was replaced; "
                 "restore a checkpoint",
-                table=self._layout.name,
+                table=self.layout.name,
             )
         self.put(stored)
 
@@ -279,20 +293,21 @@ class MmapTable(MmapStorage):
             StorageError: it can't be written; the change must not stand.
         """
         if self._journaling is not None:
-            image_bytes = stored.record.row_used * self._layout.row_size_bytes
+            image_bytes = stored.record.row_used * self.layout.row_size_bytes
             self._journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
         journaling = self._journaling
         if journaling is not None and journaling.wants_image:
             with self._image_lock, contextlib.suppress(_StoppedError):
+                check_not_retired(self)
                 self._write_image(journaling, is_stopping)
 
     def _write_image(self, journaling: Journaling, is_stopping: Callable[[], bool]) -> None:
         with self._lock:
             number = self._begin_segment(journaling)
         with journaling.imaging(number) as path:
-            image = MmapTable.create(path, self._layout, self._salt, self._reached)
+            image = MmapTable.create(path, self.layout, self._salt, self._reached)
             self._copy_to(image, is_stopping)
             image.sync_contents()
 
@@ -312,7 +327,7 @@ class MmapTable(MmapStorage):
 
     def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> None:
         """Copies all rows while changes go on, then the record."""
-        step = max(_BLOCK_BYTES // self._layout.row_size_bytes, 1)
+        step = max(_BLOCK_BYTES // self.layout.row_size_bytes, 1)
         start = 0
         while not is_stopping():
             stop = min(start + step, self.record.row_used)
@@ -396,7 +411,7 @@ class MmapRowChange:
     def weights_before(self) -> Float32:
         before = self._before
         return (
-            np.empty((self._places.size, self._of._layout.dim), "f4") if before is None else before
+            np.empty((self._places.size, self._of.layout.dim), "f4") if before is None else before
         )
 
     def write(

@@ -33,7 +33,7 @@ from shardwell_server.store import Layout, Transition
 from shardwell_server.store.memory.store import MemoryStore
 
 NAMES = sorted(CODECS)
-LAYOUT = Layout(name="p", slice_size=0, chunk_element_count=1, with_sum=False)
+LAYOUT = Layout(name="p", slice_size=1, chunk_element_count=1, with_sum=False)
 CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
 
 
