@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import TIMEOUT_S_MIN, check_duration, check_integer
+from shardwell.process.spread import thread_count
 from shardwell.rpc.credentials import INSECURE_VARIABLE, is_loopback
 from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name
@@ -151,6 +152,10 @@ class ShardConfig:
     once."""
     durability: Durability = Durability()
     """What an acknowledged gradient survives beside the process."""
+    threads: int | None = None
+    """Threads that work on one stream's chunks at once, from 1 to 256, and on those of several
+    streams together; sums and weights have the same bits with any number. None: as
+    $SHARDWELL_THREADS says, else one a core, up to 8."""
     same_host: str = "auto"
     """Whether payloads of clients on this machine go through memory that they share with the shard:
     "auto": where it can be had, by an abstract Unix socket; "off"; or a directory for the socket,
@@ -191,6 +196,7 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         check_name("cluster_id", self.cluster_id)
+        thread_count(self.threads)
         if self.shard_count < 1 or not 0 <= self.shard_index < self.shard_count:
             raise ArgumentError(
                 "shard_index must be from 0 to shard_count - 1; got "

@@ -60,6 +60,22 @@ class DaemonThreads(Executor):
             self._work_off()
         return future
 
+    def offer(self, function: Callable[..., ResultT], /, *args: Any) -> Future[ResultT] | None:
+        """As `submit`, where a thread can begin at once; None: none can, or they were shut down."""
+        future: Future[ResultT] = Future()
+        with self._lock:
+            if self._closed:
+                return None
+            if not self._idle.acquire(blocking=False):
+                started = len(self._threads)
+                if started < self._count_max:
+                    with contextlib.suppress(RuntimeError):
+                        self._add()
+                if len(self._threads) == started:
+                    return None
+            self._tasks.put((future, partial(function, *args)))
+        return future
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes nothing further; what was submitted is still done."""
         with self._lock:

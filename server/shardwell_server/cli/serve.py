@@ -147,6 +147,13 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Encoded bytes of a chunk, a multiple of 64, at most 1048576.",
 )
 @click.option(
+    "--threads",
+    type=int,
+    envvar="SHARDWELL_THREADS",
+    show_default="one a core, up to 8",
+    help="Threads that work on a stream's chunks at once; the bits do not depend on it.",
+)
+@click.option(
     "--grace-s",
     type=Duration(0.0),
     default=5.0,
@@ -260,6 +267,7 @@ def serve(
     listen: str,
     cluster_id: str,
     chunk_size_bytes: int,
+    threads: int | None,
     grace_s: float,
     session_lease_s: float,
     same_host: str,
@@ -296,6 +304,7 @@ def serve(
             cluster_id=cluster_id,
             listen=listen,
             chunk_size_bytes=chunk_size_bytes,
+            threads=threads,
             grace_s=grace_s,
             session_lease_s=session_lease_s,
             same_host=same_host,

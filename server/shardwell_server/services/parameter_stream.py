@@ -8,9 +8,11 @@ ready as messages come, all of them before anything that follows a step.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from shardwell.errors import ArgumentError, CorruptChunkError, ShardUnavailableError
 from shardwell.numerics.codec import Bytes
@@ -39,6 +41,7 @@ it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""
+ResultT = TypeVar("ResultT")
 CloseStep: TypeAlias = Callable[[pb.CloseStepRequest, Call], Handling]
 """What closes a step that is clipped: the handler of that call."""
 
@@ -61,6 +64,10 @@ class ParameterStream:
         self._arena: SharedMemory | None = None
         self._is_between_steps = True
         self._pending: deque[_Pending] = deque()
+        self._beside: dict[int, Future[bool]] = {}
+        """Chunks of the message that is being served which other threads count, by index."""
+        self._made: deque[Future[tuple[bytes, int]]] = deque()
+        """Answers that other threads make, those that are due first."""
         self._counted = pb.PutGradientResponse()
         """Chunks that are counted alone: of this step, or of a call that only does that."""
 
@@ -98,13 +105,21 @@ class ParameterStream:
 
     def exchange(self, close_step: CloseStep) -> Handling:
         """Does what each message asks for; the stream goes on from step to step."""
+        try:
+            yield from self._exchange(close_step)
+        finally:
+            self._end_beside()
+
+    def _exchange(self, close_step: CloseStep) -> Handling:
         while True:
             message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
             if message is None:
                 break
-            for request, payload, _ in framing.parse_all(pb.ExchangeRequest, message):
+            requests = [*framing.parse_all(pb.ExchangeRequest, message)]
+            self._count_beside(requests)
+            for request, payload, _ in requests:
                 yield from self._serve(request, payload, close_step)
-            del message, request, payload  # not to be held while answers wait
+            del message, request, payload, requests  # not to be held while answers wait
             if self._source is not None:
                 yield from self._answers(self._source.parameter, all_=self._is_between_steps)
                 if self._is_between_steps:
@@ -142,6 +157,52 @@ class ParameterStream:
         yield from batch.rest()
 
     # A message of an exchange.
+
+    def _count_beside(self, requests: Sequence[tuple[pb.ExchangeRequest, Bytes, int]]) -> None:
+        """Has threads that are free count chunks of a message, beside the others.
+
+        Where nothing is left to be decided: the stream is open, and its worker has its seat. Chunks
+        are counted in any order, as chunks of several workers are; answers leave in theirs.
+        """
+        source = self._source
+        if len(requests) < 2 or self._call.is_short or source is None:
+            return
+        if any(request.HasField("open") or request.arena for request, _, _ in requests):
+            return
+        contributor = source.contributor() if _has_gradient(*requests[0][:2]) else None
+        if contributor is None or contributor.seat is None:
+            return
+        for request, payload, _ in requests[1:]:
+            gradient = request.gradient
+            if not gradient.chunk.HasField("shared"):
+                return
+            future = self._shard.core_threads.offer(
+                self._count_one, source.parameter, contributor, gradient, payload
+            )
+            if future is None:
+                return
+            self._beside[gradient.chunk.chunk_index] = future
+
+    def _count_one(
+        self,
+        parameter: ParameterSlice,
+        contributor: Contributor[Seat],
+        gradient: types_pb2.GradientChunk,
+        payload: Bytes,
+    ) -> bool:
+        """Counts a chunk of a gradient, beside others; see `ParameterSlice.contribute`."""
+        _check_control(gradient)
+        payload = payload_of(gradient.chunk, payload, self._arena)
+        return parameter.contribute(contributor, gradient, payload, self._deadline(gradient))
+
+    def _end_beside(self) -> None:
+        """Returns when no other thread works for this call."""
+        beside: list[Future[Any]] = [*self._beside.values(), *self._made]
+        self._beside.clear()
+        self._made.clear()
+        for future in beside:
+            if not future.cancel():
+                future.exception()
 
     def _serve(
         self, request: pb.ExchangeRequest, payload: Bytes, close_step: CloseStep
@@ -232,20 +293,33 @@ class ParameterStream:
         pending = self._pending
         batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
         while pending:
-            index, version, deadline, room = pending[0]
-            is_ready = parameter.is_ready(index, version)
+            first = pending[0]
+            is_ready = parameter.is_ready(first.chunk_index, first.version)
             if not is_ready and not all_:
                 break
             if not is_ready:
                 yield from batch.rest()
-            message = yield from until(parameter.weights_message, index, version, deadline)
+            begun = self._made.popleft() if self._made else None
+            if not self._made:
+                self._make_beside(parameter)
+            message, size_bytes = yield from _gone_on(begun, _answer, parameter, first)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
-            count_payload(self._shard, self._call, sent=len(message))
-            if room is not None:
-                message = _shared_answer(message, room)
-            yield from batch.add(message, waits=room is not None)
+            count_payload(self._shard, self._call, sent=size_bytes)
+            yield from batch.add(message, waits=first.room is not None)
         yield from batch.rest()
+
+    def _make_beside(self, parameter: ParameterSlice) -> None:
+        """Has threads that are free make answers behind the next, as far as they are ready."""
+        if self._call.is_short:
+            return
+        for each in itertools.islice(self._pending, 1, None):
+            if each.room is None or not parameter.is_ready(each.chunk_index, each.version):
+                return
+            future = self._shard.core_threads.offer(_answer, parameter, each)
+            if future is None:
+                return
+            self._made.append(future)
 
     # What handlers share.
 
@@ -266,16 +340,16 @@ class ParameterStream:
         deadline: RequestDeadline,
     ) -> Generator[NotYet, Any, bool]:
         """Counts a chunk of a gradient; False: it had been counted before."""
-        if checksum.gradient_control(gradient) != gradient.control_crc32c:
-            raise CorruptChunkError(
-                "end_of_step, counts_only or wait_timeout_ms of a chunk is damaged; send it again"
-            )
+        _check_control(gradient)
         count_payload(self._shard, self._call, received=payload.size)
         source.step = gradient.step
         if gradient.trace_parent:
             self._call.is_short = False  # whoever exports spans may take any time
             source.spans.begin(gradient.trace_parent, gradient.step)
-        return until(source.parameter.contribute, contributor, gradient, payload, deadline)
+        begun = self._beside.pop(gradient.chunk.chunk_index, None)
+        return _gone_on(
+            begun, source.parameter.contribute, contributor, gradient, payload, deadline
+        )
 
     def _note(self, *, is_new: bool) -> None:
         self._counted.counted_chunk_count += is_new
@@ -341,8 +415,39 @@ class _Pending(NamedTuple):
     """Where its payload goes; None: into the message."""
 
 
-def _shared_answer(message: bytes, room: Room) -> bytes:
-    return shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)[0]
+def _check_control(gradient: types_pb2.GradientChunk) -> None:
+    """Refuses a chunk of which more than its payload was damaged.
+
+    Raises:
+        CorruptChunkError: it was.
+    """
+    if checksum.gradient_control(gradient) != gradient.control_crc32c:
+        raise CorruptChunkError(
+            "end_of_step, counts_only or wait_timeout_ms of a chunk is damaged; send it again"
+        )
+
+
+def _answer(parameter: ParameterSlice, due: _Pending) -> tuple[bytes, int]:
+    """An answer as it leaves, and its size with its payload; see `weights_message`."""
+    message = parameter.weights_message(due.chunk_index, due.version, due.deadline)
+    room = due.room
+    if room is None:
+        return message, len(message)
+    shared, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)
+    return shared, len(message)
+
+
+def _gone_on(
+    begun: Future[ResultT] | None, call: Callable[..., ResultT], *args: Any
+) -> Generator[NotYet, Any, ResultT]:
+    """As `until`, of a call that another thread may have begun."""
+    if begun is not None:
+        try:
+            return begun.result()
+        except NotYet as found:
+            too_early = found.with_traceback(None)
+        yield too_early
+    return (yield from until(call, *args))
 
 
 class _GradientSource:

@@ -15,6 +15,7 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.process.spans import Spans
+from shardwell.process.spread import CoreThreads, thread_count
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
@@ -100,6 +101,8 @@ class Shard:
             NameChanges(store),
             spool_dir,
         )
+        self.core_threads = CoreThreads(thread_count(config.threads))
+        """What takes pieces of its calls' work."""
         self.parameters = Parameters(*common)
         """Those of this shard."""
         self.parameters.recover(parameters)
@@ -232,7 +235,8 @@ class Shard:
         self._stopping.set()
 
     def close(self) -> None:
-        """Lets go of the store, when no request is left."""
+        """Lets go of the store and of threads, when no request is left."""
+        self.core_threads.close()
         self._store.close()
 
     def _do_all(self, act: Callable[[_Part], None]) -> None:

@@ -1,0 +1,121 @@
+"""The work of one call, spread over cores that are free.
+
+A call gives its pieces one by one. A thread that has nothing to do takes a piece; where none is
+free, the caller does the piece itself before it gives the next. So nothing waits in a queue, and at
+most a piece a thread is under way, whatever the call's size and however many calls there are.
+
+A piece of work reads no connection and waits for no other piece: it takes locks that their holders
+give back without waiting for a piece. So each piece ends, and with them the call that waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from shardwell.errors import ArgumentError
+from shardwell.process.cores import core_count
+from shardwell.process.daemon_threads import DaemonThreads
+from shardwell.process.environment import variable
+
+ResultT = TypeVar("ResultT")
+THREADS_VARIABLE = "SHARDWELL_THREADS"
+THREAD_COUNT_DEFAULT_MAX = 8
+"""Threads of a call by default, where there are more cores: Python lets one of them run at a time
+beside the native code, and others of this machine need cores, too."""
+THREAD_COUNT_MAX = 256
+
+
+def thread_count(given: int | None) -> int:
+    """How many threads a call may use, its own among them.
+
+    Args:
+        given: As the caller asks for; None: as $SHARDWELL_THREADS says, else one a core, up to
+            `THREAD_COUNT_DEFAULT_MAX`.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    what, value = "threads", str(given)
+    if given is None:
+        what, value = f"${THREADS_VARIABLE}", variable(THREADS_VARIABLE)
+        if not value:
+            return min(core_count(), THREAD_COUNT_DEFAULT_MAX)
+    count = int(value) if value.isascii() and value.isdigit() else 0
+    if isinstance(given, bool) or not 1 <= count <= THREAD_COUNT_MAX:
+        raise ArgumentError(f"{what} must be 1 to {THREAD_COUNT_MAX}; got {value!r:.80}")
+    return count
+
+
+class CoreThreads:
+    """The threads that take pieces of any call's work. Any thread may use it.
+
+    Args:
+        count: Threads of a call, its own among them: 1 starts none.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        """Threads of a call, its own among them."""
+        self._threads = DaemonThreads(count - 1, "shardwell-core")
+        self._process_id = os.getpid()
+
+    def offer(self, piece: Callable[..., ResultT], *args: object) -> Future[ResultT] | None:
+        """Has a free thread do a piece; None: none is free, and the caller is to do it."""
+        if self.count < 2 or os.getpid() != self._process_id:
+            return None
+        return self._threads.offer(piece, *args)
+
+    def spread(self) -> Spread:
+        """For one call. A context manager."""
+        return Spread(self)
+
+    def close(self) -> None:
+        """Ends the threads when their pieces have; callers do their own from then on."""
+        self._threads.shutdown()
+
+
+class Spread:
+    """The pieces of one call. For one thread; all of them have ended when the block has."""
+
+    def __init__(self, threads: CoreThreads) -> None:
+        self._threads = threads
+        self._given: list[Future[Any]] = []
+
+    def give(self, piece: Callable[..., object], *args: object) -> None:
+        """Has a free thread do a piece, or does it before it returns.
+
+        Raises:
+            BaseException: what the piece raises, done here; or one that was given before.
+        """
+        future = self._threads.offer(piece, *args)
+        if future is None:
+            piece(*args)
+            return
+        self._given.append(future)
+        for given in self._given:
+            if given.done() and given.exception() is not None:
+                given.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Waits for all pieces.
+
+        Raises:
+            BaseException: what the first piece raised that failed, in the order of giving, rather
+                than the error of a later one.
+        """
+        given, self._given = self._given, []
+        failed = [each for each in (future.exception() for future in given) if each is not None]
+        if failed:
+            raise failed[0] from None
