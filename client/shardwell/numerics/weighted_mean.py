@@ -9,6 +9,9 @@ divided by W / 2^e. So:
   their mean is rounded once (with a power of two of workers, not at all).
 - A mean of one is that one, bit for bit, whatever its count and however many have none.
 - All counts 0: zeros.
+
+A shard meets contributions one by one, so it knows no common factor: `shift_for` says how far it
+scales each of them down.
 """
 
 from __future__ import annotations
@@ -69,3 +72,12 @@ class MeanFactors:
         All are 0.0 where nobody has samples: the mean is zeros.
         """
         return self._factors[rank]
+
+
+def shift_for(sample_count: int, worker_count: int) -> int:
+    """How far the sum of a step is scaled down for a contribution of that weight.
+
+    With the largest of these, a sum of worker_count contributions stays below the largest
+    gradient, so that it can't overflow where their mean does not.
+    """
+    return sample_count.bit_length() + worker_count.bit_length()

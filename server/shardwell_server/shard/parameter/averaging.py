@@ -91,15 +91,6 @@ _FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
 """Factors that float32 holds exactly, also after they were scaled down for a heavier gradient."""
 
 
-def shift_for(sample_count: int, worker_count: int) -> int:
-    """How far the sum of a step is scaled down for a contribution of that weight.
-
-    With the largest of these, a sum of worker_count contributions stays below the largest
-    gradient, so that it can't overflow where their mean does not.
-    """
-    return sample_count.bit_length() + worker_count.bit_length()
-
-
 def add_to_sum(
     contribution: Contribution,
     codec: Codec,
@@ -122,7 +113,7 @@ def add_to_sum(
         memory: The chunk's, for its sum.
         total: What is in there.
         change: Told of every block before and after it is written.
-        shift: See shift_for.
+        shift: See `weighted_mean.shift_for`.
         may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
 
     Returns:
@@ -225,7 +216,7 @@ def close_step(
         rules: The optimizer.
         change: Told of every block before and after it is written.
         total: What is in the sum's memory.
-        shift: See shift_for.
+        shift: See `weighted_mean.shift_for`.
         sample_total: Samples of all contributions, this one included; 0 makes the mean 0.
         update_count: 1 at the first update.
         learning_rate: Of this update.

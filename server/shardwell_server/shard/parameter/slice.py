@@ -20,6 +20,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, Float32, peak_of
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
+from shardwell.numerics.weighted_mean import shift_for
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans, now_ns
 from shardwell.rpc.session import Session
@@ -46,7 +47,6 @@ from shardwell_server.shard.parameter.averaging import (
     Total,
     add_to_sum,
     close_step,
-    shift_for,
     state_overflow,
 )
 from shardwell_server.shard.parameter.chunk import Chunk

@@ -22,6 +22,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
+from shardwell.numerics.weighted_mean import shift_for
 from shardwell.placement.rows import RowPlacement
 from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
 from shardwell.rpc.session import Session
@@ -45,7 +46,6 @@ from shardwell_server.shard.errors import (
     table_workers_missing,
 )
 from shardwell_server.shard.members import Contributor, Liveness, members_of, rest_of, step_wait
-from shardwell_server.shard.parameter.averaging import shift_for
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.loading import TableLoading

@@ -20,6 +20,7 @@ from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules
+from shardwell.numerics.weighted_mean import shift_for
 from shardwell_server.shard.parameter.averaging import (
     NOTHING,
     ChunkState,
@@ -27,7 +28,6 @@ from shardwell_server.shard.parameter.averaging import (
     Total,
     add_to_sum,
     close_step,
-    shift_for,
 )
 from shardwell_server.store import Layout, Transition
 from shardwell_server.store.memory.store import MemoryStore
