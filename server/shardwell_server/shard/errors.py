@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
 from shardwell.placement.rows import Ids
@@ -10,7 +10,16 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.step_tracker import StepTracker
-from shardwell_server.shard.table.step_tracker import TableStepTracker
+
+
+class TableSteps(Protocol):
+    """What a table's step tracker says of its open step."""
+
+    version: int
+    """Steps that are closed; the number of the open one."""
+
+    def missing(self, step: int) -> tuple[list[str], int]:
+        """Workers that have not ended `step`, and how many more never opened the table."""
 
 
 def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteError:
@@ -109,7 +118,7 @@ def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> Diverge
 
 
 def table_workers_missing(
-    spec: TableSpec, tracker: TableStepTracker, version: int, deadline: RequestDeadline
+    spec: TableSpec, tracker: TableSteps, version: int, deadline: RequestDeadline
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
     missing, unknown = tracker.missing(tracker.version)
