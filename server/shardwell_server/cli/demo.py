@@ -16,8 +16,9 @@ from shardwell_server.cli.digits_options import (
     sync_option,
 )
 from shardwell_server.cli.options import running_shards_option, shard_count_option, usage_errors
+from shardwell_server.demo.digits.config import DemoConfig
 from shardwell_server.demo.digits.display import Display
-from shardwell_server.demo.digits.run import DemoConfig, run_demo
+from shardwell_server.demo.digits.run import run_demo
 from shardwell_server.demo.digits.worker import STEP_COUNT
 from shardwell_server.demo.progress import Progress
 from shardwell_server.signals import StoppedError

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.markup import escape
 
+from shardwell_server.demo.digits.config import DemoConfig, Result
 from shardwell_server.demo.digits.worker import ACCURACY_MIN
 from shardwell_server.demo.progress import Progress, TrainingState, count, traffic
-
-if TYPE_CHECKING:
-    from shardwell_server.demo.digits.run import DemoConfig, Result
 
 
 class Display:
