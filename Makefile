@@ -115,6 +115,7 @@ lint: $(VENV)/.has-lint
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/references.py
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos
 	$(BIN)/python tools/lock.py --check

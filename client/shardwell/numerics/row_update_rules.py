@@ -65,7 +65,7 @@ class RowUpdateRule:
     """An optimizer ready to run on rows.
 
     Args:
-        optimizer: One of `table_spec.OPTIMIZERS`.
+        optimizer: One of `specs.table.OPTIMIZERS`.
 
     Raises:
         TypeError: it is none that knows rows.

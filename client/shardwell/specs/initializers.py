@@ -1,6 +1,6 @@
 """What rows of a table are before their first gradient: value objects, checked when made.
 
-The values are a function of seed, id and column alone: see `row_values`.
+The values are a function of seed, id and column alone: see `initial_rows`.
 """
 
 from __future__ import annotations

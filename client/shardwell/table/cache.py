@@ -1,7 +1,7 @@
 """Rows that a worker fetched lately, so that it need not ask for them again. Pure.
 
 A set-associative cache in whole-array NumPy: an id has one set of four places, chosen by a hash,
-and a new row takes the place in turn. For one thread at a time; `table_view` locks, decides what
+and a new row takes the place in turn. For one thread at a time; `view` locks, decides what
 may be added, and passes the step.
 
 Invariants: a row is found at most `staleness_steps` steps after the one at which it was added, and

@@ -116,7 +116,7 @@ class ParameterServerServiceServicer(object):
         clients never mix theirs. Only shard 0 answers; others FAILED_PRECONDITION.
 
         The first caller gets it, and again when it asks again. When it has not finished within the
-        shard's init_claim limit (60 s), the next caller gets it, with a higher epoch.
+        shard's init_claim_s limit (60 s), the next caller gets it, with a higher epoch.
         With wait_timeout_ms, the call waits for `initialized`, that long at the most; it may be
         answered earlier, neither granted nor initialized: ask again a little later. Asking claims: a
         worker without weights of its own polls CreateParameter of shard 0 instead.

@@ -5,7 +5,7 @@ A handler is a generator that yields what it needs, and goes on when it is there
     message = yield Read.NEXT        the next message, in the middle of a step; None: there is none
     message = yield Read.NEXT_STEP   the same, where nothing is under way: the call may end here
     yield answer                     bytes, which are written to the caller
-    yield not_yet                    see `shard.deadline`: it goes on when it is to look again
+    yield NotYet(...)                see `shard.deadline`: it goes on when it is to look again
     yield LONG                       it takes long with what it has, though its call `is_short`
     yield HELD                       until the call ends, which closes the generator
     return response                  of a call that has one

@@ -738,7 +738,7 @@ def test_where_a_step_ends(line, verb, number, field) -> None:
     np.testing.assert_array_equal(model.get_weights(min_version=2), -2)
 
 
-# Groups. Every bit of peers' chunks: test_group_refusals.py.
+# Groups. Every bit of peers' chunks: tests/unit/group/test_refusals.py.
 
 
 def test_a_verdict_that_was_damaged_mixes_no_mean(cluster, monkeypatch) -> None:

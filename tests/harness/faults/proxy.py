@@ -1,6 +1,6 @@
 """A TCP proxy that cuts, stalls, slows and corrupts what passes between a client and a shard.
 
-    with Proxy(shard_address) as proxy:
+    with Proxy(cluster.target) as proxy:
         client = shardwell.connect(proxy.address, ...)
         proxy.cut()
 

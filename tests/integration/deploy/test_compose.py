@@ -3,7 +3,7 @@
 Method: docker-compose.yml is read as Compose reads it. The script of its service `credentials` runs
 in directories that stand for the volumes, and real shards and workers with the settings of the
 file; the program of its service `ports` leads to them. The Dockerfile is read by its stages. What
-an engine does with both is test_containers.py's.
+an engine does with both is test_compose_containers.py's.
 """
 
 from __future__ import annotations

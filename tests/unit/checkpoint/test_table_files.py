@@ -1,7 +1,7 @@
 """Goal: files of a table's checkpoint say what they held, or are refused by name; an export has
 each row once, in order.
 
-Method: as test_checkpoint_files.py; what is read is compared with what was written, by the package
+Method: as test_files.py; what is read is compared with what was written, by the package
 safetensors.
 """
 

@@ -1,6 +1,6 @@
 """Goal: values at the edges of float32 and chunks of full size are reduced as IEEE 754 adds.
 
-Method: as in test_group_arithmetic.py, with arrays aimed at the edges.
+Method: as in test_arithmetic.py, with arrays aimed at the edges.
 """
 
 from __future__ import annotations

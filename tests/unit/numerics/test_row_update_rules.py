@@ -1,7 +1,7 @@
 """Goal: each row of a table is updated by types.proto's formulas and its own count of updates.
 
-Method: random batches of rows, beside one float64 oracle a row (update_oracle.py); the same rows in
-other company, and the dense rule where all rows are touched, are compared bit by bit.
+Method: random batches of rows, beside one float64 oracle a row (harness/oracles/optimizers.py); the
+same rows in other company, and the dense rule where all rows are touched, are compared bit by bit.
 """
 
 from __future__ import annotations

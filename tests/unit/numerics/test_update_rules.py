@@ -1,7 +1,7 @@
 """Goal: every optimizer does what types.proto's formulas say, in blocks of any size.
 
-Method: many steps of float32 beside the formulas in float64 (update_oracle.py); blocks are compared
-with the whole bit by bit.
+Method: many steps of float32 beside the formulas in float64 (harness/oracles/optimizers.py); blocks
+are compared with the whole bit by bit.
 """
 
 from __future__ import annotations

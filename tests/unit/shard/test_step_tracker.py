@@ -1,6 +1,7 @@
 """Goal: the tracker's table, row by row, and its words to people.
 
-Method: short histories written out; the state machine in test_ledger_machine.py has the long ones.
+Method: short histories written out; the state machine in test_step_tracker_machine.py has the long
+ones.
 """
 
 from __future__ import annotations

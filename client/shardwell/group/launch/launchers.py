@@ -1,6 +1,6 @@
 """Who started this worker, as which rank of how many: the variables of torchrun, MPI and Slurm.
 
-Pure: variables in, values out. Where the workers meet is for `launch_environment` to say.
+Pure: variables in, values out. Where the workers meet is for `environment` to say.
 
 What is set depends on who started the process, and launchers are nested: a batch script of Slurm
 runs `mpirun`, which runs workers that inherit Slurm's variables. The innermost knows best, so the

@@ -1,7 +1,7 @@
 """Where the workers of groups meet: all groups of one server, by name. Pure.
 
 Requests and the time in, answers out; the caller sees to it that one comes at a time. Served by
-shard 0 of a cluster, or by a worker (see group_service).
+shard 0 of a cluster, or by a worker (see `service`).
 """
 
 from __future__ import annotations

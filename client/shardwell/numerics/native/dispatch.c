@@ -1,4 +1,5 @@
-/* The one entry: checks every place and length, then runs all operations block by block. */
+/* Chooses kernels for this processor. `shardwell_run` checks every place and length, then runs all
+   operations block by block. */
 #include <string.h>
 
 #if defined(__x86_64__)

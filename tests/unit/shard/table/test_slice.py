@@ -1,7 +1,7 @@
 """Goal: a part of a gradient counts whole or not at all, and nobody reads half a row.
 
 Method: messages made by protobuf and NumPy go to a table of a Shard in memory; storages that fail
-at a chosen call stand in for disks. The orders of calls are test_table_slice_machine.py's.
+at a chosen call stand in for disks. The orders of calls are test_slice_machine.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Goal: the table tracker's table, row by row, and its words to people.
 
-Method: short histories written out; the state machine in test_table_ledger_machine.py has the long
+Method: short histories written out; the state machine in test_step_tracker_machine.py has the long
 ones.
 """
 
