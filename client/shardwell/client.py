@@ -19,7 +19,7 @@ from shardwell.errors import (
     UnknownParameterError,
     UnknownTableError,
 )
-from shardwell.numerics.arguments import check_integer, check_timeout
+from shardwell.numerics.arguments import check_integer
 from shardwell.parameter.membership import find_spec
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
@@ -41,6 +41,7 @@ from shardwell.rpc.shard_status import ClusterStatus, ShardStatus, ask_status
 from shardwell.rpc.stream_pool import Connections, IdleStreams
 from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
 from shardwell.specs.names import check_name, neighbour

@@ -46,13 +46,14 @@ from shardwell.errors import (
     ShardwellError,
     StorageError,
 )
-from shardwell.numerics.arguments import check_integer, check_timeout
+from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
 from shardwell.rpc.credentials import is_loopback
 from shardwell.rpc.tls import Tls
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import SHARD_COUNT_MAX
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.logs import configure_logs

@@ -28,13 +28,13 @@ from shardwell.checkpoint.format import (
 )
 from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter, write_rows
 from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, ShardwellError
-from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.traffic import Traffic

@@ -23,15 +23,10 @@ from shardwell.group.engine import Call, plan_of
 from shardwell.group.schedule.arithmetic import Reduction
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.numerics.arguments import (
-    as_writable,
-    check_integer,
-    check_timeout,
-    finite_peak,
-    wait_milliseconds,
-)
+from shardwell.numerics.arguments import as_writable, check_integer, finite_peak
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
+from shardwell.specs.deadlines import check_timeout, wait_milliseconds
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS
 from shardwell.v1 import peer_pb2 as pb
 

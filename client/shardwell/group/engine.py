@@ -27,9 +27,9 @@ from shardwell.group.schedule.collective import Collective, Sending
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import Outgoing
-from shardwell.numerics.arguments import wait_within
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.weighted_mean import MeanFactors
+from shardwell.specs.deadlines import wait_within
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 

@@ -19,7 +19,6 @@ from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.numerics.arguments import check_duration, check_timeout
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
@@ -27,6 +26,7 @@ from shardwell.process.connected import Connected
 from shardwell.process.ending import closed_text
 from shardwell.rpc.calls import CallThreads, cancelled_by
 from shardwell.rpc.tls import Tls
+from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.traffic import Traffic
 
 _NOTHING: Float32 = np.empty(0, np.float32)

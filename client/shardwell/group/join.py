@@ -30,7 +30,7 @@ from shardwell.group.rendezvous.lease import LeaseKeeper
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
 from shardwell.group.schedule.strategies import Ring, Strategy
 from shardwell.group.transport.server import PeerServer
-from shardwell.numerics.arguments import check_duration, check_integer, check_timeout
+from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.environment import host_name, variable
@@ -45,6 +45,7 @@ from shardwell.rpc.credentials import (
     is_loopback,
 )
 from shardwell.rpc.tls import TlsArgument
+from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS
 from shardwell.traffic import Traffic

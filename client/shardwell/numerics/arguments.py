@@ -16,12 +16,6 @@ from shardwell.numerics.finite import find_peak
 
 _FLOAT32 = np.dtype(np.float32)
 _ACCEPTED = (np.float32, np.float64, np.float16)
-_ANSWER_MARGIN_S_MAX = 2.0
-"""What an answer may take on its way between busy machines; of short timeouts, a quarter."""
-DURATION_S_MAX = 30 * 86400.0
-"""The longest time that can be asked for: waits that take it overflow in no library below."""
-TIMEOUT_S_MIN = 0.001
-"""The shortest deadline: they travel in milliseconds."""
 
 
 def as_array(what: str, values: Any) -> npt.NDArray[Any]:
@@ -206,32 +200,6 @@ def finite_peak(
     return peak
 
 
-def check_duration(
-    what: str, seconds: Any, low_s: float = 0.0, high_s: float = DURATION_S_MAX
-) -> float:
-    """Returns a length of time in seconds; NaN and infinity are none.
-
-    Raises:
-        ArgumentError: it is no number, or not from `low_s` to `high_s`.
-    """
-    good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not good or not low_s <= seconds <= high_s:
-        raise ArgumentError(
-            f"{what} must be a number of seconds from {low_s:g} to {high_s:.8g}; got "
-            f"{seconds!r:.80}"
-        )
-    return float(seconds)
-
-
-def check_timeout(timeout_s: Any, what: str = "timeout_s") -> float:
-    """Returns how long a call may take: a length of time that is not 0.
-
-    Raises:
-        ArgumentError: it is none.
-    """
-    return check_duration(what, timeout_s, TIMEOUT_S_MIN)
-
-
 def check_integer(what: str, value: Any, low: int, high: int) -> int:
     """Returns an integer, of any integer type, from `low` to `high`.
 
@@ -245,16 +213,3 @@ def check_integer(what: str, value: Any, low: int, high: int) -> int:
     if number is None or isinstance(value, (bool, np.bool_)) or not low <= number <= high:
         raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r:.80}")
     return number
-
-
-def wait_within(timeout_s: float) -> float:
-    """How long others may be waited for so that an answer that names them comes in time.
-
-    The timeout is the caller's: a shard, or rank 0, gives up a little before it, and says why.
-    """
-    return timeout_s - min(_ANSWER_MARGIN_S_MAX, timeout_s / 4)
-
-
-def wait_milliseconds(timeout_s: float) -> int:
-    """`wait_within` as it travels: at least 1, because 0 would mean none."""
-    return max(int(wait_within(timeout_s) * 1000), 1)

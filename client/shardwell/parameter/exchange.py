@@ -20,7 +20,7 @@ from shardwell.errors import (
     NonFiniteError,
     ShardwellError,
 )
-from shardwell.numerics.arguments import OF_PARAMETER, finite_peak, wait_milliseconds
+from shardwell.numerics.arguments import OF_PARAMETER, finite_peak
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
@@ -32,6 +32,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool
+from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.traffic import Traffic

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
-from shardwell.numerics.arguments import check_timeout
 from shardwell.process.telemetry import call_span
 from shardwell.rpc.calls import current_call
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
+from shardwell.specs.deadlines import check_timeout
 
 _LOG = logging.getLogger("shardwell")
 _TURN_LOOK_INTERVAL_S = 0.1

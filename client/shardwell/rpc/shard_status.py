@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwell.errors import CorruptChunkError, WrongShardError
-from shardwell.numerics.arguments import TIMEOUT_S_MIN
 from shardwell.process.html_table import html_table
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb

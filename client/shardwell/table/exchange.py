@@ -21,7 +21,6 @@ from shardwell.errors import (
     ShardwellError,
     StepOrderError,
 )
-from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.process.spans import NO_STEP, now_ns
@@ -29,6 +28,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
 from shardwell.rpc.stream import ShardStream
 from shardwell.rpc.stream_pool import StreamPool, StreamSet
+from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.table import TableSpec
 from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums

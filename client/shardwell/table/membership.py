@@ -15,7 +15,6 @@ import numpy as np
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
-from shardwell.numerics.arguments import wait_milliseconds
 from shardwell.placement.rows import Ids
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.calls import cancelled_by
@@ -23,6 +22,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
 from shardwell.rpc.take_over import claim_seat, common_tenure
+from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb

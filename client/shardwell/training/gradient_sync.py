@@ -13,11 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_writable, check_integer, check_timeout
+from shardwell.numerics.arguments import as_writable, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.reduction import ReductionName
 from shardwell.parameter.parameter import Parameter
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 

@@ -43,7 +43,7 @@ from shardwell.errors import (
     WorkerLostError,
     WorkersMissingError,
 )
-from shardwell.numerics.arguments import as_writable, check_integer, check_timeout
+from shardwell.numerics.arguments import as_writable, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
@@ -51,6 +51,7 @@ from shardwell.numerics.reduction import REDUCTIONS, ReductionName, part_of, red
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.rpc.calls import SIGNAL_INTERVAL_S
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 

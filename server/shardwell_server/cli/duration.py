@@ -29,7 +29,7 @@ class Duration(click.ParamType[float]):
             return value
         # Not above: `shardwell health` needs little, and this needs all of the SDK.
         from shardwell.errors import ArgumentError
-        from shardwell.numerics.arguments import DURATION_S_MAX, TIMEOUT_S_MIN, check_duration
+        from shardwell.specs.deadlines import DURATION_S_MAX, TIMEOUT_S_MIN, check_duration
 
         low_s = TIMEOUT_S_MIN if self._low_s is None else self._low_s
         high_s = DURATION_S_MAX if self._high_s is None else self._high_s

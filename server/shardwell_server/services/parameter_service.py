@@ -39,7 +39,6 @@ from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Read
-from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import (
     ParameterStream,
@@ -47,7 +46,7 @@ from shardwell_server.services.parameter_stream import (
     count_payload,
     opened,
 )
-from shardwell_server.shard.deadline import until
+from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard

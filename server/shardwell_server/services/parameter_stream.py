@@ -28,8 +28,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import LONG, Call, Handling, Read
-from shardwell_server.services.deadlines import deadline_of
-from shardwell_server.shard.deadline import NotYet, RequestDeadline, until
+from shardwell_server.shard.deadline import NotYet, RequestDeadline, deadline_of, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard

@@ -30,9 +30,8 @@ from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
-from shardwell_server.services.deadlines import deadline_of, wanted
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
-from shardwell_server.shard.deadline import RequestDeadline, until
+from shardwell_server.shard.deadline import RequestDeadline, deadline_of, until, wanted
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice

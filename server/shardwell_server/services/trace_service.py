@@ -14,8 +14,7 @@ from shardwell.specs.names import check_name
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.services.calls import Call, Calls, Handling
-from shardwell_server.services.deadlines import deadline_of
-from shardwell_server.shard.deadline import until
+from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]

@@ -1,4 +1,4 @@
-"""How a request waits for other workers: it is told that it is too early, and when to come again.
+"""How long a request may wait for other workers, and how: it is made again once something changed.
 
 No thread waits. What a request asks for is looked at under the lock of what it depends on; where it
 is too early, the request leaves its address there and ends with `NotYet`. It is made anew once
@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar
 
 from shardwell.errors import ShardUnavailableError
+from shardwell.specs.deadlines import SHARD_MARGIN_S, less_margin
+from shardwell_server.config import ShardConfig
 
 ResultT = TypeVar("ResultT")
 
@@ -134,3 +136,56 @@ class RequestDeadline:
             )
         changes.wake_next(self._wake)
         raise NotYet(changes, self._wake, min(self._deadline_s, now_s + look_s))
+
+
+class WaitingCall(Protocol):
+    """What is asked of a call that waits."""
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the client's deadline; None: it set none."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the client still waits for the answer."""
+
+    def wake(self) -> None:
+        """Makes the call look again."""
+
+
+class WaitingShard(Protocol):
+    """What is asked of the shard where it waits."""
+
+    @property
+    def config(self) -> ShardConfig:
+        """With the longest wait that the shard allows."""
+
+    def ends_waits(self) -> bool:
+        """Whether all waits end now."""
+
+
+def deadline_of(shard: WaitingShard, call: WaitingCall, timeout_s: float) -> RequestDeadline:
+    """The deadline of a call, or of a message on a stream.
+
+    Args:
+        shard: Which answers.
+        call: The call.
+        timeout_s: What it asks for; 0: no longer than its deadline.
+    """
+    remaining_s = call.remaining_s
+    bound_s = shard.config.limits.wait_max_s
+    if remaining_s is not None:
+        bound_s = min(bound_s, max(less_margin(remaining_s, SHARD_MARGIN_S), 0.0))
+    return RequestDeadline(
+        min(timeout_s, bound_s) if timeout_s else bound_s,
+        wake=call.wake,
+        is_stopping=shard.ends_waits,
+    )
+
+
+def wanted(shard: WaitingShard, call: WaitingCall) -> Callable[[], bool]:
+    """Whether somebody still reads an answer that may take as long as the call; any thread."""
+    remaining_s = call.remaining_s
+    bound_s = shard.config.limits.wait_max_s
+    deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)
+    return lambda: call.is_active and time.monotonic() < deadline_s

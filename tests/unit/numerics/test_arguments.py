@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import (
-    as_flat,
-    as_output,
-    as_writable,
-    finite_peak,
-    wait_milliseconds,
-    wait_within,
-)
+from shardwell.numerics.arguments import as_flat, as_output, as_writable, finite_peak
 from shardwell.table.batch import as_ids
 from shardwell.table.gradient_sums import as_gradients
 
@@ -254,11 +247,3 @@ def test_a_float64_must_be_finite_as_float32() -> None:
         with pytest.raises(NonFiniteError, match=r"element 1 is .*float32") as caught:
             finite_peak("gradient", np.array([1.0, value]), "m")
         assert caught.value.element_index == 1
-
-
-@pytest.mark.parametrize("timeout_s", [1e-4, 0.02, 0.6, 1.0, 3.9, 4.0, 120.0, 30 * 86400.0])
-def test_others_are_waited_for_a_little_less_than_the_caller_waits(timeout_s: float) -> None:
-    """The answer that names them has a second to come in, or a quarter of a short timeout."""
-    assert 0.75 * timeout_s <= wait_within(timeout_s) < timeout_s
-    assert timeout_s - wait_within(timeout_s) == pytest.approx(min(2.0, timeout_s / 4))
-    assert 1 <= wait_milliseconds(timeout_s) <= max(1000 * timeout_s, 1)

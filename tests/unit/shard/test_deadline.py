@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 
 import pytest
 
 from shardwell.errors import ShardUnavailableError
-from shardwell_server.shard.deadline import Changes, NotYet, RequestDeadline, until
+from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.shard.deadline import (
+    Changes,
+    NotYet,
+    RequestDeadline,
+    deadline_of,
+    until,
+    wanted,
+)
 
 
 class Request:
@@ -120,3 +129,56 @@ def test_a_lock_may_be_its_own() -> None:
     changes = Changes()
     with changes, changes:
         changes.notify_all()
+
+
+@dataclasses.dataclass
+class Call:
+    """One of a client whose deadline is `remaining_s` away."""
+
+    remaining_s: float | None
+    is_active: bool = True
+
+    def wake(self) -> None:
+        """Nothing waits here."""
+
+
+class Shard:
+    """One that lets nobody wait for longer than 100 s."""
+
+    config = ShardConfig(shard_index=0, shard_count=1, limits=Limits(wait_max_s=100.0))
+
+    def ends_waits(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "remaining_s", "granted_s"),
+    [
+        (5.0, None, 5.0),
+        (5.0, 60.0, 5.0),
+        (60.0, 60.0, 59.75),  # an answer that names the missing comes in time
+        (0.0, 60.0, 59.75),
+        (0.0, 0.4, pytest.approx(0.3)),  # less a quarter, of a short one
+        (0.0, -1.0, 0.0),
+        (0.0, None, 100.0),
+        (500.0, None, 100.0),
+        (500.0, 1000.0, 100.0),
+    ],
+)
+def test_how_long_a_request_may_wait(
+    asked_s: float, remaining_s: float | None, granted_s: float
+) -> None:
+    assert deadline_of(Shard(), Call(remaining_s), asked_s).timeout_s == granted_s
+
+
+@pytest.mark.parametrize("remaining_s", [None, 60.0])
+def test_an_answer_is_wanted_while_its_call_is_open(remaining_s: float | None) -> None:
+    call = Call(remaining_s)
+    is_wanted = wanted(Shard(), call)
+    assert is_wanted()
+    call.is_active = False
+    assert not is_wanted()
+
+
+def test_an_answer_is_not_wanted_after_the_call_s_deadline() -> None:
+    assert not wanted(Shard(), Call(0.0))()

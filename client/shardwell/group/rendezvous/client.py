@@ -36,6 +36,7 @@ from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
 from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.options import unary_stub
 from shardwell.rpc.tls import check_trust
+from shardwell.specs.deadlines import less_margin
 from shardwell.specs.names import format_ranks, parse_target
 from shardwell.v1 import group_pb2 as pb
 from shardwell.wire import checksum
@@ -360,7 +361,7 @@ class _Waiting:
     @property
     def greeting_deadline_s(self) -> float:
         """Until when members are greeted, so that all can still be told who was not reached."""
-        return self._began_s + self._timeout_s - min(_TELLING_S_MAX, self._timeout_s / 4)
+        return self._began_s + less_margin(self._timeout_s, _TELLING_S_MAX)
 
     @property
     def remaining_s(self) -> float:

@@ -1,0 +1,67 @@
+"""How long a call may take, and how much of that each side waits for others. Pure.
+
+The timeout is the caller's, and bounds the whole call. Each step of its way gives up a little
+before the one above it, so that the error which names the missing arrives before the call ends:
+
+    caller      timeout_s, checked by `check_timeout`
+    worker      asks a shard, or rank 0, to wait for `wait_within(timeout_s)`
+    shard       answers `SHARD_MARGIN_S` before the deadline of gRPC, and within its own limit
+
+How a request waits on a shard: `shard.deadline` of the service.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwell.errors import ArgumentError
+
+DURATION_S_MAX = 30 * 86400.0
+"""The longest time that can be asked for: waits that take it overflow in no library below."""
+TIMEOUT_S_MIN = 0.001
+"""The shortest deadline: they travel in milliseconds."""
+WORKER_MARGIN_S = 2.0
+"""What an answer may take on its way between busy machines."""
+SHARD_MARGIN_S = 0.25
+"""What an answer that names the missing may take from a shard to the client's gRPC."""
+
+
+def check_duration(
+    what: str, seconds: Any, low_s: float = 0.0, high_s: float = DURATION_S_MAX
+) -> float:
+    """Returns a length of time in seconds; NaN and infinity are none.
+
+    Raises:
+        ArgumentError: it is no number, or not from `low_s` to `high_s`.
+    """
+    good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not good or not low_s <= seconds <= high_s:
+        raise ArgumentError(
+            f"{what} must be a number of seconds from {low_s:g} to {high_s:.8g}; got "
+            f"{seconds!r:.80}"
+        )
+    return float(seconds)
+
+
+def check_timeout(timeout_s: Any, what: str = "timeout_s") -> float:
+    """Returns how long a call may take: a length of time that is not 0.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return check_duration(what, timeout_s, TIMEOUT_S_MIN)
+
+
+def less_margin(timeout_s: float, margin_s: float) -> float:
+    """A timeout less a margin for the answer; of a short timeout, less a quarter."""
+    return timeout_s - min(margin_s, timeout_s / 4)
+
+
+def wait_within(timeout_s: float) -> float:
+    """How long a shard, or rank 0, may wait for others, so that its answer names them in time."""
+    return less_margin(timeout_s, WORKER_MARGIN_S)
+
+
+def wait_milliseconds(timeout_s: float) -> int:
+    """`wait_within` as it travels: at least 1, because 0 would mean none."""
+    return max(int(less_margin(timeout_s, WORKER_MARGIN_S) * 1000), 1)
