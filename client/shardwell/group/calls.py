@@ -7,7 +7,7 @@ fail with the same error, at once.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numkong
 import numpy as np
@@ -27,10 +27,8 @@ from shardwell.numerics.arguments import as_writable, check_integer, finite_peak
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
 from shardwell.specs.deadlines import check_timeout, wait_milliseconds
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, WireName
 from shardwell.v1 import peer_pb2 as pb
-
-WireName: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""

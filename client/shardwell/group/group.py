@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
 from shardwell.group.agreement.coordinator import failure_of
-from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, WireName
+from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
@@ -27,6 +27,7 @@ from shardwell.process.ending import closed_text
 from shardwell.rpc.calls import CallThreads, cancelled_by
 from shardwell.rpc.tls import Tls
 from shardwell.specs.deadlines import check_duration, check_timeout
+from shardwell.specs.parameter import WireName
 from shardwell.traffic import Traffic
 
 _NOTHING: Float32 = np.empty(0, np.float32)

@@ -20,7 +20,6 @@ from shardwell.errors import (
     WorkerLostError,
 )
 from shardwell.group.agreement.coordinator import expired, failure_of, lost, rebuilding
-from shardwell.group.calls import WireName
 from shardwell.group.generation import TELLING_S, Generation
 from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
@@ -47,7 +46,7 @@ from shardwell.rpc.credentials import (
 from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
-from shardwell.specs.parameter import WIRE_CODECS
+from shardwell.specs.parameter import WIRE_CODECS, WireName
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.group.calls import WireName
 from shardwell.group.group import Group
 from shardwell.jax.callbacks import on_host
 from shardwell.jax.tree_parameter import TreeParameter
 from shardwell.jax.tree_shape import TreeShape
 from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import WireName
 
 
 class GradientTransformation(NamedTuple):

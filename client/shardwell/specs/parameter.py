@@ -19,7 +19,10 @@ from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_learning_rate
 from shardwell.v1 import types_pb2
 
-CodecName = Literal["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"]
+WireName = Literal["fp32", "fp16", "bf16"]
+"""How values are written."""
+CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4"]
+"""The same, maybe compressed."""
 ModeName = Literal["sync", "async"]
 
 _OF_LAYOUT = ("size:", "layout:")

@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.parameter import CodecName, ModeName
+from shardwell.specs.parameter import WIRE_CODECS, CodecName, ModeName
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.demo.progress import TrainingState
 
@@ -42,8 +42,10 @@ class DemoConfig:
             raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
         if self.sync != "server" and self.mode == "async":
             raise ArgumentError(f"only shards average asynchronously; got sync={self.sync!r}")
-        if self.sync in ("ring", "tree", "centralized") and "+" in self.codec:
-            raise ArgumentError(f"a group's codec is fp32, fp16 or bf16; got {self.codec!r}")
+        if self.sync in ("ring", "tree", "centralized") and self.codec not in WIRE_CODECS:
+            raise ArgumentError(
+                f"a group's codec is one of {', '.join(WIRE_CODECS)}; got {self.codec!r}"
+            )
 
     @property
     def started_shard_count(self) -> int:

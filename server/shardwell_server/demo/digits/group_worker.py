@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 import shardwell
-from shardwell.errors import ArgumentError
+from shardwell.specs.parameter import WireName
 from shardwell_server.demo.digits.model import FloatArray
 from shardwell_server.demo.digits.samples import Batches, Digits
 from shardwell_server.demo.digits.worker import (
@@ -46,15 +47,13 @@ def train_by_sync(
         return train(task, digits, report, report_interval_s=report_interval_s)
     if task.sync == "threads":
         return _train_in_threads(task, digits, report, report_interval_s)
-    if task.codec not in ("fp32", "fp16", "bf16"):
-        raise ArgumentError(f"a group's codec is fp32, fp16 or bf16; got {task.codec}")
     with shardwell.join_group(
         task.parameter,
         task.worker_index,
         task.worker_count,
         _STRATEGIES[task.sync],
         task.target,
-        codec=task.codec,
+        codec=cast(WireName, task.codec),  # checked there
         timeout_s=task.timeout_s,
         join_timeout_s=task.connect_timeout_s,
     ) as group:
