@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shardwell.errors import ArgumentError
-from shardwell.process.cores import core_count
 from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.process.environment import variable
 
@@ -27,6 +26,13 @@ THREAD_COUNT_DEFAULT_MAX = 8
 """Threads of a call by default, where there are more cores: Python lets one of them run at a time
 beside the native code, and others of this machine need cores, too."""
 THREAD_COUNT_MAX = 256
+
+
+def core_count() -> int:
+    """Cores that the system lets this process run on, or else those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def thread_count(given: int | None) -> int:

@@ -18,7 +18,7 @@ from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
-from shardwell.process.cores import core_count
+from shardwell.process.spread import core_count
 from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
 from shardwell.rpc.options import listen_on
 from shardwell.rpc.tls import Tls

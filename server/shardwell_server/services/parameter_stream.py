@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from shardwell.errors import ArgumentError, CorruptChunkError, ShardUnavailableError
 from shardwell.numerics.codec import Bytes
@@ -40,7 +40,6 @@ it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""
-ResultT = TypeVar("ResultT")
 CloseStep: TypeAlias = Callable[[pb.CloseStepRequest, Call], Handling]
 """What closes a step that is clipped: the handler of that call."""
 
@@ -105,28 +104,27 @@ class ParameterStream:
     def exchange(self, close_step: CloseStep) -> Handling:
         """Does what each message asks for; the stream goes on from step to step."""
         try:
-            yield from self._exchange(close_step)
-        finally:
-            self._end_beside()
-
-    def _exchange(self, close_step: CloseStep) -> Handling:
-        while True:
-            message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
-            if message is None:
-                break
-            requests = [*framing.parse_all(pb.ExchangeRequest, message)]
-            self._count_beside(requests)
-            for request, payload, _ in requests:
-                yield from self._serve(request, payload, close_step)
-            del message, request, payload, requests  # not to be held while answers wait
+            while True:
+                message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
+                if message is None:
+                    break
+                requests = [*framing.parse_all(pb.ExchangeRequest, message)]
+                if len(requests) > 1:
+                    self._count_beside(requests)
+                for request, payload, _ in requests:
+                    yield from self._serve(request, payload, close_step)
+                del message, request, payload, requests  # not to be held while answers wait
+                if self._source is not None:
+                    yield from self._answers(self._source.parameter, all_=self._is_between_steps)
+                    if self._is_between_steps:
+                        self._source.spans.end()
+                        # Whatever this step was.
+                        self._call.is_short = self._is_short(self._source.parameter)
             if self._source is not None:
-                yield from self._answers(self._source.parameter, all_=self._is_between_steps)
-                if self._is_between_steps:
-                    self._source.spans.end()
-                    # Whatever this step was.
-                    self._call.is_short = self._is_short(self._source.parameter)
-        if self._source is not None:
-            yield from self._answers(self._source.parameter, all_=True)
+                yield from self._answers(self._source.parameter, all_=True)
+        finally:
+            if self._beside or self._made:
+                self._end_beside()
 
     def weights(
         self,
@@ -164,7 +162,7 @@ class ParameterStream:
         are counted in any order, as chunks of several workers are; answers leave in theirs.
         """
         source = self._source
-        if len(requests) < 2 or self._call.is_short or source is None:
+        if self._call.is_short or source is None:
             return
         if any(request.HasField("open") or request.arena for request, _, _ in requests):
             return
@@ -299,9 +297,9 @@ class ParameterStream:
             if not is_ready:
                 yield from batch.rest()
             begun = self._made.popleft() if self._made else None
-            if not self._made:
+            if len(pending) > 1 and not self._made:
                 self._make_beside(parameter)
-            message, size_bytes = yield from _gone_on(begun, _answer, parameter, first)
+            message, size_bytes = yield from until(_answer, parameter, first, begun=begun)
             parameter.make_durable()  # it acknowledges a gradient
             pending.popleft()
             count_payload(self._shard, self._call, sent=size_bytes)
@@ -346,8 +344,8 @@ class ParameterStream:
             self._call.is_short = False  # whoever exports spans may take any time
             source.spans.begin(gradient.trace_parent, gradient.step)
         begun = self._beside.pop(gradient.chunk.chunk_index, None)
-        return _gone_on(
-            begun, source.parameter.contribute, contributor, gradient, payload, deadline
+        return until(
+            source.parameter.contribute, contributor, gradient, payload, deadline, begun=begun
         )
 
     def _note(self, *, is_new: bool) -> None:
@@ -434,19 +432,6 @@ def _answer(parameter: ParameterSlice, due: _Pending) -> tuple[bytes, int]:
         return message, len(message)
     shared, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)
     return shared, len(message)
-
-
-def _gone_on(
-    begun: Future[ResultT] | None, call: Callable[..., ResultT], *args: Any
-) -> Generator[NotYet, Any, ResultT]:
-    """As `until`, of a call that another thread may have begun."""
-    if begun is not None:
-        try:
-            return begun.result()
-        except NotYet as found:
-            too_early = found.with_traceback(None)
-        yield too_early
-    return (yield from until(call, *args))
 
 
 class _GradientSource:

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from shardwell.errors import ShardUnavailableError
@@ -83,13 +84,22 @@ class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be ma
         self._changes.forget(self._wake)
 
 
-def until(attempt: Callable[..., ResultT], *arguments: Any) -> Generator[NotYet, None, ResultT]:
-    """The result of a call that may be too early, and is made again each time this goes on."""
+def until(
+    attempt: Callable[..., ResultT], *arguments: Any, begun: Future[ResultT] | None = None
+) -> Generator[NotYet, None, ResultT]:
+    """The result of a call that may be too early, and is made again each time this goes on.
+
+    Args:
+        attempt: Makes the call.
+        arguments: Its own.
+        begun: Its first attempt, which another thread makes; None: this thread makes all.
+    """
     while True:
         try:
-            return attempt(*arguments)
+            return attempt(*arguments) if begun is None else begun.result()
         except NotYet as found:
             too_early = found.with_traceback(None)  # which has all that the call had at hand
+        begun = None
         yield too_early
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from shardwell.errors import ArgumentError
-from shardwell.process.cores import core_count
 from shardwell.process.spread import (
     THREAD_COUNT_DEFAULT_MAX,
     THREADS_VARIABLE,
     CoreThreads,
+    core_count,
     thread_count,
 )
 
