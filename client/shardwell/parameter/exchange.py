@@ -24,6 +24,7 @@ from shardwell.numerics.arguments import OF_PARAMETER, finite_peak
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
+from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spanned, now_ns
 from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
@@ -101,7 +102,7 @@ class Progress:
     """How far one gradient has come, whatever becomes of its connections: attempts go on there."""
 
     row: int = 0
-    """Every shard has answered its chunks before this one."""
+    """Every shard has answered its chunks before this one, of those that it is sent."""
     version: float = math.inf
     """The fewest updates that a chunk among them has seen."""
     version_max: int = 0
@@ -115,6 +116,10 @@ class _Line:
     """One shard in one attempt."""
 
     part: ShardSlice
+    first: int
+    """The first chunk that is sent or asked for."""
+    stop: int
+    """The one behind the last."""
     stream: ShardStream
     opens: bool
     """Whether the first message must say what the stream is for."""
@@ -128,13 +133,21 @@ class _Line:
         self.stream.submit(iter((request.SerializeToString(),)), is_short=True)
 
 
+_Stretch: TypeAlias = tuple[ShardSlice, int, int]
+"""A part, its first chunk that is sent or asked for, and the one behind the last."""
+
+
 def _line(
-    part: ShardSlice, stream: ShardStream, opens: bool, room_bytes: int, timeout_s: float
+    stretch: _Stretch, stream: ShardStream, opens: bool, room_bytes: int, timeout_s: float
 ) -> _Line:
     """A line whose payloads take so many bytes; 0: nothing is to be shared."""
     arena = stream.arena(room_bytes, timeout_s)
     is_shared = arena is not None and arena.has_room(room_bytes)
-    return _Line(part, stream, opens, arena, is_shared)
+    return _Line(*stretch, stream, opens, arena, is_shared)
+
+
+def _whole(parts: Sequence[ShardSlice]) -> list[_Stretch]:
+    return [(part, 0, len(part.chunks)) for part in parts]
 
 
 class _Lines(NamedTuple):
@@ -187,7 +200,7 @@ class Transfer:
         """
         with (
             self._spanned(SPAN_KIND_GET, min_version - 1),
-            self._lines(self.parts, attempts, reads=True) as to,
+            self._lines(_whole(self.parts), attempts, reads=True) as to,
         ):
             for line in to.lines:
                 request = pb.ExchangeRequest()
@@ -204,15 +217,15 @@ class Transfer:
             self._receive(to, weights, min_version, progress, step=min_version - 1)
             return progress
 
-    def check_finite(self, work: Gradient, first: int = 0, stop: int | None = None) -> None:
-        """Notes the peaks of rows [first, stop), and refuses what is not finite.
+    def check_finite(self, work: Gradient, stretches: Sequence[_Stretch] | None = None) -> None:
+        """Notes the peaks of chunks, or of all, and refuses what is not finite.
 
         Raises:
             NonFiniteError: a value is not.
         """
         if self._spec.allow_non_finite:
             return
-        for part in self.parts:
+        for part, first, stop in _whole(self.parts) if stretches is None else stretches:
             for index, where in enumerate(part.chunks[first:stop], first):
                 number = part.first_chunk + index
                 if number not in work.peaks:
@@ -235,7 +248,7 @@ class Transfer:
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with self._spanned(SPAN_KIND_PUT, work.step), self._lines(parts, attempts) as to:
+        with self._spanned(SPAN_KIND_PUT, work.step), self._lines(_whole(parts), attempts) as to:
             self._send(to, work, attempts, counts_only=True)
             for line in to.lines:
                 answer = self._answer(to, line)
@@ -274,7 +287,7 @@ class Transfer:
         self, parts: Sequence[ShardSlice], step: int, norm: float | None, attempts: Attempts
     ) -> list[pb.CloseStepResponse]:
         """Asks some shards at once."""
-        with self._lines(parts, attempts, stop=0) as to:
+        with self._lines([(part, 0, 0) for part in parts], attempts) as to:
             for line in to.lines:
                 request = pb.ExchangeRequest()
                 self._begin(request, line)
@@ -301,31 +314,47 @@ class Transfer:
             )
         return channel.received(answer.closed, self._spec.name)
 
-    @property
-    def row_count(self) -> int:
-        """The most chunks that a shard has. A row is the chunk of that index of every shard."""
-        return max(len(part.chunks) for part in self.parts)
-
     def exchange(
-        self, work: Gradient, weights: Pieces, progress: Progress, stop: int, attempts: Attempts
+        self,
+        work: Gradient,
+        weights: Pieces,
+        progress: Progress,
+        ranges: Ranges | None,
+        attempts: Attempts,
     ) -> int:
-        """Sends a gradient, from `progress` to row `stop`; fills `weights` with what comes of it.
+        """Sends chunks of a gradient, from `progress` on; fills `weights` with what comes of them.
 
         Returns the fewest updates that a chunk has seen.
 
+        Args:
+            work: The gradient.
+            weights: (size,), filled.
+            progress: See `_receive`.
+            ranges: Which chunks of each part; None: all.
+            attempts: Of the call.
+
         Raises:
-            NonFiniteError: some of these rows is not finite; nothing of them was sent.
+            NonFiniteError: some of these chunks is not finite; nothing of them was sent.
             ShardwellError: see `Parameter.exchange`.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
-        parts = [part for part in self.parts if len(part.chunks) > progress.row]
+        stretches = _whole(self.parts)
+        if ranges is not None:
+            stretches = [(p, *r) for (p, _, _), r in zip(stretches, ranges, strict=True)]
+        stretches = [
+            (part, max(first, progress.row), stop)
+            for part, first, stop in stretches
+            if max(first, progress.row) < stop
+        ]
+        if not stretches:  # an attempt failed behind the last answer
+            return int(progress.version)
         with (
             self._spanned(SPAN_KIND_EXCHANGE, work.step),
-            self._lines(parts, attempts, progress.row, stop) as to,
+            self._lines(stretches, attempts) as to,
         ):
-            self._send(to, work, attempts, progress.row, stop)
+            self._send(to, work, attempts)
             return self._receive(
-                to, weights, min_version, progress, step=work.step, stop=stop, is_exchange=True
+                to, weights, min_version, progress, step=work.step, is_exchange=True
             )
 
     def _spanned(self, kind: int, step: int) -> Spanned:
@@ -335,34 +364,32 @@ class Transfer:
     @contextlib.contextmanager
     def _lines(
         self,
-        parts: Sequence[ShardSlice],
+        stretches: Sequence[_Stretch],
         attempts: Attempts,
-        first: int = 0,
-        stop: int | None = None,
         *,
         reads: bool = False,
     ) -> Iterator[_Lines]:
-        """A stream to the shard of each part, for chunks [first, stop), in the order of `parts`.
+        """A stream to the shard of each part, for some of its chunks, in the order given.
 
         Streams that are opened only to read share no memory and end with the call: who only reads,
         or waits for weights beside its own steps, uses up nothing that others need.
         """
-        channels = [part.channel for part in parts]
+        channels = [part.channel for part, _, _ in stretches]
         lines: list[_Line] = []
         with ToldOf(channels), self._pool.borrowed(attempts.rest_s) as streams:
             subject = (self._spec.name, self.incarnation, self.tenure)
             streams.only_reads = reads and streams.is_new
             opened = streams.streams(channels, subject, attempts.rest_s)
             try:
-                for part, (stream, opens) in zip(parts, opened, strict=True):
-                    room_bytes = 0 if streams.only_reads else self._room_bytes(part, first, stop)
-                    lines.append(_line(part, stream, opens, room_bytes, attempts.rest_s))
+                for stretch, (stream, opens) in zip(stretches, opened, strict=True):
+                    room_bytes = 0 if streams.only_reads else self._room_bytes(*stretch)
+                    lines.append(_line(stretch, stream, opens, room_bytes, attempts.rest_s))
                 yield _Lines(lines, streams.call_group)
             finally:
                 for line in lines:  # whoever keeps the error keeps no memory with it
                     line.arena = None
 
-    def _room_bytes(self, part: ShardSlice, first: int, stop: int | None) -> int:
+    def _room_bytes(self, part: ShardSlice, first: int, stop: int) -> int:
         """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
         if self._spec.lz4:
             return 0
@@ -374,12 +401,10 @@ class Transfer:
         to: _Lines,
         work: Gradient,
         attempts: Attempts,
-        first: int = 0,
-        stop: int | None = None,
         *,
         counts_only: bool = False,
     ) -> None:
-        """Sends chunks [first, stop) of a gradient, all of them finite.
+        """Sends each line's chunks of a gradient, all of them finite.
 
         Where everything is shared, or short, the messages are made here: whoever encodes looks at
         the values in the same pass, and nothing has left by then. Elsewhere all values are looked
@@ -388,7 +413,7 @@ class Transfer:
         are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in to.lines)
         are_made_here = are_short or all(line.is_shared for line in to.lines)
         if not are_made_here:
-            self.check_finite(work, first, stop)
+            self.check_finite(work, [(line.part, line.first, line.stop) for line in to.lines])
         wait_ms = wait_milliseconds(attempts.rest_s)
         outgoing: list[tuple[Iterator[bytes], bool]] = []
         for line in to.lines:
@@ -396,8 +421,6 @@ class Transfer:
                 line,
                 work,
                 wait_ms,
-                first=first,
-                stop=stop,
                 leaves=not are_made_here,
                 counts_only=counts_only,
                 trace_parent=attempts.trace_parent,
@@ -425,20 +448,18 @@ class Transfer:
         work: Gradient,
         wait_timeout_ms: int,
         *,
-        first: int,
-        stop: int | None,
         leaves: bool,
         counts_only: bool,
         trace_parent: str,
     ) -> Iterator[bytes]:
-        """Chunks [first, stop) of a gradient for one shard; on another thread, mostly.
+        """A line's chunks of a gradient; on another thread, mostly.
 
         With `leaves` each is sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
         scratch = thread_scratch()
         places = None if arena is None else Places(arena.memory)
-        last = len(part.chunks[:stop]) - 1
+        first, last = line.first, line.stop - 1
         batch = framing.Batch(pb.ExchangeRequest, batch_count(last + 1 - first))
         spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
         item_size = self._codec.codec.item_size
@@ -479,7 +500,7 @@ class Transfer:
                 )
             except NonFiniteValueError as error:
                 if not leaves:
-                    self.check_finite(work, index, index + 1)  # says so
+                    self.check_finite(work, [(part, index, index + 1)])  # says so
                 # The caller changed the array meanwhile.
                 raise NonFiniteError(
                     f"gradient of {self._spec.name!r}: "
@@ -526,13 +547,13 @@ class Transfer:
         progress: Progress,
         *,
         step: int,
-        stop: int | None = None,
         is_exchange: bool = False,
     ) -> int:
-        """Reads every chunk of every part, in turns, so that no shard's stream stands still.
+        """Reads every chunk of every line, in turns, so that no shard's stream stands still.
 
-        All clients read shard by shard within a chunk index, in the same order; with it, a shard
-        that waits until its answer is taken can never be part of a circle of waits.
+        All clients read shard by shard within a chunk index, in the same order, whichever chunks
+        their calls have; with it, a shard that waits until its answer is taken can never be part of
+        a circle of waits (docs/adr/0033-pieces.md).
 
         Args:
             to: What to read, in the order of the shards.
@@ -540,7 +561,6 @@ class Transfer:
             min_version: The version that is waited for.
             progress: Where to begin; then, after an error too, how far it came.
             step: After which the weights are wanted.
-            stop: Before which row to end; None: the last.
             is_exchange: Whether versions must be `min_version` exactly.
 
         Returns:
@@ -549,13 +569,13 @@ class Transfer:
         Raises:
             ShardwellError: see `Parameter.get_weights`.
         """
-        stop = self.row_count if stop is None else stop
+        stop = max((line.stop for line in to.lines), default=0)
         read_ahead: list[_Answers] = [iter(()) for _ in to.lines]
         name, at_ns = self._spec.name, now_ns()
         while progress.row < stop:
             index, version, newest = progress.row, progress.version, progress.version_max
             for number, line in enumerate(to.lines):
-                if index < len(line.part.chunks):
+                if line.first <= index < line.stop:
                     answer = next(read_ahead[number], None)
                     channel = line.part.channel
                     while answer is None or answer[0].HasField("superseded"):

@@ -1,11 +1,19 @@
 """An exchange whose gradient comes piece by piece, as a backward pass makes it.
 
-A *row* is the chunk of one index of every shard. Rows whose elements are all there are exchanged
-in the background, several at a time, while the rest is computed; `finish` exchanges what is left.
-Rows go in order, so what is ready first should lie in front on each shard.
+A *piece* is a range of chunks of every slice that has some ready (placement/readiness.py). Pieces
+are exchanged in the background, several at a time, each by a call that is whole in itself;
+`finish` exchanges what is left.
 
-What happens in the background is done ahead of time and nothing else: `finish` goes on behind the
-last row that came through, whatever became of the rest, and its errors are those that count.
+    begun -> through      all its weights are here
+          -> failed       its call has ended, and `finish` exchanges it again
+
+Invariants (docs/adr/0033-pieces.md):
+  - A chunk is begun, by one piece or by `finish`, when it and all before it in its slice are there.
+  - At most PIECES_AT_ONCE_MAX are under way. After one has failed, no further one is begun.
+  - `finish` sends all that is left without waiting for pieces under way, so that no worker waits
+    for what another holds back; it returns when all pieces are through.
+  - What happens in the background is done ahead of time and nothing else: whatever became of it,
+    the errors of `finish` are those that count.
 """
 
 from __future__ import annotations
@@ -13,17 +21,54 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.errors import ArgumentError, ShardwellError
-from shardwell.parameter.exchange import ShardSlice
+from shardwell.errors import (
+    ArgumentError,
+    DeadlineError,
+    NonFiniteError,
+    ShardwellError,
+    WorkersMissingError,
+)
+from shardwell.parameter.exchange import Progress, ShardSlice
 from shardwell.parameter.values import ValuesT
+from shardwell.placement.readiness import Ranges, ReadyChunks
+from shardwell.rpc.call_scope import await_call
+from shardwell.rpc.retry import Attempts
 
-_PIECE_COUNT_MAX = 8
-"""Pieces that a parameter is exchanged in, so that each is large beside what a call costs."""
+PIECES_AT_ONCE_MAX = 3
+"""Pieces of one exchange that are under way at once. With the call of `finish` they use as many
+sets of streams as a client keeps."""
+_CLOSE_S = 1.0
+"""How long `finish` waits for a thread that is beginning a piece, which takes no time unless a
+signal ended it there."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """Chunks that are exchanged by one call."""
+
+    ranges: Ranges
+    is_empty: bool = field(init=False)
+    progress: Progress = field(init=False)
+    is_through: bool = False
+    """Whether all its weights are here."""
+    call: Future[None] | None = None
+    """The call in the background; None: `finish` exchanges it."""
+
+    def __post_init__(self) -> None:
+        starts = [first for first, stop in self.ranges if first < stop]
+        self.is_empty = not starts
+        self.progress = Progress(row=min(starts, default=0))
+
+
+Exchange: TypeAlias = Callable[[Piece, Attempts], None]
+"""Exchanges a piece; returns when it is through."""
 
 
 class OpenExchange(Generic[ValuesT]):
@@ -32,9 +77,11 @@ class OpenExchange(Generic[ValuesT]):
     Args:
         parts: What lies where.
         values: The gradient, (size,).
-        start: Begins to exchange up to a row in the background; calls back when that is over. None:
-            nothing is exchanged before `finish`.
-        finish: Exchanges all that is left.
+        exchange: Exchanges a piece.
+        start: Runs a part of the exchange in the background. None: nothing is exchanged before
+            `finish`.
+        finish: Runs the end of the exchange, which gets its time and returns the fewest updates
+            that a chunk has seen.
         allow_non_finite: Whether values that are not finite may have left.
     """
 
@@ -42,27 +89,33 @@ class OpenExchange(Generic[ValuesT]):
         self,
         parts: Sequence[ShardSlice],
         values: npt.NDArray[Any],
-        start: Callable[[int, Callable[[], None]], None] | None,
-        finish: Callable[[float | None], ValuesT],
+        exchange: Exchange,
+        start: Callable[[Callable[[Attempts], None]], Future[None]] | None,
+        finish: Callable[[Callable[[Attempts], int], float | None], ValuesT],
         *,
         allow_non_finite: bool = False,
     ) -> None:
         self._parts = parts
         self._values = values
+        self._exchange = exchange
         self._start = start
         self._finish = finish
         self._allow_non_finite = allow_non_finite
-        self._row_count = max(len(part.chunks) for part in parts)
-        self._missing = [[where.size for where in part.chunks] for part in self._parts]
-        """Elements of each part's chunks that are not there yet."""
-        self._ready_row = self._begun_row = 0
-        self._is_busy = self._is_closed = False
-        self._announced: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._chunks = ReadyChunks([part.chunks for part in parts])
+        self._pieces: list[Piece] = []
+        """Those that were begun, in order: each begins in a slice where the one before ends."""
+        self._rest: Piece | None = None
+        """What was left when `finish` was called first."""
+        self._under_way_count = 0
+        self._is_closed = self._has_failed = False
+        self._announced: queue.SimpleQueue[tuple[int, int] | Piece] = queue.SimpleQueue()
+        """Elements that are there, and pieces whose calls have ended."""
         # Taken by nobody who would wait for it: what others announce meanwhile, its owner does.
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"OpenExchange({self._ready_row} of {self._row_count} rows ready)"
+        ready_count, count = self._chunks.ready_counts
+        return f"OpenExchange({ready_count} of {count} chunks ready)"
 
     def ready(self, start: int, stop: int) -> None:
         """Says that elements [start, stop) of the gradient are there. Any thread; never blocks.
@@ -84,12 +137,18 @@ class OpenExchange(Generic[ValuesT]):
             ShardwellError: see `Parameter.exchange`.
         """
         self._is_closed = True
-        return self._finish(timeout_s)
+        try:
+            return self._finish(self._exchange_rest, timeout_s)
+        except DeadlineError as error:
+            missing = self._missing_workers()
+            if type(error) is DeadlineError and missing is not None:  # a piece had taken the time
+                raise missing from None
+            raise
 
     @property
     def has_left(self) -> bool:
         """Whether a part of the gradient has left, or is about to."""
-        return self._begun_row > 0
+        return any(self._chunks.begun)
 
     def forget(self) -> None:
         """Makes zeros of what has not left, so that `finish` ends the step without it.
@@ -99,13 +158,23 @@ class OpenExchange(Generic[ValuesT]):
         exchange may be forgotten as a whole, without `finish`.
         """
         self._is_closed = True
-        for part in self._parts:
+        for part, begun in zip(self._parts, self._chunks.begun, strict=True):
             for index, where in enumerate(part.chunks):
                 chunk = self._values[where.offset : where.stop]
-                if index >= self._begun_row or not (
-                    self._allow_non_finite or np.isfinite(chunk).all()
-                ):
+                if index >= begun or not (self._allow_non_finite or np.isfinite(chunk).all()):
                     chunk[:] = 0.0
+
+    def await_pieces(self, attempts: Attempts) -> None:
+        """Blocks until no piece is under way.
+
+        Raises:
+            DeadlineError: one took too long.
+        """
+        for piece in self._pieces:
+            if piece.call is not None:
+                await_call(piece.call, attempts, "a piece of the gradient")
+
+    # In the background.
 
     def _advance(self) -> None:
         while not self._announced.empty():
@@ -119,40 +188,99 @@ class OpenExchange(Generic[ValuesT]):
     def _take_announced(self) -> None:
         while not self._announced.empty():
             announced = self._announced.get()
-            if announced is None:
-                self._is_busy = False
+            if isinstance(announced, Piece):
+                self._under_way_count -= 1
+                self._has_failed |= not announced.is_through
             else:
-                self._count(*announced)
-        while self._ready_row < self._row_count and not any(
-            sum(missing[self._ready_row : self._ready_row + 1]) for missing in self._missing
+                self._chunks.announce(*announced)
+        while (
+            self._start is not None
+            and not (self._is_closed or self._has_failed)
+            and self._under_way_count < PIECES_AT_ONCE_MAX
+            and (ranges := self._chunks.take()) is not None
         ):
-            self._ready_row += 1
-        row_count = self._ready_row - self._begun_row
-        # The last row is for `finish`: then there is something that it waits for.
-        is_last = self._ready_row == self._row_count
-        if self._start is None or self._is_closed or self._is_busy or is_last:
-            return
-        if row_count * _PIECE_COUNT_MAX >= self._row_count:
-            self._is_busy, self._begun_row = True, self._ready_row
-            try:
-                self._start(self._ready_row, self._is_over)
-            except ShardwellError:
-                self._is_busy = False  # `finish` will say so
+            self._begin(Piece(ranges), self._start)
 
-    def _count(self, start: int, stop: int) -> None:
-        """Takes elements from what is missing of their rows."""
-        for part, missing in zip(self._parts, self._missing, strict=True):
-            first, last = max(start, part.where.offset), min(stop, part.where.stop)
-            while first < last:
-                index = (first - part.where.offset) // part.chunk_element_count
-                end = min(part.chunks[index].stop, last)
-                missing[index] -= end - first
-                if missing[index] < 0:
-                    raise ArgumentError(
-                        f"elements {start} to {stop - 1} of the gradient were announced before"
-                    )
-                first = end
+    def _begin(
+        self, piece: Piece, start: Callable[[Callable[[Attempts], None]], Future[None]]
+    ) -> None:
+        def exchange(attempts: Attempts) -> None:
+            self._exchange(piece, attempts)
+            piece.is_through = True
 
-    def _is_over(self) -> None:
-        self._announced.put(None)
-        self._advance()
+        def ended(_: Future[None]) -> None:
+            self._announced.put(piece)
+            self._advance()
+
+        self._pieces.append(piece)
+        try:
+            piece.call = start(exchange)
+        except ShardwellError:
+            self._has_failed = True  # `finish` says so
+        else:
+            self._under_way_count += 1
+            piece.call.add_done_callback(ended)
+
+    # In the call of `finish`.
+
+    def _exchange_rest(self, attempts: Attempts) -> int:
+        """Exchanges what is left; returns the fewest updates that a chunk has seen."""
+        is_locked = self._lock.acquire(timeout=_CLOSE_S)  # nobody begins a piece from here on
+        if is_locked:
+            self._lock.release()
+        has_failed = any(
+            (piece.call is None or piece.call.done()) and not piece.is_through
+            for piece in self._pieces
+        )
+        if has_failed:
+            self._send_again(attempts)
+        elif self._rest not in self._pieces:
+            self._send_rest(attempts)
+        self.await_pieces(attempts)
+        self._send_again(attempts)
+        return int(min(piece.progress.version for piece in self._pieces))
+
+    def _send_rest(self, attempts: Attempts) -> None:
+        """Exchanges what no piece has, beside those that are under way."""
+        if self._rest is None:
+            self._rest = Piece(self._chunks.rest())
+        try:
+            if not self._rest.is_empty:
+                self._exchange(self._rest, attempts)
+        except (NonFiniteError, ArgumentError):  # nothing of it has left
+            raise
+        except BaseException:
+            self._chunks.begin_all()
+            raise
+        self._chunks.begin_all()
+        self._rest.is_through = True
+        self._pieces.append(self._rest)
+
+    def _send_again(self, attempts: Attempts) -> None:
+        """Exchanges all behind the first gap in what came through, if there is one.
+
+        What is under way or came through behind the gap goes again, too, and counts once.
+        """
+        again = Piece(self._not_through())
+        if not again.is_empty:
+            self._pieces.append(again)
+            self._exchange(again, attempts)
+            again.is_through = True
+
+    def _not_through(self) -> Ranges:
+        through = [0] * len(self._parts)
+        for piece in self._pieces:
+            for number, (first, stop) in enumerate(piece.ranges):
+                if first <= through[number]:
+                    reached = stop if piece.is_through else min(stop, piece.progress.row)
+                    through[number] = max(through[number], reached)
+        return [(first, len(part.chunks)) for first, part in zip(through, self._parts, strict=True)]
+
+    def _missing_workers(self) -> WorkersMissingError | None:
+        """What a piece waited for in vain."""
+        for piece in self._pieces:
+            if piece.call is not None and piece.call.done():
+                error = piece.call.exception()
+                if isinstance(error, WorkersMissingError):
+                    return error
+        return None

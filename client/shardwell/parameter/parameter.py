@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
@@ -26,7 +27,7 @@ from shardwell.errors import (
     LimitError,
     NonFiniteError,
     ShardUnavailableError,
-    WorkersMissingError,
+    StepOrderError,
 )
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
@@ -34,15 +35,16 @@ from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
 from shardwell.parameter.membership import Opening
-from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.open_exchange import OpenExchange, Piece
 from shardwell.parameter.outcome import Outcome, merged
 from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
+from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.connected import Connected
 from shardwell.process.html_table import html_table
 from shardwell.rpc.asking import ask_all
-from shardwell.rpc.call_scope import CallScope
+from shardwell.rpc.call_scope import CallScope, JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -382,7 +384,7 @@ class Parameter(Connected, Generic[ValuesT]):
         def exchange(attempts: Attempts) -> ValuesT:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
-            self._exchange_rest(work, room.pieces, Progress(), attempts)
+            self._end_exchange(work, room.pieces, attempts)
             return room.result
 
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
@@ -444,44 +446,42 @@ class Parameter(Connected, Generic[ValuesT]):
             return work, self._room_beside(work, out)
 
         work, room = self._calls.run(begin, timeout_s, in_turn=True)
-        progress = Progress()
-        missing: list[WorkersMissingError] = []
-        """What a piece waited for in vain."""
+        turn = JointTurn()
 
-        def start(stop: int, is_over: Callable[[], None]) -> None:
-            def exchange(attempts: Attempts) -> None:
-                if self.next_step == work.step and progress.row < stop:
-                    work.peaks.clear()  # of what was there before
-                    self._exchange_rows(work, room.pieces, progress, stop, attempts)
+        def exchange(piece: Piece, attempts: Attempts) -> None:
+            own = replace(work, peaks={})  # what is not finite may be mended in between
+            self._exchange_chunks(own, room.pieces, attempts, piece.progress, piece.ranges)
 
-            def ended(call: Future[None]) -> None:
-                error = call.exception()
-                if isinstance(error, WorkersMissingError):
-                    missing.append(error)
-                is_over()
+        def start(body: Callable[[Attempts], None]) -> Future[None]:
+            def ahead(attempts: Attempts) -> None:
+                if self.next_step != work.step:
+                    raise StepOrderError(
+                        f"step {work.step} of {self.name!r} has ended before this piece of its "
+                        "gradient could leave",
+                        parameter=self.name,
+                    )
+                body(attempts)
 
-            self._calls.start(exchange, timeout_s, in_turn=True).add_done_callback(ended)
+            return self._calls.start(ahead, timeout_s, in_turn=turn)
 
-        def finish(timeout_s: float | None) -> ValuesT:
-            def exchange(attempts: Attempts) -> ValuesT:
-                work.peaks.clear()  # what is left may have been mended
-                self._exchange_rest(work, room.pieces, progress, attempts)
+        def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
+            def end(attempts: Attempts) -> ValuesT:
+                work.peaks.clear()
+                self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
                 return room.result
 
-            try:
-                return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
-            except DeadlineError as error:
-                if type(error) is DeadlineError and missing:  # its piece had taken the time
-                    raise missing.pop() from None
-                raise
+            bound_s = timeout_s if own_s is None else own_s
+            return self._calls.run(end, bound_s, in_turn=turn, verb="exchange")
 
-        return OpenExchange(
+        begun = OpenExchange(
             self._transfer.parts,
             work.values.whole(),
+            exchange,
             None if self.spec.optimizer.clip_norm else start,  # its norm is that of all of it
-            lambda own_s: finish(timeout_s if own_s is None else own_s),
+            finish,
             allow_non_finite=self.spec.allow_non_finite,
         )
+        return begun
 
     def set_learning_rate(
         self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
@@ -623,22 +623,33 @@ class Parameter(Connected, Generic[ValuesT]):
             raise ArgumentError("out must not overlap the gradient; pass another array")
         return room
 
-    def _exchange_rest(
-        self, work: Gradient, weights: Pieces, progress: Progress, attempts: Attempts
+    def _end_exchange(
+        self,
+        work: Gradient,
+        weights: Pieces,
+        attempts: Attempts,
+        rest: Callable[[Attempts], int] | None = None,
+        await_pieces: Callable[[Attempts], None] | None = None,
     ) -> None:
-        """Exchanges the rows from `progress` on, and ends the step."""
+        """Exchanges all of a gradient, or what `rest` does, and ends the step.
+
+        With `rest`, `await_pieces` returns when no piece of it is under way.
+        """
         self._clip(work)
         work.after_refusal = work.step == self._refused_step
         try:
             if self.spec.closes_by_norm:
                 self.version = self._exchange_clipped(work, weights, attempts)
+            elif rest is not None:
+                self.version = rest(attempts)
             else:
-                stop = self._transfer.row_count
-                self.version = self._exchange_rows(work, weights, progress, stop, attempts)
+                self.version = self._exchange_chunks(work, weights, attempts, Progress())
         except NonFiniteError as error:
             self._note_refusal(work, error)
             raise
         except DivergedError:  # some of it is counted, so all of it is to be
+            if await_pieces is not None:
+                await_pieces(attempts)
             if not self.spec.closes_by_norm:
                 self._put(work, attempts)
             self._end_step(work)
@@ -667,12 +678,17 @@ class Parameter(Connected, Generic[ValuesT]):
                 self.size,
             )
 
-    def _exchange_rows(
-        self, work: Gradient, weights: Pieces, progress: Progress, stop: int, attempts: Attempts
+    def _exchange_chunks(
+        self,
+        work: Gradient,
+        weights: Pieces,
+        attempts: Attempts,
+        progress: Progress,
+        ranges: Ranges | None = None,
     ) -> int:
-        """Exchanges the rows from `progress` to `stop`; returns the version so far."""
+        """Exchanges chunks from `progress` on, or all; returns the version so far."""
         return attempts.run(
-            lambda: self._transfer.exchange(work, weights, progress, stop, attempts)
+            lambda: self._transfer.exchange(work, weights, progress, ranges, attempts)
         )
 
     def _exchange_clipped(self, work: Gradient, weights: Pieces, attempts: Attempts) -> int:

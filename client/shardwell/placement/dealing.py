@@ -1,28 +1,86 @@
-"""The order of tensors in a parameter whose gradient comes piece by piece. Pure arithmetic."""
+"""The order of tensors in a parameter whose gradient comes tensor by tensor. Pure arithmetic.
+
+Slices are contiguous and cut by size alone, and a tensor is contiguous too. So the order decides
+what each slice begins with, and a slice that lies inside one tensor begins with that tensor.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardwell.placement.slices import slice_of
+
+_SMALL_PART = 8
+"""A tensor of at most this part of a slice may lie across the end of a hand."""
+
+
+class _Hand(NamedTuple):
+    """Tensors of neighbouring slices; the one with the most room sorts first."""
+
+    full: int
+    """Elements that it has, less those that it can have."""
+    number: int
+    slice_count: int
+    names: list[str]
 
 
 def dealt(sizes: Mapping[str, int], shard_count: int) -> list[str]:
     """The names in an order in which each shard's slice has in front what is ready first.
 
-    They are dealt to the shards like cards, each to the shard that has the fewest elements so far;
-    a parameter is the shards' hands, one behind the other. So the first tensors keep all shards
-    busy. Slices are cut by size alone; no hand but the last is larger than a slice, so that no
-    slice begins with the end of a hand, which is ready last.
+    1. Each slice is a hand. Tensors are dealt from the largest to the smallest, of equal ones the
+       last that is ready first, each to the hand with the most room: so hands are filled evenly,
+       and layers that repeat lie in all of them.
+    2. A tensor that fits in no hand joins hands into one, of neighbouring slices, until it fits. A
+       small one waits instead.
+    3. Hands lie one behind the other, and small ones that waited fill what room is left before the
+       end of each. A hand never reaches into the slice behind it, which would begin with what is
+       ready last; the next one may begin a little before its slice.
+    4. Within a hand, tensors lie in the order in which they are ready.
+
+    The same on every machine: workers that make one parameter at once must agree on it.
 
     Args:
         sizes: Elements of each tensor, in the order in which gradients are ready.
         shard_count: Shards of the cluster.
     """
-    hands: list[list[str]] = [[] for _ in range(shard_count)]
-    counts = [0] * shard_count
-    room = sum(sizes.values()) // shard_count
-    for name, size in sizes.items():
-        with_room = [i for i in range(shard_count - 1) if counts[i] + size <= room]
-        index = min([*with_room, shard_count - 1], key=lambda i: counts[i])
-        hands[index].append(name)
-        counts[index] += size
-    return [name for hand in hands for name in hand]
+    places = {name: place for place, name in enumerate(sizes)}
+    total = sum(sizes.values())
+    room = total // shard_count
+    hands = [_Hand(-room, number, 1, []) for number in range(shard_count)]
+    waiting: list[str] = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], -places[name])):
+        size = sizes[name]
+        if hands[0].full + size > 0 and size * _SMALL_PART <= room:
+            waiting.append(name)
+            continue
+        hand = heapq.heappop(hands)
+        while hand.full + size > 0 and hands:
+            other = heapq.heappop(hands)
+            hand = _Hand(
+                hand.full + other.full,
+                hand.number,
+                hand.slice_count + other.slice_count,
+                hand.names + other.names,
+            )
+        hand.names.append(name)
+        heapq.heappush(hands, hand._replace(full=hand.full + size))
+    order: list[str] = []
+    end = slice_count = 0
+    hands.sort(key=lambda hand: min((places[name] for name in hand.names), default=math.inf))
+    for hand in hands:
+        slice_count += hand.slice_count
+        stop = slice_of(total, slice_count - 1, shard_count).stop
+        end += sum(sizes[name] for name in hand.names)
+        still: list[str] = []
+        for name in waiting:
+            if end + sizes[name] <= stop:
+                hand.names.append(name)
+                end += sizes[name]
+            else:
+                still.append(name)
+        waiting = still
+        order += sorted(hand.names, key=places.__getitem__)
+    return order

@@ -28,6 +28,37 @@ _TURN_LOOK_INTERVAL_S = 0.1
 ResultT = TypeVar("ResultT")
 
 
+class JointTurn:
+    """The turn of calls that may be under way at once, such as the pieces of one exchange.
+
+    The first that comes takes the scope's turn, and the last that ends gives it back, so other
+    calls in turn wait for all of them. Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held while the first waits for the scope's turn: others wait for that one."""
+        self._count = 0
+        """Calls under way."""
+
+    def enter(self, scope_lock: threading.Lock, acquire: Callable[[threading.Lock], None]) -> None:
+        """Takes part, once `acquire` has taken what is to be taken."""
+        acquire(self._lock)
+        try:
+            if not self._count:
+                acquire(scope_lock)
+            self._count += 1
+        finally:
+            self._lock.release()
+
+    def leave(self, scope_lock: threading.Lock) -> None:
+        """The call has ended."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                scope_lock.release()
+
+
 class CallScope:
     """Any thread may use it.
 
@@ -52,7 +83,7 @@ class CallScope:
         body: Callable[[Attempts], ResultT],
         timeout_s: float | None = None,
         *,
-        in_turn: bool = False,
+        in_turn: bool | JointTurn = False,
         verb: str = "",
     ) -> ResultT:
         """What `body` returns. Blocks until then, or until the deadline.
@@ -60,7 +91,8 @@ class CallScope:
         Args:
             body: Runs on another thread; is given its deadline and its attempts.
             timeout_s: Default: the client's.
-            in_turn: Whether to wait until no other call in turn is under way.
+            in_turn: Whether to wait until no other call in turn is under way, except those of the
+                same joint turn.
             verb: What OpenTelemetry's span of it is called, if it is to have one.
 
         Raises:
@@ -84,7 +116,7 @@ class CallScope:
         body: Callable[[Attempts], ResultT],
         timeout_s: float | None = None,
         *,
-        in_turn: bool = False,
+        in_turn: bool | JointTurn = False,
     ) -> Future[ResultT]:
         """The same without waiting; errors of `body` come in the future."""
         bound_s = self._bound_s(timeout_s)
@@ -130,13 +162,16 @@ class CallScope:
         body: Callable[[Attempts], ResultT],
         timeout_s: float,
         *,
-        in_turn: bool = False,
+        in_turn: bool | JointTurn = False,
         trace_parent: str = "",
     ) -> ResultT:
         attempts = Attempts(timeout_s, self._shards)
         attempts.trace_parent = trace_parent
-        if in_turn:
-            self._await_turn(attempts)
+        joint = in_turn if isinstance(in_turn, JointTurn) else None
+        if joint is not None:
+            joint.enter(self._turn_lock, partial(self._await_turn, attempts))
+        elif in_turn:
+            self._await_turn(attempts, self._turn_lock)
         try:
             self.check_open()
             return body(attempts)
@@ -144,18 +179,20 @@ class CallScope:
             self.check_open(error)
             raise
         finally:
-            if in_turn:
+            if joint is not None:
+                joint.leave(self._turn_lock)
+            elif in_turn:
                 self._turn_lock.release()
 
-    def _await_turn(self, attempts: Attempts) -> None:
-        """Takes the lock once no other thread's call is under way; that is bounded, too.
+    def _await_turn(self, attempts: Attempts, lock: threading.Lock) -> None:
+        """Takes a lock once no other thread's call is under way; that is bounded, too.
 
         Raises:
             DeadlineError: another call took too long.
         """
         call = current_call()
         assert call is not None
-        while not self._turn_lock.acquire(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S)):
+        while not lock.acquire(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S)):
             if call.cancelled.is_set() or attempts.remaining_s <= 0:
                 self.check_open()
                 raise DeadlineError(
@@ -163,3 +200,21 @@ class CallScope:
                     f"{attempts.timeout_s:g} s; raise timeout_s, or let one thread call it",
                     **self._where,
                 )
+
+
+def await_call(call: Future[None], attempts: Attempts, what: str) -> None:
+    """Blocks until another call of the client has ended, whatever became of it.
+
+    Raises:
+        DeadlineError: it took too long, or this call is given up.
+    """
+    current = current_call()
+    assert current is not None
+    while not call.done():
+        try:
+            call.exception(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S))
+        except TimeoutError:
+            if current.cancelled.is_set() or attempts.remaining_s <= 0:
+                raise DeadlineError(
+                    f"{what} took longer than {attempts.timeout_s:g} s; raise timeout_s"
+                ) from None

@@ -1,0 +1,105 @@
+"""Which chunks of a gradient are whole while it is computed, and which may leave. Pure arithmetic.
+
+Each slice's chunks leave in order, whatever the other slices have: states of a chunk are *missing*
+(some of its elements were not announced), *ready* (they were, and those of all chunks before it in
+its slice), *begun* (a piece has it). Slices have their own counts, so that one that is ready first
+waits for no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from shardwell.errors import ArgumentError
+from shardwell.placement.slices import Slice
+
+PIECE_COUNT_MAX = 16
+"""Pieces that a gradient leaves in before all of it is there: each has at least this part of the
+elements, so that it is large beside what a call costs."""
+
+Ranges: TypeAlias = list[tuple[int, int]]
+"""Of each slice, in order: its first chunk, and the one behind the last."""
+
+
+class ReadyChunks:
+    """For one thread at a time.
+
+    Args:
+        slices: The chunks of each slice, in order, none of them empty; all but the last are of one
+            size.
+    """
+
+    def __init__(self, slices: Sequence[Sequence[Slice]]) -> None:
+        self._slices = slices
+        self._missing = [[chunk.size for chunk in chunks] for chunks in slices]
+        """Elements of each chunk that were not announced."""
+        self._ready = [0] * len(slices)
+        self._begun = [0] * len(slices)
+        size = sum(chunks[-1].stop - chunks[0].offset for chunks in slices)
+        self._piece_size = -(-size // PIECE_COUNT_MAX)
+
+    @property
+    def begun(self) -> Sequence[int]:
+        """Of each slice, how many chunks have begun to leave."""
+        return self._begun
+
+    def announce(self, start: int, stop: int) -> None:
+        """Notes that elements [start, stop) are there.
+
+        Raises:
+            ArgumentError: some were announced before.
+        """
+        for number, chunks in enumerate(self._slices):
+            begin, size = chunks[0].offset, chunks[0].size
+            first, last = max(start, begin), min(stop, chunks[-1].stop)
+            if first >= last:
+                continue
+            missing = self._missing[number]
+            while first < last:
+                index = (first - begin) // size
+                end = min(chunks[index].stop, last)
+                missing[index] -= end - first
+                if missing[index] < 0:
+                    raise ArgumentError(
+                        f"elements {start} to {stop - 1} of the gradient were announced before"
+                    )
+                first = end
+            ready = self._ready[number]
+            while ready < len(missing) and not missing[ready]:
+                ready += 1
+            self._ready[number] = ready
+
+    def take(self) -> Ranges | None:
+        """Begins a piece of all that is ready; None: it would be too small.
+
+        The last chunk of each slice is left: what is small does not leave before all is there.
+        """
+        ranges = [
+            (begun, max(begun, min(ready, len(chunks) - 1)))
+            for begun, ready, chunks in zip(self._begun, self._ready, self._slices, strict=True)
+        ]
+        size = sum(
+            chunks[stop - 1].stop - chunks[first].offset
+            for (first, stop), chunks in zip(ranges, self._slices, strict=True)
+            if first < stop
+        )
+        if not size or size < self._piece_size:
+            return None
+        self._begun = [stop for _, stop in ranges]
+        return ranges
+
+    def rest(self) -> Ranges:
+        """All that has not begun."""
+        return [
+            (begun, len(chunks)) for begun, chunks in zip(self._begun, self._slices, strict=True)
+        ]
+
+    def begin_all(self) -> None:
+        """Notes that the rest has begun."""
+        self._begun = [len(chunks) for chunks in self._slices]
+
+    @property
+    def ready_counts(self) -> tuple[int, int]:
+        """Chunks that are ready, and all."""
+        return sum(self._ready), sum(map(len, self._slices))
