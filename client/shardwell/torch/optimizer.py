@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -580,8 +580,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         old = self.parameter
         if self._meeting is None:
             self._meeting = Meeting(self._client, old.name, old.spec.worker_count)
+        # What is pushed lies in the order that the parameter has, which may be another version's.
+        opened = partial(self._opened, order=list(self._tensors))
         self.parameter = replace(
-            self._client, old, values, self._meeting, self._opened, timeout_s=self.timeout_s
+            self._client, old, values, self._meeting, opened, timeout_s=self.timeout_s
         )
         self._failed, self._options, self._begun = [], {}, None
         self._announced.clear()
@@ -871,14 +873,22 @@ def _sparse(tensor_name: str) -> ArgumentError:
 
 
 def _opened(
-    client: Client, name: str, shapes: Mapping[str, tuple[int, ...]], **options: Any
+    client: Client,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    order: Sequence[str] | None = None,
+    **options: Any,
 ) -> Parameter[NamedArrays]:
-    """The parameter of a model: in the order that it has, or, if it is new, as gradients come."""
+    """The parameter of a model: in the order that it has, or, if it is new, as gradients come.
+
+    With `order`, a new one has that.
+    """
     try:
         layout = client.parameter(name).spec.layout
     except UnknownParameterError:
         last_first = {key: math.prod(shapes[key]) for key in reversed(list(shapes))}
-        order = dealt(last_first, client.shard_count)
+        order = order or dealt(last_first, client.shard_count)
     else:
         there = layout.by_name if layout else {}
         only_there = [key for key in there if key not in shapes]

@@ -125,3 +125,13 @@ def test_a_cluster_keeps_the_order_in_which_a_parameter_was_made(cluster, connec
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.next_step == 2
+    with torch.no_grad():
+        model.layers[0].weight += 1.0
+    optimizer.push_weights()
+    assert [each.name for each in optimizer.parameter.spec.layout] == list(shapes)
+    pushed = optimizer.parameter.get_weights()
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(pushed[name]), tensor.detach())
+    loss_of(model, 2).backward()
+    optimizer.step()
+    assert optimizer.next_step == 1
