@@ -28,6 +28,7 @@ from shardwell.process.closeable import Closing
 from shardwell.process.connected import Connected
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
+from shardwell.process.spread import thread_count
 from shardwell.rpc.arena import same_host_setting
 from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
@@ -78,6 +79,7 @@ def connect(
     connect_timeout_s: float = 30.0,
     keep_freed_memory: bool = True,
     same_host: bool = True,
+    threads: int | None = None,
     tls: TlsArgument = None,
     token_file: TokenFileArgument = None,
 ) -> Client:
@@ -100,6 +102,10 @@ def connect(
         same_host: Share memory with shards that run on this machine, under the same user, for
             large gradients and weights; in about 0.4 of the time, with the same bits. Without
             effect elsewhere. $SHARDWELL_SAME_HOST=off turns it off as well.
+        threads: Threads that one call may use, its own among them, for gradients and weights of
+            several megabytes: they look at values, encode and decode where cores are free. The bits
+            do not depend on it. Default: $SHARDWELL_THREADS, else one a core that this process may
+            use, up to 8; 1 uses none beside the call's own.
         tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
             Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY
             name, and no TLS where none is set. False: no TLS.
@@ -121,14 +127,16 @@ def connect(
             raise ArgumentError(f"no target was given, and ${TARGET_VARIABLE} is not set")
     if worker_id is None:
         worker_id = variable(WORKER_ID_VARIABLE) or unique_worker_id()
+    if keep_freed_memory:
+        tune_malloc()
     return Client(
         target,
         worker_id=check_name("worker_id", worker_id),
         cluster_id=None if cluster_id is None else check_name("cluster_id", cluster_id),
         timeout_s=check_timeout(timeout_s),
         connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
-        keep_freed_memory=keep_freed_memory,
         same_host=same_host_setting(is_wanted=same_host) != "off",
+        thread_count=thread_count(threads),
         credentials=Credentials.of(tls, token_file),
     )
 
@@ -144,8 +152,8 @@ class Client(Connected, Closing):
         cluster_id: str | None,
         timeout_s: float,
         connect_timeout_s: float,
-        keep_freed_memory: bool,
         same_host: bool,
+        thread_count: int,
         credentials: Credentials,
     ) -> None:
         __tracebackhide__ = True  # of notebooks and of pytest
@@ -153,8 +161,6 @@ class Client(Connected, Closing):
         """This worker's name."""
         self.traffic = Traffic()
         """Bytes moved so far."""
-        if keep_freed_memory:
-            tune_malloc()
         self._timeout_s = timeout_s
         self._shards = connect_shards(
             target,
@@ -163,6 +169,7 @@ class Client(Connected, Closing):
             timeout_s=connect_timeout_s,
             same_host=same_host,
             credentials=credentials,
+            thread_count=thread_count,
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._parameters = _Opened[Parameter[Any]]()

@@ -8,7 +8,9 @@ made, and from which chunk on, is for the caller.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -27,7 +29,16 @@ from shardwell.parameter.pieces import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spanned, now_ns
-from shardwell.rpc.arena import Arena, Places, batch_count, payload_of, wanted_bytes
+from shardwell.process.spread import CoreThreads
+from shardwell.rpc.arena import (
+    BATCH_COUNT,
+    Arena,
+    Places,
+    batch_count,
+    payload_of,
+    room_bytes,
+    wanted_bytes,
+)
 from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
@@ -58,9 +69,11 @@ answers, of up to 4 bytes an element, are less than what a socket holds."""
 _SHORT_BYTES = 4 * _SHORT_ELEMENT_COUNT
 """Of messages that are made, and whose answers are no larger: less than what a socket holds."""
 
+_LOOK_ELEMENT_COUNT = 1 << 20
+"""Of values that one thread has looked at before others are woken for their part."""
+
 _Answer: TypeAlias = tuple[pb.ExchangeResponse, Bytes, int]
 """Header, payload, and bytes of the message."""
-_Answers: TypeAlias = Iterator[_Answer]
 
 
 @dataclass
@@ -137,17 +150,21 @@ _Stretch: TypeAlias = tuple[ShardSlice, int, int]
 """A part, its first chunk that is sent or asked for, and the one behind the last."""
 
 
-def _line(
-    stretch: _Stretch, stream: ShardStream, opens: bool, room_bytes: int, timeout_s: float
-) -> _Line:
-    """A line whose payloads take so many bytes; 0: nothing is to be shared."""
-    arena = stream.arena(room_bytes, timeout_s)
-    is_shared = arena is not None and arena.has_room(room_bytes)
-    return _Line(*stretch, stream, opens, arena, is_shared)
-
-
 def _whole(parts: Sequence[ShardSlice]) -> list[_Stretch]:
     return [(part, 0, len(part.chunks)) for part in parts]
+
+
+class _Wanted(NamedTuple):
+    """What a call wants of weights."""
+
+    weights: Pieces
+    """(size,), filled."""
+    min_version: int
+    """The version that is waited for."""
+    step: int
+    """After which they are wanted."""
+    is_exchange: bool
+    """Whether versions must be `min_version` exactly, in synchronous mode."""
 
 
 class _Lines(NamedTuple):
@@ -167,12 +184,20 @@ class Transfer:
         pool: Streams of its exchanges.
         worker_id: Whose calls they are.
         traffic: The client's, which counts them.
+        threads: What takes pieces of their work.
     """
 
     def __init__(
-        self, spec: ParameterSpec, pool: StreamPool, *, worker_id: str, traffic: Traffic
+        self,
+        spec: ParameterSpec,
+        pool: StreamPool,
+        *,
+        worker_id: str,
+        traffic: Traffic,
+        threads: CoreThreads,
     ) -> None:
         self._spec = spec
+        self._threads = threads
         self._pool = pool
         self._worker_id = worker_id
         self._traffic = traffic
@@ -225,18 +250,30 @@ class Transfer:
         """
         if self._spec.allow_non_finite:
             return
-        for part, first, stop in _whole(self.parts) if stretches is None else stretches:
-            for index, where in enumerate(part.chunks[first:stop], first):
-                number = part.first_chunk + index
-                if number not in work.peaks:
-                    work.peaks[number] = finite_peak(
-                        f"gradient of {self._spec.name!r}",
-                        work.values.read(where.offset, where.stop),
-                        self._spec.name,
-                        where.offset,
-                        self.non_finite_remedy,
-                        told=self._spec.element,
-                    )
+        every = _whole(self.parts) if stretches is None else stretches
+        if sum(part.where.size for part, _, _ in every) < _LOOK_ELEMENT_COUNT:
+            for stretch in every:
+                self._look(work, stretch)
+            return
+        with self._threads.spread() as spread:
+            for part, first, stop in every:
+                for start in range(first, stop, BATCH_COUNT):
+                    spread.give(self._look, work, (part, start, min(start + BATCH_COUNT, stop)))
+
+    def _look(self, work: Gradient, stretch: _Stretch) -> None:
+        """Notes the peaks of chunks, on any thread; see `check_finite`."""
+        part, first, stop = stretch
+        for index, where in enumerate(part.chunks[first:stop], first):
+            number = part.first_chunk + index
+            if number not in work.peaks:
+                work.peaks[number] = finite_peak(
+                    f"gradient of {self._spec.name!r}",
+                    work.values.read(where.offset, where.stop),
+                    self._spec.name,
+                    where.offset,
+                    self.non_finite_remedy,
+                    told=self._spec.element,
+                )
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
         """Sends a gradient to all shards that have not told yet that they counted all of it.
@@ -383,7 +420,9 @@ class Transfer:
             try:
                 for stretch, (stream, opens) in zip(stretches, opened, strict=True):
                     room_bytes = 0 if streams.only_reads else self._room_bytes(*stretch)
-                    lines.append(_line(stretch, stream, opens, room_bytes, attempts.rest_s))
+                    arena = stream.arena(room_bytes, attempts.rest_s)
+                    is_shared = arena is not None and arena.has_room(room_bytes)
+                    lines.append(_Line(*stretch, stream, opens, arena, is_shared))
                 yield _Lines(lines, streams.call_group)
             finally:
                 for line in lines:  # whoever keeps the error keeps no memory with it
@@ -414,25 +453,63 @@ class Transfer:
         are_made_here = are_short or all(line.is_shared for line in to.lines)
         if not are_made_here:
             self.check_finite(work, [(line.part, line.first, line.stop) for line in to.lines])
-        wait_ms = wait_milliseconds(attempts.rest_s)
-        outgoing: list[tuple[Iterator[bytes], bool]] = []
-        for line in to.lines:
-            messages = self._messages(
-                line,
-                work,
-                wait_ms,
-                leaves=not are_made_here,
-                counts_only=counts_only,
-                trace_parent=attempts.trace_parent,
-            )
+        common = types_pb2.GradientChunk(
+            step=work.step,
+            sample_count=work.sample_count,
+            wait_timeout_ms=wait_milliseconds(attempts.rest_s),
+            counts_only=counts_only,
+            learning_rate=work.learning_rate,
+            after_refusal=work.after_refusal,
+            rate_factors=factors_of(work.learning_rate),
+        )
+        trace_parent = attempts.trace_parent
+        if not are_made_here:
+            for line in to.lines:
+                line.stream.submit(self._messages(line, work, common, trace_parent, leaves=True))
+            return
+        if self._threads.count < 2 or are_short:
+            made = [[*self._messages(line, work, common, trace_parent)] for line in to.lines]
+        else:
+            made = self._made_beside(to.lines, work, common, trace_parent)
+        for line, messages in zip(to.lines, made, strict=True):
             is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
-            if are_made_here:
-                made = list(messages)
-                messages = iter(made)
-                is_short = is_short or sum(map(len, made)) <= _SHORT_BYTES
-            outgoing.append((messages, is_short))
-        for line, (messages, is_short) in zip(to.lines, outgoing, strict=True):
-            line.stream.submit(messages, is_short=is_short)
+            is_short = is_short or sum(map(len, messages)) <= _SHORT_BYTES
+            line.stream.submit(iter(messages), is_short=is_short)
+
+    def _made_beside(
+        self,
+        lines: Sequence[_Line],
+        work: Gradient,
+        common: types_pb2.GradientChunk,
+        trace_parent: str,
+    ) -> list[list[bytes]]:
+        """Each line's messages, made by all threads that are free.
+
+        Raises:
+            NonFiniteError: a value is not finite; of several, the first is named.
+        """
+        pieces: list[list[list[bytes]]] = []
+        with self._threads.spread() as spread:
+            for line in lines:
+                size = batch_count(line.stop - line.first)
+                starts = range(line.first, line.stop, size)
+                pieces.append([[] for _ in starts])
+                for messages, start in zip(pieces[-1], starts, strict=True):
+                    stretch = (start, min(start + size, line.stop))
+                    spread.give(self._make, messages, line, work, common, trace_parent, stretch)
+        return [list(itertools.chain.from_iterable(made)) for made in pieces]
+
+    def _make(
+        self,
+        messages: list[bytes],
+        line: _Line,
+        work: Gradient,
+        common: types_pb2.GradientChunk,
+        trace_parent: str,
+        stretch: tuple[int, int],
+    ) -> None:
+        """Adds some of a line's messages."""
+        messages += self._messages(line, work, common, trace_parent, stretch)
 
     def _begin(self, request: pb.ExchangeRequest, line: _Line) -> None:
         """Says what the first message of a call has to say about its stream."""
@@ -446,34 +523,35 @@ class Transfer:
         self,
         line: _Line,
         work: Gradient,
-        wait_timeout_ms: int,
-        *,
-        leaves: bool,
-        counts_only: bool,
+        common: types_pb2.GradientChunk,
         trace_parent: str,
+        stretch: tuple[int, int] | None = None,
+        *,
+        leaves: bool = False,
     ) -> Iterator[bytes]:
         """A line's chunks of a gradient; on another thread, mostly.
 
-        With `leaves` each is sent when it is made: its values were looked at before.
+        Args:
+            line: The shard, and its chunks.
+            work: The gradient.
+            common: What the chunks have in common.
+            trace_parent: Of the call.
+            stretch: The first chunk that is made, and the one behind the last; None: all.
+            leaves: Whether each is sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
         scratch = thread_scratch()
-        places = None if arena is None else Places(arena.memory)
-        first, last = line.first, line.stop - 1
-        batch = framing.Batch(pb.ExchangeRequest, batch_count(last + 1 - first))
         spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
         item_size = self._codec.codec.item_size
-        common = types_pb2.GradientChunk(
-            step=work.step,
-            sample_count=work.sample_count,
-            wait_timeout_ms=wait_timeout_ms,
-            counts_only=counts_only,
-            learning_rate=work.learning_rate,
-            after_refusal=work.after_refusal,
-            rate_factors=factors_of(work.learning_rate),
-        )
+        first, last = line.first, line.stop - 1
+        begin, stop = stretch or (first, line.stop)
+        batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
+        places = None
+        if arena is not None:  # all chunks before the last have one size
+            before = (begin - first) * room_bytes(part.chunks[first].size * item_size)
+            places = Places(arena.memory, before)
         start = checksum.gradient(self._gradient_context, common)
-        for index in range(first, last + 1):
+        for index in range(begin, stop):
             at_ns = now_ns()
             where = part.chunks[index]
             header = pb.ExchangeRequest(gradient=common)
@@ -570,34 +648,43 @@ class Transfer:
             ShardwellError: see `Parameter.get_weights`.
         """
         stop = max((line.stop for line in to.lines), default=0)
-        read_ahead: list[_Answers] = [iter(()) for _ in to.lines]
+        read_ahead: list[deque[_Answer]] = [deque() for _ in to.lines]
         name, at_ns = self._spec.name, now_ns()
-        while progress.row < stop:
-            index, version, newest = progress.row, progress.version, progress.version_max
-            for number, line in enumerate(to.lines):
-                if line.first <= index < line.stop:
-                    answer = next(read_ahead[number], None)
+        wanted = _Wanted(weights, min_version, step, is_exchange)
+        first, spread = progress.row, None
+        versions: list[list[int]] = []  # of the chunks that have come, by row
+        try:
+            for index in range(first, stop):
+                versions.append([])
+                for line, answers in zip(to.lines, read_ahead, strict=True):
+                    if not line.first <= index < line.stop:
+                        continue
                     channel = line.part.channel
-                    while answer is None or answer[0].HasField("superseded"):
-                        if answer is not None:
-                            self._note_superseded(line.part, answer[0].superseded)
+                    while not answers or answers[0][0].HasField("superseded"):
+                        if answers:
+                            header, *_ = answers.popleft()
+                            self._note_superseded(line.part, header.superseded)
+                            continue
                         message = self._read(to, line)
                         at_ns = channel.spans.add(
                             SPAN_KIND_WAIT, name, step, index, channel.name, at_ns
                         )
-                        read_ahead[number] = framing.parse_all(pb.ExchangeResponse, message)
-                        answer = next(read_ahead[number])
-                    found = self._decode(
-                        line, index, answer, weights, min_version, is_exchange=is_exchange
-                    )
-                    version = min(version, found)
-                    newest = max(newest, found)
-                    at_ns = channel.spans.add(
-                        SPAN_KIND_DECODE, name, step, index, channel.name, at_ns
-                    )
-            progress.row, progress.version, progress.version_max = index + 1, version, newest
+                        answers.extend(framing.parse_all(pb.ExchangeResponse, message))
+                    answer = answers.popleft()
+                    if answers and self._threads.count > 1:  # this thread has more to do
+                        spread = spread or self._threads.spread()
+                        spread.give(self._decode, versions[-1], line, index, answer, wanted)
+                        at_ns = now_ns()
+                    else:
+                        at_ns = self._decode(versions[-1], line, index, answer, wanted)
+        finally:
+            try:
+                if spread is not None:
+                    spread.wait()
+            finally:
+                self._note_progress(to, progress, versions)
         for line, answers in zip(to.lines, read_ahead, strict=True):
-            if next(answers, None) is not None:
+            if answers:
                 raise CorruptChunkError(
                     f"shard {line.part.channel.shard_index} answered more chunks of "
                     f"{self._spec.name!r} than it was asked for; call again",
@@ -605,6 +692,18 @@ class Transfer:
                     parameter=self._spec.name,
                 )
         return int(progress.version)
+
+    def _note_progress(
+        self, to: _Lines, progress: Progress, versions: Sequence[Sequence[int]]
+    ) -> None:
+        """Notes the rows that have come whole, of those from `progress` on."""
+        for index, row in enumerate(versions, progress.row):
+            if len(row) < sum(line.first <= index < line.stop for line in to.lines):
+                return
+            if row:
+                progress.version = min(progress.version, *row)
+                progress.version_max = max(progress.version_max, *row)
+            progress.row = index + 1
 
     def _note_superseded(self, part: ShardSlice, found: pb.SupersededChunks) -> None:
         """Notes what a shard says that it had counted before with other values.
@@ -625,23 +724,24 @@ class Transfer:
 
     def _decode(
         self,
+        versions: list[int],
         line: _Line,
         index: int,
         answer: _Answer,
-        weights: Pieces,
-        min_version: int,
-        *,
-        is_exchange: bool,
+        wanted: _Wanted,
     ) -> int:
-        """Checks a chunk of weights and writes it where it belongs; returns its version."""
-        part = line.part
+        """Checks a chunk of weights and writes it where it belongs; returns when that was done.
+
+        Its version is added to `versions`.
+        """
+        part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
             payload = payload_of(chunk, payload, None if line.arena is None else line.arena.memory)
             start = checksum.weights(self._weights_context, header.version)
-            with weights.writing(where.offset, where.stop) as values:
+            with wanted.weights.writing(where.offset, where.stop) as values:
                 self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
             del payload, answer  # whoever keeps the error keeps no memory with it
@@ -651,7 +751,8 @@ class Transfer:
                 shard_index=part.channel.shard_index,
                 parameter=self._spec.name,
             ) from None
-        exact = is_exchange and self._spec.mode == "sync"
+        min_version = wanted.min_version
+        exact = wanted.is_exchange and self._spec.mode == "sync"
         if chunk.chunk_index != index or header.version < min_version:
             raise CorruptChunkError(
                 f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
@@ -671,7 +772,11 @@ class Transfer:
             )
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
-        return int(header.version)
+        versions.append(int(header.version))
+        channel = part.channel
+        return channel.spans.add(
+            SPAN_KIND_DECODE, self._spec.name, wanted.step, index, channel.name, begin_ns
+        )
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
         opening = types_pb2.StreamOpen(

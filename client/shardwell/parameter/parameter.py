@@ -126,7 +126,9 @@ class Parameter(Connected, Generic[ValuesT]):
         self._refused_step = -1
         """The step of which a shard refused a part."""
         self._opening = Opening(spec, shards.channels, worker_id)
-        self._transfer = Transfer(spec, pool, worker_id=worker_id, traffic=traffic)
+        self._transfer = Transfer(
+            spec, pool, worker_id=worker_id, traffic=traffic, threads=shards.core_threads
+        )
         self._calls.run(self._open)
 
     def __repr__(self) -> str:

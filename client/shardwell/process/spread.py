@@ -115,7 +115,11 @@ class Spread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for all pieces.
+        """Waits for all pieces; see `wait`."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Returns when all pieces have ended.
 
         Raises:
             BaseException: what the first piece raised that failed, in the order of giving, rather

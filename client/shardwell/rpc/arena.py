@@ -135,11 +135,16 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
 
 
 class Places:
-    """The places of an arena one behind the other, for the payloads of one call."""
+    """The places of an arena one behind the other, for the payloads of one call.
 
-    def __init__(self, memory: SharedMemory) -> None:
+    Args:
+        memory: The arena's.
+        before_bytes: What the call's payloads take in front of those that get a place here.
+    """
+
+    def __init__(self, memory: SharedMemory, before_bytes: int = 0) -> None:
         self._memory = memory
-        self._next = HEAD_BYTES
+        self._next = HEAD_BYTES + before_bytes
 
     def room(self, size_bytes: int) -> Room | None:
         """Where the next payload goes; None: it is small, or there is no room any more."""

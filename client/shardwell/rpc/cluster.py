@@ -24,6 +24,7 @@ from shardwell.errors import (
 )
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
+from shardwell.process.spread import CoreThreads
 from shardwell.rpc.calls import CallThreads, current_call
 from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.options import KEEPALIVE_PING_MS
@@ -59,6 +60,7 @@ class Shards:
         threads: Threads of the client, which end with it.
         same_host: Whether memory is shared with shards of this machine.
         credentials: What connections are made with.
+        core_threads: What takes pieces of the calls' work; ends with it.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class Shards:
         *,
         same_host: bool = True,
         credentials: Credentials,
+        core_threads: CoreThreads,
     ) -> None:
+        self.core_threads = core_threads
+        """What takes pieces of the calls' work."""
         self.session = new_session()
         """Of this client."""
         self.spans = Spans()
@@ -93,7 +98,8 @@ class Shards:
         self._looked_s = -math.inf
         """When it was looked last whether all shards answer."""
         self._closed = threading.Event()
-        self._end = weakref.finalize(self, threads.close, _Closing(self.channels, self._closed))
+        closing = _Closing(self.channels, self._closed, core_threads)
+        self._end = weakref.finalize(self, threads.close, closing)
 
     @property
     def worker_id(self) -> str:
@@ -220,16 +226,23 @@ class Shards:
 
 
 class _Closing:
-    """Closes channels; knows nothing of the object whose they are."""
+    """Closes channels and ends threads; knows nothing of the object that has them."""
 
-    def __init__(self, channels: Sequence[ShardChannel], closed: threading.Event) -> None:
+    def __init__(
+        self,
+        channels: Sequence[ShardChannel],
+        closed: threading.Event,
+        core_threads: CoreThreads,
+    ) -> None:
         self._channels = channels
         self._closed = closed
+        self._core_threads = core_threads
 
     def __call__(self) -> None:
         self._closed.set()
         for channel in self._channels:
             channel.close()
+        self._core_threads.close()
 
 
 def connect_shards(
@@ -240,6 +253,7 @@ def connect_shards(
     timeout_s: float,
     same_host: bool = True,
     credentials: Credentials,
+    thread_count: int = 1,
 ) -> Shards:
     """Connects to all shards and checks who answers; then attends on each.
 
@@ -250,6 +264,7 @@ def connect_shards(
         timeout_s: How long shards that are not there yet are waited for, all together.
         same_host: Whether memory is shared with shards of this machine.
         credentials: What connections are made with.
+        thread_count: Threads of a call, its own among them.
 
     Raises:
         ArgumentError: no such addresses can be, or a token would go there in the clear.
@@ -267,7 +282,13 @@ def connect_shards(
     try:
         return threads.run(
             lambda: _connected(
-                Shards(addresses, threads, same_host=same_host, credentials=credentials),
+                Shards(
+                    addresses,
+                    threads,
+                    same_host=same_host,
+                    credentials=credentials,
+                    core_threads=CoreThreads(thread_count),
+                ),
                 worker_id,
                 cluster_id,
                 timeout_s,
