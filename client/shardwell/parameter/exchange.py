@@ -331,6 +331,7 @@ class Transfer:
                 close = request.close
                 close.shard.CopyFrom(line.part.channel.identity)
                 close.parameter = self._spec.name
+                close.incarnation = self.incarnation
                 close.step = step
                 if norm is not None:
                     close.norm = norm

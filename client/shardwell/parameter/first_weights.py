@@ -108,14 +108,14 @@ class FirstWeights:
         while True:
             claim = self._claim()
             if claim.initialized:
-                confirm(self._name, self._channels, claim.epoch, self._attempts)
+                self._confirm(claim.epoch)
                 self.is_own = claim.epoch != 0 and claim.epoch == self._epoch
                 return claim.version
             if claim.granted:
                 self._epoch = claim.epoch
                 try:
                     version = self._send(claim.epoch)
-                    confirm(self._name, self._channels, claim.epoch, self._attempts)
+                    self._confirm(claim.epoch)
                     self.is_own = True
                     return version
                 except InitSupersededError as error:
@@ -149,6 +149,9 @@ class FirstWeights:
             timeout_s=self._attempts.rest_s,
             parameter=self._name,
         )
+
+    def _confirm(self, epoch: int) -> None:
+        confirm(self._name, self._channels, epoch, self._attempts, self._incarnation)
 
     def _send(self, epoch: int) -> int:
         """Sends the values, to shard 0 last."""
@@ -220,10 +223,19 @@ def _ranges(where: Slice) -> list[Slice]:
     return [where.chunk(index, _RANGE_ELEMENT_COUNT) for index in range(count)] or [where]
 
 
-def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attempts) -> None:
-    """Tells all shards but shard 0 that its first weights, of that epoch, stand.
+def confirm(
+    name: str, channels: list[ShardChannel], epoch: int, attempts: Attempts, incarnation: int = 0
+) -> None:
+    """Has all shards but shard 0 commit the first weights of the epoch that shard 0 committed.
 
     Safe to repeat, by any client: the one that set them may have died before it could.
+
+    Args:
+        name: The parameter's.
+        channels: All shards, in order.
+        epoch: The epoch that shard 0 committed; 0: there is nothing to commit.
+        attempts: Bounds the calls.
+        incarnation: Of the parameter that is meant; 0: whatever has the name.
     """
     if epoch == 0:
         return
@@ -231,7 +243,9 @@ def confirm(name: str, channels: list[ShardChannel], epoch: int, attempts: Attem
         channels[1:],
         lambda channel: channel.call(
             "ConfirmInit",
-            pb.ConfirmInitRequest(shard=channel.identity, parameter=name, epoch=epoch),
+            pb.ConfirmInitRequest(
+                shard=channel.identity, parameter=name, epoch=epoch, incarnation=incarnation
+            ),
             pb.ConfirmInitResponse,
             timeout_s=attempts.rest_s,
             parameter=name,

@@ -89,9 +89,16 @@ class Opening:
         unconfirmed: StepOrderError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
             # Whoever set the first weights, or restored them, did not come so far, or not yet.
-            epoch = answers[0].init_epoch
+            confirmed = partial(
+                confirm,
+                self._spec.name,
+                self._channels,
+                answers[0].init_epoch,
+                attempts,
+                answers[0].incarnation,
+            )
             try:
-                attempts.run(lambda: confirm(self._spec.name, self._channels, epoch, attempts))
+                attempts.run(confirmed)
             except StepOrderError as error:
                 unconfirmed = error
             answers = attempts.run(join)
@@ -165,25 +172,41 @@ class Opening:
 
         That is this worker's next step, or, when that was interrupted and some chunks closed it,
         the one after it. A worker that takes part is never further behind.
+
+        Raises:
+            StepOrderError: a chunk is further on, or shard 0 lost its memory and has another one.
+            UnknownParameterError: the parameter that was opened was deleted, or a shard lost it.
         """
-
-        def ask(channel: ShardChannel) -> int:
-            here = _status(channel, self._spec.name, attempts.beside()).parameters
-            if not here:
-                raise UnknownParameterError(
-                    f"shard {channel.shard_index} has no parameter {self._spec.name!r} any more; "
-                    "it lost its memory",
-                    shard_index=channel.shard_index,
-                    parameter=self._spec.name,
-                )
-            return here[0].version_max
-
-        newest = max(ask_all(self._channels, ask))
+        name, own = self._spec.name, attempts.beside
+        held = ask_all(self._channels, lambda channel: _status(channel, name, own()).parameters)
+        lacking = next((index for index, here in enumerate(held) if not here), None)
+        newest = max((here[0].version_max for here in held if here), default=0)
+        if lacking is not None or newest > next_step + 1:
+            # Status is that of whatever has the name: joining says what became of what was opened.
+            join = partial(
+                join_all,
+                self._spec,
+                self._channels,
+                attempts,
+                worker_id=self._worker_id,
+                incarnation=self.incarnation,
+            )
+            try:
+                attempts.run(join)
+            except StepOrderError:
+                if lacking is None:
+                    raise
+        if lacking is not None:
+            raise UnknownParameterError(
+                f"shard {lacking} has no parameter {name!r} any more; it lost its memory",
+                shard_index=lacking,
+                parameter=name,
+            )
         if newest > next_step + 1:
             raise StepOrderError(
-                f"learning rate of {self._spec.name!r} from step {next_step}, this worker's next: "
+                f"learning rate of {name!r} from step {next_step}, this worker's next: "
                 f"chunks have reached step {newest}; pass now=True, or open the parameter again",
-                parameter=self._spec.name,
+                parameter=name,
             )
         return max(newest, next_step)
 

@@ -509,6 +509,7 @@ class Parameter(Connected, Generic[ValuesT]):
                     parameter=self.name,
                     learning_rate=rate,
                     from_step=from_step,
+                    incarnation=self._opening.incarnation,
                 )
                 attempts.run(partial(self._tell, channel, request, attempts))
 
@@ -546,6 +547,7 @@ class Parameter(Connected, Generic[ValuesT]):
                 parameter=self.name,
                 step=number,
                 figures=[pb.Figure(name=name, value=value) for name, value in values.items()],
+                incarnation=self._opening.incarnation,
             )
             channel.call(
                 "Report",

@@ -391,18 +391,26 @@ def _ask_parameters(
 
 
 def ask_tables(
-    channel: ShardChannel, timeout_s: float, name: str = ""
+    channel: ShardChannel, timeout_s: float, name: str = "", incarnation: int = 0
 ) -> Sequence[table_pb2.TableStatus]:
     """What a shard of the cluster says of its tables, or of one.
 
+    Args:
+        channel: The shard.
+        timeout_s: Bounds the call.
+        name: Name of the table; "": all tables.
+        incarnation: Of the table that is meant; 0: whatever has the name.
+
     Raises:
-        UnknownTableError: it has none of that name.
+        UnknownTableError: it has none of that name, or the one that is meant was deleted.
         WrongShardError: another shard answers at its address now.
         ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
     """
     answer = channel.call(
         "GetTableStatus",
-        table_pb2.GetTableStatusRequest(shard=channel.identity, table=name),
+        table_pb2.GetTableStatusRequest(
+            shard=channel.identity, table=name, incarnation=incarnation
+        ),
         table_pb2.GetTableStatusResponse,
         timeout_s=timeout_s,
         table=name,

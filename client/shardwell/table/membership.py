@@ -70,8 +70,10 @@ def find_table_spec(
     return None
 
 
-def _held(channel: ShardChannel, name: str, attempts: Attempts) -> Sequence[pb.TableStatus]:
-    return attempts.run(lambda: ask_tables(channel, attempts.rest_s, name))
+def _held(
+    channel: ShardChannel, name: str, attempts: Attempts, incarnation: int = 0
+) -> Sequence[pb.TableStatus]:
+    return attempts.run(lambda: ask_tables(channel, attempts.rest_s, name, incarnation))
 
 
 class TableOpening:
@@ -222,6 +224,7 @@ class TableOpening:
                 table=self._spec.name,
                 learning_rate=learning_rate,
                 from_step=from_step,
+                incarnation=self._incarnation,
             ),
             pb.SetTableLearningRateResponse,
             attempts,
@@ -232,7 +235,10 @@ class TableOpening:
         answers = self._every(
             "EvictRows",
             lambda channel: pb.EvictRowsRequest(
-                shard=channel.identity, table=self._spec.name, older_than_step=older_than_step
+                shard=channel.identity,
+                table=self._spec.name,
+                older_than_step=older_than_step,
+                incarnation=self._incarnation,
             ),
             pb.EvictRowsResponse,
             attempts,
@@ -243,11 +249,13 @@ class TableOpening:
         """What each shard holds of the table, in order.
 
         Raises:
-            UnknownTableError: a shard has no such table.
+            UnknownTableError: a shard has no such table, or the one that was opened was deleted.
+            StepOrderError: shard 0 lost its memory, and has another one.
         """
 
         def ask(channel: ShardChannel) -> TableStatus:
-            for found in _held(channel, self._spec.name, attempts.beside()):
+            own, known = attempts.beside(), self._incarnation
+            for found in _held(channel, self._spec.name, own, known):
                 return TableStatus.from_proto(found)
             raise UnknownTableError(
                 f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it lost "
@@ -273,6 +281,7 @@ class TableOpening:
             shard=channel.identity,
             table=self._spec.name,
             content=pb.ScanRowsRequest.CONTENT_IDS,
+            incarnation=self._incarnation,
             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
         )
         found = [np.empty(0, np.int64)]

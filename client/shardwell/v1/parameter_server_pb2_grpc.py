@@ -235,7 +235,8 @@ class ParameterServerServiceServicer(object):
 
     def SetLearningRate(self, request, context):
         """Changes a parameter's learning rate on this shard, from a step on. Idempotent. Call it on
-        every shard. Errors: NOT_FOUND, INVALID_ARGUMENT (the rate; an optimizer without one),
+        every shard. Errors: NOT_FOUND (also of a parameter that was deleted, where the request names it by its
+        incarnation), INVALID_ARGUMENT (the rate; an optimizer without one),
         FAILED_PRECONDITION (a chunk is past from_step already).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -223,7 +223,7 @@ class ExchangeRowsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., counted: _Optional[_Union[RowsCounted, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ScanRowsRequest(_message.Message):
-    __slots__ = ("shard", "table", "content", "version", "wait_timeout_ms", "crc32c")
+    __slots__ = ("shard", "table", "content", "version", "wait_timeout_ms", "incarnation", "crc32c")
     class Content(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTENT_UNSPECIFIED: _ClassVar[ScanRowsRequest.Content]
@@ -239,14 +239,16 @@ class ScanRowsRequest(_message.Message):
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     content: ScanRowsRequest.Content
     version: int
     wait_timeout_ms: int
+    incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., content: _Optional[_Union[ScanRowsRequest.Content, str]] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., content: _Optional[_Union[ScanRowsRequest.Content, str]] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ScanRowsResponse(_message.Message):
     __slots__ = ("rows", "version", "learning_rate", "padding", "payload")
@@ -291,16 +293,18 @@ class LoadRowsResponse(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EvictRowsRequest(_message.Message):
-    __slots__ = ("shard", "table", "older_than_step", "crc32c")
+    __slots__ = ("shard", "table", "older_than_step", "incarnation", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     OLDER_THAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     older_than_step: int
+    incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., older_than_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., older_than_step: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class EvictRowsResponse(_message.Message):
     __slots__ = ("evicted_row_count", "crc32c")
@@ -311,32 +315,36 @@ class EvictRowsResponse(_message.Message):
     def __init__(self, evicted_row_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SetTableLearningRateRequest(_message.Message):
-    __slots__ = ("shard", "table", "learning_rate", "from_step", "crc32c")
+    __slots__ = ("shard", "table", "learning_rate", "from_step", "incarnation", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
     learning_rate: float
     from_step: int
+    incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., learning_rate: _Optional[float] = ..., from_step: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SetTableLearningRateResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetTableStatusRequest(_message.Message):
-    __slots__ = ("shard", "table", "crc32c")
+    __slots__ = ("shard", "table", "incarnation", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     table: str
+    incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetTableStatusResponse(_message.Message):
     __slots__ = ("tables", "crc32c")

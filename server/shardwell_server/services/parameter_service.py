@@ -149,8 +149,7 @@ class ParameterServerService:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        self._shard.parameters.check_opened(request.parameter, request.incarnation)
-        parameter = self._shard.parameters.get(request.parameter)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
@@ -231,8 +230,8 @@ class ParameterServerService:
     def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
         self._shard.check_identity(request.shard)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        version = self._shard.parameters.get(request.parameter).confirm_init(request.epoch)
-        return pb.ConfirmInitResponse(version=version)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        return pb.ConfirmInitResponse(version=parameter.confirm_init(request.epoch))
 
     def put_gradient(self, call: Call) -> Handling:
         return ParameterStream(self._shard, self._arenas, call).put_gradient()
@@ -240,7 +239,7 @@ class ParameterServerService:
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "parameter", request.parameter)
-        parameter = self._shard.parameters.get(request.parameter)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
         arena = arena_of(self._arenas, request.arena)
         stream = ParameterStream(self._shard, self._arenas, call)
@@ -291,7 +290,7 @@ class ParameterServerService:
     def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        parameter = self._shard.parameters.get(request.parameter)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         steps, step = parameter.clipped_steps, request.step
         squared_norm = None
         if request.HasField("norm"):
@@ -311,7 +310,8 @@ class ParameterServerService:
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         rate = check_learning_rate("learning_rate", request.learning_rate)
         from_step = request.from_step if request.HasField("from_step") else None
-        self._shard.parameters.get(request.parameter).change_learning_rate(from_step, rate)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        parameter.change_learning_rate(from_step, rate)
         _LOG.info(
             "learning rate changed",
             extra={"parameter": request.parameter, "learning_rate": rate},
@@ -322,7 +322,8 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         figures = {figure.name: figure.value for figure in request.figures}
-        self._shard.parameters.get(request.parameter).reports.note(request.step, figures)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        parameter.reports.note(request.step, figures)
         return pb.ReportResponse()
 
     def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:

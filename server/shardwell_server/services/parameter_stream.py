@@ -373,8 +373,7 @@ def opened(shard: Shard, request: Any, call: Call, right: Right) -> ParameterSli
     shard.check_identity(request.open.shard)
     check_name("worker_id", request.open.worker_id)
     call.check(right, "parameter", request.open.parameter)
-    shard.parameters.check_opened(request.open.parameter, request.open.incarnation)
-    return shard.parameters.get(request.open.parameter)
+    return shard.parameters.opened(request.open.parameter, request.open.incarnation)
 
 
 def arena_of(arenas: ArenaOffers, token: int) -> SharedMemory | None:

@@ -128,7 +128,7 @@ class TableService:
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "table", request.table)
-        table = self._shard.tables.get(request.table)
+        table = self._shard.tables.opened(request.table, request.incarnation)
         if request.content not in _CONTENTS:
             raise ArgumentError(
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
@@ -171,7 +171,9 @@ class TableService:
                 checksum.check_sealed(request.open)
                 self._shard.check_identity(request.open.shard)
                 call.check(Right.CREATE, "table", request.open.table)
-                loading = _Load(self._shard.tables.get(request.open.table), request)
+                opening = request.open
+                table = self._shard.tables.opened(opening.table, opening.incarnation)
+                loading = _Load(table, request)
             elif request.HasField("open"):
                 raise ArgumentError("only the first message of a stream has `open`")
             elif loading.is_finished:
@@ -188,7 +190,8 @@ class TableService:
     def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
         self._shard.check_identity(request.shard)
         call.check(Right.ADMIN, "table", request.table)
-        count = self._shard.tables.get(request.table).evict(request.older_than_step)
+        table = self._shard.tables.opened(request.table, request.incarnation)
+        count = table.evict(request.older_than_step)
         call.note("evicted", kind="table", name=request.table, rows=count)
         _LOG.info(
             "rows evicted",
@@ -205,7 +208,7 @@ class TableService:
     ) -> pb.SetTableLearningRateResponse:
         self._shard.check_identity(request.shard)
         call.check(Right.CONTRIBUTE, "table", request.table)
-        table = self._shard.tables.get(request.table)
+        table = self._shard.tables.opened(request.table, request.incarnation)
         rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
         from_step = request.from_step if request.HasField("from_step") else None
         table.change_learning_rate(from_step, rate)
@@ -219,6 +222,7 @@ class TableService:
         tables = [t for t in self._shard.tables.all() if call.principal.best(t.spec.name)]
         if request.table:
             call.check(Right.READ, "table", request.table)
+            self._shard.tables.check_opened(request.table, request.incarnation)
             found = self._shard.tables.find(request.table)
             tables = [self._shard.tables.get(request.table) if found is None else found]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
@@ -245,8 +249,7 @@ class TableService:
         self._shard.check_identity(request.open.shard)
         check_name("worker_id", request.open.worker_id)
         call.check(Right.READ, "table", request.open.table)
-        self._shard.tables.check_opened(request.open.table, request.open.incarnation)
-        table = self._shard.tables.get(request.open.table)
+        table = self._shard.tables.opened(request.open.table, request.open.incarnation)
         table.register.check_incarnation(request.open.incarnation)
         return _RowExchange(self._shard, table, request.open, call)
 

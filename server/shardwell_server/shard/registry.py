@@ -214,6 +214,11 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 **self._where(name),
             )
 
+    def opened(self, name: str, incarnation: int) -> OwnedT:
+        """The one that a caller has opened: `get`, after `check_opened`."""
+        self.check_opened(name, incarnation)
+        return self.get(name)
+
     def _words_of(self, name: str) -> str:
         """What became of a name, for an error about it; empty: nothing."""
         mark = self._changes.mark_of(self._kind, name)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -16,7 +17,9 @@ import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import run_command
 from harness.threads import in_background
-from harness.tokens import Tokens
+from harness.tokens import Tokens, bearing
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
 
 SGD = shardwell.SGD(learning_rate=1.0)
 SIZE = 300
@@ -153,6 +156,131 @@ def test_workers_of_a_deleted_one_do_not_get_into_the_next(running, connect, kin
     call = in_background(lambda: step(partner))
     np.testing.assert_array_equal(step(again), -1.0)
     np.testing.assert_array_equal(call.result(PATIENCE_S), -1.0)
+
+
+def kept(running: Any, kind: str) -> list[Any]:
+    """What an old handle's calls could have changed, of each shard."""
+    if kind == "parameter":
+        found = [server.shard.parameters.get("m") for server in running.servers]
+        return [
+            (one.describe(9).learning_rate, one.describe(9).version_max, one.reports.means())
+            for one in found
+        ]
+    tables = [server.shard.tables.get("m") for server in running.servers]
+    return [(one.learning_rate, one.version, one.describe(9).row_count) for one in tables]
+
+
+def calls_about(one: Any, kind: str) -> dict[str, Any]:
+    """All calls of a handle that are no streams."""
+    calls = {
+        "rate": lambda: one.set_learning_rate(0.25),
+        "rate now": lambda: one.set_learning_rate(0.25, now=True),
+    }
+    if kind == "table":
+        calls |= {
+            "evict": lambda: one.evict(older_than_step=9),
+            "ids": one.row_ids,
+            "status": one.status,
+        }
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_made_anew", [True, False])
+def test_no_call_of_an_old_handle_reaches_the_next(
+    running, connect, caplog, kind, is_made_anew
+) -> None:
+    worker, ops = connect(running, "w0"), connect(running, "ops")
+    old = opened(worker, kind)
+    step(old)
+    ops.delete("m", force=True)
+    how = "was deleted by 'ops'"
+    if is_made_anew:
+        again = opened(ops, kind)
+        for _ in range(3):  # further on than the old one would go
+            step(again)
+        before = kept(running, kind)
+        how += ", and another one was made since"
+    for call in calls_about(old, kind).values():
+        with pytest.raises(UNKNOWN[kind], match=how) as caught:
+            call()
+        assert getattr(caught.value, kind) == "m"
+    if kind == "parameter":
+        old.report(loss=0.5)
+        eventually("the report is refused", lambda: "reports of parameter 'm'" in caplog.text)
+        assert how in caplog.text
+    if not is_made_anew:
+        assert names_on(ops) == [set()] * 3
+        return
+    assert kept(running, kind) == before
+    for call in calls_about(again, kind).values():
+        call()
+    if kind == "parameter":
+        again.report(loss=0.5)
+        eventually("it is noted", lambda: kept(running, kind)[0][2] == {"loss": [(3, 0.5)]})
+    assert {each[0] for each in kept(running, kind)} == {0.25}
+
+
+def test_a_rate_after_shard_0_lost_its_memory_is_refused(cluster, connect) -> None:
+    """What was made since is none of the old handle's, though nothing was deleted."""
+    running = cluster(1, processes=True)
+    worker = connect(running, "w0")
+    old, old_table = opened(worker, "parameter"), opened(worker, "table", "t")
+    running.children[0].kill()
+    running.start_again(0)
+    ops = connect(running, "ops")
+    opened(ops, "parameter"), opened(ops, "table", "t")
+    for one in (old, old_table):
+        for is_now in (True, False):
+            with pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"):
+                one.set_learning_rate(0.25, now=is_now)
+    (status,) = ops.status()
+    assert {each.learning_rate for each in (*status.parameters, *status.tables)} == {1.0}
+
+
+def test_requests_by_hand_name_what_they_are_about(running, connect) -> None:
+    """Of a worker that speaks no stream: each names the parameter that it has opened."""
+
+    def clipped(worker_id: str) -> shardwell.Parameter:
+        rule = shardwell.SGD(learning_rate=1.0, clip_norm=1.0)
+        made = connect(running, worker_id).parameter("m", size=SIZE, optimizer=rule, worker_count=2)
+        made.init(np.zeros(SIZE, np.float32))
+        return made
+
+    old, ops = clipped("w0"), connect(running, "ops")
+    ops.delete("m", force=True)
+    pair = [clipped(f"w{rank}") for rank in range(2)]
+    for one in pair:
+        one.put_gradient(ONES)
+    channels = ops._shards.channels
+    own, other = pair[0]._opening.incarnation, old._opening.incarnation
+    assert own != other
+    requests: dict[str, tuple[Any, Any]] = {
+        "CloseStep": (pb.CloseStepRequest(norm=0.5), pb.CloseStepResponse),  # which clips nothing
+        "ConfirmInit": (pb.ConfirmInitRequest(epoch=9), pb.ConfirmInitResponse),
+        "Report": (pb.ReportRequest(figures=[pb.Figure(name="a")]), pb.ReportResponse),
+        "SetLearningRate": (pb.SetLearningRateRequest(), pb.SetLearningRateResponse),
+    }
+    before = kept(running, "parameter")
+    for method, (request, response) in requests.items():
+        request.parameter, request.incarnation = "m", other
+        for channel in channels:
+            request.shard.CopyFrom(channel.identity)
+            with pytest.raises(shardwell.UnknownParameterError, match="another one was made since"):
+                channel.call(method, request, response, timeout_s=PATIENCE_S, parameter="m")
+    assert kept(running, "parameter") == before
+    for channel, address in zip(channels, running.target.split(","), strict=True):
+        get = pb.GetWeightsRequest(shard=channel.identity, parameter="m", incarnation=own)
+        with bearing(grpc.insecure_channel(address)) as raw:
+            ask = raw.unary_stream("/shardwell.v1.ParameterServerService/GetWeights")
+            assert list(ask(checksum.sealed(get), timeout=PATIENCE_S))
+            get.incarnation = other
+            with pytest.raises(grpc.RpcError) as caught:
+                list(ask(checksum.sealed(get), timeout=PATIENCE_S))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    for one in pair:
+        expected = -ONES / np.sqrt(SIZE)
+        np.testing.assert_allclose(one.get_weights(min_version=1), expected, rtol=1e-3)
 
 
 def test_streams_go_on_with_other_parameters(running, connect) -> None:
