@@ -1,10 +1,10 @@
 """Goal: SIGKILL at any moment, of anybody, changes nothing about what is learned.
 
 Method: random kills (harness/faults/random_kills.py) in clusters that keep files, hundreds in all;
-after every round the shards' files hold the weights of an undisturbed run, bit for bit. The kills
-come from a seed, new in each run; a failure prints it, and SHARDWELL_TEST_SEED=... draws the same
-ones. Shards and workers are forked, to be back in milliseconds; one test has them started as users
-start them. `make soak MINUTES=10` does it for longer, several clusters at a time.
+after every round the shards hold the weights, or rows, of an undisturbed run, bit for bit. The
+kills come from a seed, new in each run; a failure prints it, and SHARDWELL_TEST_SEED=... draws the
+same ones. Shards and workers are forked, to be back in milliseconds; one test has them started as
+users start them. `make soak MINUTES=10` does it for longer, several clusters at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 
 import shardwell
 from harness.data.first_weights_plan import FirstWeightsPlan
+from harness.data.table_plan import TablePlan
 from harness.data.training_plan import TrainingPlan
 from harness.faults.random_kills import KillCase, Toll
 from harness.oracles.parameter import integer_gradient
@@ -101,7 +102,33 @@ CASES += [
     ),
     KillCase(name="pieces, durable steps", plan=_PIECES, durability="step", steps=20),
 ]
-
+# A table's gradients depend on the rows that a worker has read.
+_ROWS = KillCase(name="rows", plan=TablePlan(), steps=20)
+_OF_ONE = dataclasses.replace(_ROWS, name="rows of one worker", plan=TablePlan(worker_count=1))
+TABLE_CASES = [
+    _ROWS,
+    dataclasses.replace(
+        _ROWS,
+        name="rows, put and get, three workers",
+        plan=TablePlan(
+            worker_count=3, verb="put_get", optimizer=shardwell.Adagrad(learning_rate=0.5)
+        ),
+    ),
+    dataclasses.replace(_ROWS, name="rows, durable steps", durability="step"),
+    _OF_ONE,
+    dataclasses.replace(
+        _OF_ONE,
+        name="rows of one worker, adam, three shards",
+        plan=TablePlan(
+            worker_count=1,
+            row_count=700,
+            batch_row_count=480,
+            optimizer=shardwell.Adam(learning_rate=0.125),
+        ),
+        shard_count=3,
+    ),
+    dataclasses.replace(_OF_ONE, name="rows of one worker, durable seconds", durability="0.05"),
+]
 
 SOAK_MINUTES = float(os.environ.get("SHARDWELL_SOAK_MINUTES") or 10)
 SOAK_THREAD_COUNT = 3
@@ -120,6 +147,16 @@ def _seed() -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_same_weights_however_often_anybody_is_killed(
+    forked: ForkedCalls, tmp_path: Path, case: KillCase
+) -> None:
+    toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
+    print(toll)
+    assert toll.kill_count >= KILL_COUNT
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", TABLE_CASES, ids=lambda case: case.name)
+def test_the_same_rows_however_often_anybody_is_killed(
     forked: ForkedCalls, tmp_path: Path, case: KillCase
 ) -> None:
     toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
@@ -174,7 +211,7 @@ def test_soak(forked: ForkedCalls, tmp_path: Path) -> None:
         chance = random.Random(seed + thread_index)
         toll = Toll()
         while watch.elapsed_s < 60 * SOAK_MINUTES:
-            case, kill_seed = chance.choice(CASES), chance.randrange(10**9)
+            case, kill_seed = chance.choice(CASES + TABLE_CASES), chance.randrange(10**9)
             directory = tmp_path / str(kill_seed)
             found = case.run(forked, directory, seed=kill_seed, kill_count=4 * KILL_COUNT)
             shutil.rmtree(directory)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 import shardwell
+from harness.data.table_plan import TablePlan
 from harness.data.training_plan import Float32, TrainingPlan
 from harness.threads import together
 from shardwell_server import LocalCluster
@@ -23,8 +25,10 @@ class ExpectedWeights(Protocol):
         """Releases what it holds."""
 
 
-def expected_weights(plan: TrainingPlan) -> ExpectedWeights:
+def expected_weights(plan: TrainingPlan | TablePlan) -> ExpectedWeights:
     """NumPy's where float32 is exact, else those of an undisturbed cluster."""
+    if isinstance(plan, TablePlan):
+        return UndisturbedRows(plan)
     optimizer = plan.optimizer
     is_exact = isinstance(optimizer, shardwell.SGD) and not optimizer.momentum
     return ComputedWeights(plan) if is_exact and not plan.depends else UndisturbedWeights(plan)
@@ -58,13 +62,13 @@ class ComputedWeights:
         """See ExpectedWeights."""
 
 
-class UndisturbedWeights:
+class Undisturbed(ABC):
     """The same training on one shard in this process, in memory.
 
     Sums of whole numbers are the same in any order, and the update rule sees the same sums.
     """
 
-    def __init__(self, plan: TrainingPlan) -> None:
+    def __init__(self, plan: TrainingPlan | TablePlan) -> None:
         self._plan = plan
         self._cluster = LocalCluster(1)
 
@@ -77,9 +81,31 @@ class UndisturbedWeights:
                 for index in range(plan.worker_count)
             ]
         )
-        (parameter,) = self._cluster.servers[0].shard.parameters.all()
-        return parameter.storage.weights.copy()
+        return self._stored()
+
+    @abstractmethod
+    def _stored(self) -> Float32:
+        """What the shard has."""
 
     def close(self) -> None:
         """See ExpectedWeights."""
         self._cluster.close()
+
+
+class UndisturbedWeights(Undisturbed):
+    """Of a parameter."""
+
+    def _stored(self) -> Float32:
+        (parameter,) = self._cluster.servers[0].shard.parameters.all()
+        return parameter.storage.weights.copy()
+
+
+class UndisturbedRows(Undisturbed):
+    """Of a table, by id."""
+
+    def __init__(self, plan: TablePlan) -> None:
+        super().__init__(plan)
+        self._rows = partial(plan.stored, self._cluster.target)
+
+    def _stored(self) -> Float32:
+        return self._rows()

@@ -104,8 +104,8 @@ class ForkedCluster:
         """
         files = [
             path
-            for name in ("weights", "gradient_sum", "slot-0")
-            for path in sorted(self._shard_dir(shard_index).glob(f"parameters/*[0-9]/{name}"))
+            for name in ("weights", "gradient_sum", "sums", "slot-0")
+            for path in sorted(self._shard_dir(shard_index).glob(f"*s/*[0-9]/{name}"))
             if path.stat().st_size
         ]
         if not files:

@@ -32,6 +32,7 @@ from harness.polling import readable
 
 _MODULES = (
     "harness.data.first_weights_plan",
+    "harness.data.table_plan",
     "harness.data.training_plan",
     "harness.programs.group_worker",
     "harness.programs.session_worker",
