@@ -171,7 +171,9 @@ def _told(values: Any) -> str:
 
 
 OF_PARAMETER = "skip or mend the step, or open the parameter with allow_non_finite=True"
-"""What helps who opened the parameter itself."""
+"""What helps the caller that opened the parameter itself."""
+REFUSED_STEP = "abandon_step() ends the step; or open the {} with allow_non_finite=True"
+"""What helps that caller of a parameter or table beside what the shard that refused a part says."""
 
 
 def finite_peak(

@@ -22,7 +22,7 @@ from shardwell.errors import (
     NonFiniteError,
     ShardwellError,
 )
-from shardwell.numerics.arguments import OF_PARAMETER, finite_peak
+from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, finite_peak
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
@@ -214,7 +214,9 @@ class Transfer:
         self.superseded: set[Slice] = set()
         """Ranges that a shard had counted before with other values; the caller empties it."""
         self.non_finite_remedy = OF_PARAMETER
-        """What NonFiniteError advises."""
+        """What NonFiniteError advises about a gradient that was not sent."""
+        self.refusal_remedy = REFUSED_STEP.format("parameter")
+        """What it advises beside what a shard says that has refused a part."""
 
     def get_weights(
         self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
@@ -601,9 +603,10 @@ class Transfer:
         try:
             return line.stream.read()
         except grpc.RpcError as error:
-            raise to.call_group.error_of(
-                line.part.channel, error, parameter=self._spec.name
-            ) from None
+            failed = to.call_group.error_of(line.part.channel, error, parameter=self._spec.name)
+            if isinstance(failed, NonFiniteError):
+                failed.args = (f"{failed.message}; {self.refusal_remedy}",)
+            raise failed from None
 
     def _answer(self, to: _Lines, line: _Line) -> pb.ExchangeResponse:
         """The same without a payload."""

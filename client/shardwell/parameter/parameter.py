@@ -580,7 +580,7 @@ class Parameter(Connected, Generic[ValuesT]):
 
     def advise_on_non_finite(self, remedy: str) -> None:
         """What NonFiniteError is to advise; for what opens a parameter on its caller's behalf."""
-        self._transfer.non_finite_remedy = remedy
+        self._transfer.non_finite_remedy = self._transfer.refusal_remedy = remedy
 
     def close(self) -> None:
         """Ends this worker's calls of the parameter, which lives on in the cluster.

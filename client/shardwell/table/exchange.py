@@ -21,6 +21,7 @@ from shardwell.errors import (
     ShardwellError,
     StepOrderError,
 )
+from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.process.spans import NO_STEP, now_ns
@@ -289,6 +290,7 @@ class RowTransfer:
             if isinstance(told, NonFiniteError) and put is not None:
                 assert told.shard_index is not None
                 told.element_index = put.element_index(told.shard_index, told.element_index)
+                told.args = (f"{told.message}; {REFUSED_STEP.format('table')}",)
             raise told from None
 
     def messages(

@@ -162,8 +162,8 @@ class RowStateCodec:
                 row, column = np.argwhere(~np.isfinite(array))[0]
                 raise NonFiniteError(
                     f"table {self._spec.name!r}: column {column}{what} of row id {state.ids[row]} "
-                    "is not finite; lower the learning rate or clip, or open with "
-                    "allow_non_finite=True",
+                    "is not finite; restore a checkpoint from before, and lower the learning rate "
+                    "or clip gradients",
                     element_index=int(row) * self._spec.dim + int(column),
                     table=self._spec.name,
                 )

@@ -196,7 +196,9 @@ class ParameterServerService:
                 finite = np.isfinite(values)
                 if not finite.all():
                     index = where.offset + int(np.argmin(finite))
-                    raise non_finite(parameter.spec, index, "first weights")
+                    raise non_finite(
+                        parameter.spec, index, "first weights", "mend them and send them again"
+                    )
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
             count_payload(self._shard, call, received=payload.size)
             expected = where.stop

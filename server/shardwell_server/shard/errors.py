@@ -1,4 +1,7 @@
-"""Errors of a slice that are raised in more than one place."""
+"""Errors of a slice that are raised in more than one place.
+
+They advise what every caller can do, in whatever language: the SDK adds what its callers have.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ class TableSteps(Protocol):
     def missing(self, step: int) -> tuple[list[str], int]:
         """Workers that have not ended `step`, and how many more never opened the table."""
 
+_OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or clip gradients"
 
-def non_finite(spec: ParameterSpec, element_index: int, what: str) -> NonFiniteError:
+
+def non_finite(
+    spec: ParameterSpec, element_index: int, what: str, advice: str = "mend it and send it again"
+) -> NonFiniteError:
     """The error for a value that is not finite, `what` saying whose."""
     return NonFiniteError(
-        f"{what}, parameter {spec.name!r}: {spec.element(element_index)} is not finite; "
-        "lower the learning rate or clip, or open with allow_non_finite=True",
+        f"{what}, parameter {spec.name!r}: {spec.element(element_index)} is not finite; {advice}",
         element_index=element_index,
         parameter=spec.name,
     )
@@ -39,6 +45,7 @@ def state_overflow(
     slot_name: str,
     *,
     too_large: str,
+    ending: str,
     element_index: int,
     **where: Any,
 ) -> NonFiniteError:
@@ -50,11 +57,12 @@ def state_overflow(
         whose: The gradient.
         slot_name: The array of state.
         too_large: "gradient", or "weight decay" where it is what that adds.
+        ending: How the step is ended now.
         element_index: The place as errors carry it.
         where: The parameter or table as errors carry it.
     """
     cause, advice = {
-        "gradient": ("it is so large", "clip gradients (clip_value=)"),
+        "gradient": ("it is so large", "clip gradients"),
         "weight decay": (
             "what weight decay adds to it is so large, because weights are,",
             "restore a checkpoint and lower the learning rate",
@@ -62,8 +70,8 @@ def state_overflow(
     }[too_large]
     return NonFiniteError(
         f"{whose}, {what}: {cause} that the optimizer's {slot_name!r} of {place} would be "
-        f"infinite for good; this part of it is not counted, and others may be; {advice} and call "
-        "again, or end the step with abandon_step(); or open with allow_non_finite=True",
+        f"infinite for good; this part of it is not counted, and others may be; {advice}, and "
+        f"{ending}",
         element_index=element_index,
         **where,
     )
@@ -73,8 +81,8 @@ def diverged(
     spec: ParameterSpec, element_index: int, version: int, what: str = "weights"
 ) -> DivergedError:
     """The error for a weight, or what else `what` says, that is not finite any more."""
-    told = non_finite(spec, element_index, f"{what} at version {version}")
-    return DivergedError(told.message, element_index=element_index, parameter=spec.name)
+    found = non_finite(spec, element_index, f"{what} at version {version}", _OF_DIVERGED)
+    return DivergedError(found.message, element_index=element_index, parameter=spec.name)
 
 
 def workers_missing(
@@ -100,12 +108,14 @@ def workers_missing(
     )
 
 
-def non_finite_row(spec: TableSpec, ids: Ids, place: int, what: str) -> NonFiniteError:
+def non_finite_row(
+    spec: TableSpec, ids: Ids, place: int, what: str, advice: str = "mend it and send it again"
+) -> NonFiniteError:
     """The same for rows; `place` is row * dim + column among `ids`."""
     row, column = divmod(place, spec.dim)
     return NonFiniteError(
         f"{what}, table {spec.name!r}: column {column} of row id {ids[row]} is not finite; "
-        "lower the learning rate or clip, or open with allow_non_finite=True",
+        f"{advice}",
         element_index=place,
         table=spec.name,
     )
@@ -113,8 +123,8 @@ def non_finite_row(spec: TableSpec, ids: Ids, place: int, what: str) -> NonFinit
 
 def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> DivergedError:
     """The same as `diverged`; `place` is row * dim + column among `ids`."""
-    told = non_finite_row(spec, ids, place, f"weights at version {version}")
-    return DivergedError(told.message, table=spec.name)
+    found = non_finite_row(spec, ids, place, f"weights at version {version}", _OF_DIVERGED)
+    return DivergedError(found.message, table=spec.name)
 
 
 def table_workers_missing(

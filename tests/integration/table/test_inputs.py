@@ -185,6 +185,17 @@ def test_which_sum_overflowed_is_not_known_of_several_messages(cluster, connect)
     assert caught.value.element_index == -1
 
 
+def test_a_part_that_state_can_t_take_says_how_the_step_is_ended(cluster, connect) -> None:
+    table = _table(connect(cluster(1), "w0"), optimizer=shardwell.Adagrad(0.5), codec="fp32")
+    with pytest.raises(
+        shardwell.NonFiniteError,
+        match=r"'sum' of row id 1, .*; abandon_step\(\) ends .* table with allow_non_finite",
+    ):
+        table.put_row_gradients([1], np.full((1, table.dim), 1e30, np.float32))
+    assert table.abandon_step() == 0
+    assert table.put_row_gradients([1], np.ones((1, table.dim), np.float32)) == 1
+
+
 def test_a_shard_without_room_refuses_and_the_step_can_be_ended(cluster, connect) -> None:
     """One shard has counted its rows, the other has not: again, or with what was counted."""
     running = cluster(2, limits=Limits(table_row_count_max=3))

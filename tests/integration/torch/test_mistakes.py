@@ -24,3 +24,38 @@ def test_what_is_not_finite_advises_what_a_server_optimizer_has(cluster, connect
     with pytest.raises(shardwell.NonFiniteError, match=r"tensor '.*; zero_grad\(\) and") as caught:
         optimizer.step()
     assert "allow_non_finite" not in caught.value.message
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_shard_refuses_advises_what_a_server_optimizer_has(
+    cluster, connect, overlap: bool
+) -> None:
+    """A finite gradient whose square is not; then the advice is followed."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = shardwell.torch.ServerOptimizer(
+        model, connect(cluster(2), "w0"), shardwell.Adagrad(0.5), overlap=overlap
+    )
+    (model(torch.ones(1, 2)).sum() * 1e30).backward()
+    with pytest.raises(
+        shardwell.NonFiniteError, match=r"'sum' of .*infinite for good.*; zero_grad\(\) and"
+    ) as caught:
+        optimizer.step()
+    for lacking in ("allow_non_finite", "abandon_step", "clip_value"):
+        assert lacking not in caught.value.message
+    optimizer.zero_grad()
+    before = model.bias.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    moved = (model.bias.detach() - before).abs().item()
+    assert moved == pytest.approx(0.5, abs=1e-3)  # Adagrad's first step, whatever its size
+
+
+def test_weights_that_diverged_advise_what_everybody_has(cluster, connect) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = shardwell.torch.ServerOptimizer(
+        model, connect(cluster(2), "w0"), shardwell.SGD(lr=3e38)
+    )
+    (model(torch.ones(1, 2)).sum() * 100).backward()
+    with pytest.raises(shardwell.DivergedError, match="restore a checkpoint from before") as caught:
+        optimizer.step()
+    assert "allow_non_finite" not in caught.value.message

@@ -568,6 +568,7 @@ class ParameterSlice:
                 f"gradient of {seat.worker_id!r}",
                 self.spec.optimizer.slot_names[slot_index],
                 too_large=too_large,
+                ending="send the step again",
                 element_index=element,
                 parameter=self.spec.name,
             )

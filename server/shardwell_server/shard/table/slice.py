@@ -58,6 +58,7 @@ from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
 from shardwell_server.store import TableLayout, TableStorage
 
+_ENDING = "end the step with what is counted of it"
 _EVICT_ROW_COUNT = 2**20
 """Places that are looked at between one moment and the next in which others may go on."""
 
@@ -395,7 +396,8 @@ class TableSlice:
             except NonFiniteSumError as error:
                 place = error.cell.row * self.spec.dim + error.cell.column
                 what = f"sum of step {header.step} with the gradient of {seat.worker_id!r}"
-                raise non_finite_row(self.spec, ids, place, what) from None
+                advice = f"scale gradients down, and {_ENDING}"
+                raise non_finite_row(self.spec, ids, place, what, advice) from None
         self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
         if self._tracker.is_sync:
             self.times.contributed(self._tracker.version)
@@ -418,6 +420,7 @@ class TableSlice:
                 f"gradient of {seat.worker_id!r}",
                 name,
                 too_large="gradient" if part.peak >= SAFE_MAGNITUDE else "weight decay",
+                ending=_ENDING,
                 element_index=place.row * self.spec.dim + place.column,
                 table=self.spec.name,
             )
