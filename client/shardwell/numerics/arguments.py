@@ -182,18 +182,18 @@ def finite_peak(
     parameter: str | None,
     offset: int = 0,
     remedy: str = OF_PARAMETER,
-    told: Callable[[int], str] = "element {}".format,
+    name_of: Callable[[int], str] = "element {}".format,
 ) -> float:
     """Largest magnitude of values as float32; `offset` is the first one's index for messages.
 
-    `told` is how the element of an index is called.
+    `name_of` gives an element's name from its index.
 
     Raises:
         NonFiniteError: one is NaN or infinite; with the index of the first.
     """
     peak, index = find_peak(values)
     if index is not None:
-        element = told(offset + index)
+        element = name_of(offset + index)
         raise NonFiniteError(
             f"{what}: {element} is {values[index]}, which is not a finite float32; {remedy}",
             element_index=offset + index,

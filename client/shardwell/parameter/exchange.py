@@ -274,7 +274,7 @@ class Transfer:
                     self._spec.name,
                     where.offset,
                     self.non_finite_remedy,
-                    told=self._spec.element,
+                    name_of=self._spec.element,
                 )
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:

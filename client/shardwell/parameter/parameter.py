@@ -247,7 +247,9 @@ class Parameter(Connected, Generic[ValuesT]):
         what = f"first weights of {self.name!r}"
         values: Float32 = self._values.pieces(what, given).whole()
         if is_weights and not self.spec.allow_non_finite:
-            finite_peak(what, values, self.name, remedy="mend them first", told=self.spec.element)
+            finite_peak(
+                what, values, self.name, remedy="mend them first", name_of=self.spec.element
+            )
         return values
 
     def _settle(self, values: GivenValues, attempts: Attempts) -> Settled:

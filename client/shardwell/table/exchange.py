@@ -286,12 +286,12 @@ class RowTransfer:
         try:
             return stream.read()
         except grpc.RpcError as error:
-            told = streams.call_group.error_of(channel, error, table=self._spec.name)
-            if isinstance(told, NonFiniteError) and put is not None:
-                assert told.shard_index is not None
-                told.element_index = put.element_index(told.shard_index, told.element_index)
-                told.args = (f"{told.message}; {REFUSED_STEP.format('table')}",)
-            raise told from None
+            failed = streams.call_group.error_of(channel, error, table=self._spec.name)
+            if isinstance(failed, NonFiniteError) and put is not None:
+                assert failed.shard_index is not None
+                failed.element_index = put.element_index(failed.shard_index, failed.element_index)
+                failed.args = (f"{failed.message}; {REFUSED_STEP.format('table')}",)
+            raise failed from None
 
     def messages(
         self,

@@ -349,13 +349,13 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """See `torch.distributed.all_to_all`. Each rank gets all that any rank sends."""
         counts = [tensor.numel() for tensor in tensors]
-        told = self._gathered(torch.tensor(counts, device="cpu"))
+        counts_of = self._gathered(torch.tensor(counts, device="cpu"))
         dtype = tensors[0].dtype
-        everything = [torch.empty(int(each.sum()), dtype=dtype, device="cpu") for each in told]
+        everything = [torch.empty(int(each.sum()), dtype=dtype, device="cpu") for each in counts_of]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._gather([[each] for each in everything], [flat])
         for source, (output, each) in enumerate(zip(outputs, everything, strict=True)):
-            found = each.split(told[source].tolist())[self.rank()]
+            found = each.split(counts_of[source].tolist())[self.rank()]
             if found.numel() != output.numel():
                 raise CollectiveMismatchError(
                     f"rank {source} sent {found.numel()} elements to rank {self.rank()}, which has "

@@ -176,7 +176,7 @@ def _title(name: str, tensor: torch.Tensor) -> str:
     """What a tensor that is handed over is called on the cluster.
 
     Of a float32 tensor its name, under which an export has it. Others are there as their bytes, and
-    say what these are: workers whose tensors have other types or shapes are told so by name.
+    say what these are: a worker whose tensor has another type or shape gets an error that names it.
     """
     if tensor.dtype == torch.float32:
         return name

@@ -129,14 +129,14 @@ def check_sealed(message: Any) -> None:
         return
     found, expected = of_message(message), getattr(message, CRC_FIELD)
     if found != expected:
-        told = (
+        cause = (
             f"it says {expected:#010x}, so it was damaged; make the call again"
             if expected
             else "it has none, so it was damaged, or another version of Shardwell sent it; run the "
             "same version everywhere"
         )
         raise CorruptChunkError(
-            f"{message.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; {told}"
+            f"{message.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; {cause}"
         )
 
 
