@@ -327,6 +327,26 @@ def test_rows_that_can_not_be(cluster, rows, fields, code) -> None:
         assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=PATIENCE_S).row_count == 2
 
 
+def test_a_late_load_does_not_reach_a_table_that_was_made_since(cluster) -> None:
+    """Of a restore into a table that was deleted meanwhile."""
+    running = cluster(1)
+    with WireWorker(running.target, "w0") as worker:
+        deleted = WireTable(worker, SPEC).answers[0].incarnation
+        with shardwell.connect(running.target, worker_id="ops") as ops:
+            ops.delete("t", force=True)
+        table = WireTable(worker, SPEC)
+        messages = loading(worker)
+        messages[0].open.incarnation = deleted
+        sealed(messages)
+        detail = refused(worker, table, messages)
+        assert (detail.code, detail.table) == (types.ERROR_CODE_UNKNOWN_TABLE, "t")
+        (status,) = table.status()
+        assert (status.loading, status.incarnation) == (False, table.answers[0].incarnation)
+        messages[0].open.incarnation = status.incarnation
+        sealed(messages)
+        assert table.stubs[0].LoadRows(iter(messages), timeout=PATIENCE_S).row_count == 2
+
+
 def test_a_load_into_a_table_that_trained(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as worker:
         table = WireTable(worker, SPEC)
