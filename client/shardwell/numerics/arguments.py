@@ -173,7 +173,7 @@ def _told(values: Any) -> str:
 OF_PARAMETER = "skip or mend the step, or open the parameter with allow_non_finite=True"
 """What helps the caller that opened the parameter itself."""
 REFUSED_STEP = "abandon_step() ends the step; or open the {} with allow_non_finite=True"
-"""What helps that caller of a parameter or table beside what the shard that refused a part says."""
+"""What the SDK adds to the text of a shard that refused a part, for the caller that opened it."""
 
 
 def finite_peak(

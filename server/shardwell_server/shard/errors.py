@@ -24,6 +24,7 @@ class TableSteps(Protocol):
     def missing(self, step: int) -> tuple[list[str], int]:
         """Workers that have not ended `step`, and how many more never opened the table."""
 
+
 _OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or clip gradients"
 
 
