@@ -99,6 +99,21 @@ def by_name(client: shardwell.Client, kind: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_rate_of_an_old_handle_reaches_neither_name(running, connect, kind) -> None:
+    worker, ops = connect(running, "w0"), connect(running, "ops")
+    one = opened(worker, kind)
+    step(one)
+    ops.rename("m", "old", force=True)
+    opened(ops, kind)
+    for now in (True, False):
+        with pytest.raises(UNKNOWN[kind], match="'old'"):
+            one.set_learning_rate(0.5, now=now)
+    for shard in ops.status():
+        held = shard.tables if kind == "table" else shard.parameters
+        assert {each.spec.name: each.learning_rate for each in held} == {"m": 0.125, "old": 0.125}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_and_deleted(running, connect, kind) -> None:
     client = connect(running, "w0")
     one, beside = opened(client, kind), opened(client, kind, "beside")
