@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from shardwell_server.accumulator.file_layout import (
 from shardwell_server.accumulator.sums import SumMemory
 from shardwell_server.store.files.boot import kernel_boot_id
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_directory
+from shardwell_server.store.files.mapping import Mapping
 
 _BLANK_BLOCK_BYTES = 1 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC
@@ -61,8 +61,8 @@ class GradientFile(SumMemory):
             self._reached("room for undo")
         elif size != layout.size_bytes:
             raise self._truncated(size)
-        self._mapping = mmap.mmap(file, layout.size_bytes)
-        self.data = np.frombuffer(self._mapping, np.uint8)
+        self._mapping = Mapping(file, layout.size_bytes)
+        self.data = self._mapping.data
         self.state = FileState(self, self.salt)
         self.was_open = self.state.get() is not State.CLOSED
         if self.was_open and size != layout.size_bytes:
@@ -174,7 +174,7 @@ class GradientFile(SumMemory):
 
     def _flush_head(self) -> None:
         assert self._mapping is not None
-        self._mapping.flush(0, PAGE_SIZE_BYTES)
+        self._mapping.sync(PAGE_SIZE_BYTES)
 
     def clearing(self, clear: Callable[[], None]) -> None:
         """Calls `clear`, which takes all sums away at once: a kill meanwhile does so, too."""

@@ -49,6 +49,7 @@ from shardwell_server.services.parameter_stream import (
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_tracker import Seat
 
@@ -332,12 +333,14 @@ class ParameterServerService:
         shard, config = self._shard, self._shard.config
         if request.identity_only:  # what a client asks first
             admit_newcomer()
-        parameters = [] if request.identity_only else shard.parameters.all()
+        parameters: list[ParameterSlice] = []
         if request.parameter:
             call.check(Right.READ, "parameter", request.parameter)
-            parameters = [p for p in parameters if p.spec.name == request.parameter]
-        else:
-            parameters = [p for p in parameters if call.principal.best(p.spec.name)]
+            found = shard.parameters.find(request.parameter)  # at no cost of all the others
+            parameters = [] if found is None or request.identity_only else [found]
+        elif not request.identity_only:
+            all_ = shard.parameters.all()
+            parameters = [p for p in all_ if call.principal.best(p.spec.name)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
         response = pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(

@@ -219,12 +219,13 @@ class TableService:
         self, request: pb.GetTableStatusRequest, call: Call
     ) -> pb.GetTableStatusResponse:
         self._shard.check_identity(request.shard)
-        tables = [t for t in self._shard.tables.all() if call.principal.best(t.spec.name)]
         if request.table:
             call.check(Right.READ, "table", request.table)
             self._shard.tables.check_opened(request.table, request.incarnation)
             found = self._shard.tables.find(request.table)
             tables = [self._shard.tables.get(request.table) if found is None else found]
+        else:
+            tables = [t for t in self._shard.tables.all() if call.principal.best(t.spec.name)]
         name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(tables), 1), 1)
         attending = self._shard.sessions.by_worker() if tables else {}
         response = pb.GetTableStatusResponse(

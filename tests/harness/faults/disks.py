@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.store.files import mapped as mapped_file
+from shardwell_server.store.files.mapping import Mapping
 
 HINTS = {
     errno.ENOSPC: "free space on that disk",
@@ -37,7 +37,7 @@ class FailingSystem:
         self.error_number = errno.ENOSPC
         for name in self.NAMES:
             monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
-        monkeypatch.setattr(mapped_file.mmap, "mmap", self._mapping(mapped_file.mmap.mmap))
+        monkeypatch.setattr(Mapping, "__init__", self._wrapped(Mapping.__init__))
 
     def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -47,15 +47,6 @@ class FailingSystem:
             return call(*args, **kwargs)
 
         return counted
-
-    def _mapping(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Maps files as `_wrapped`; memory that is no file's comes from no disk."""
-        counted = self._wrapped(call)
-
-        def mapped(file: int, *args: Any, **kwargs: Any) -> Any:
-            return (call if file < 0 else counted)(file, *args, **kwargs)
-
-        return mapped
 
 
 class SmallDisk:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 from typing import Self
@@ -12,6 +11,7 @@ import numpy as np
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
+from shardwell_server.store.files.mapping import Mapping
 
 PAGE_SIZE_BYTES = 4096
 """Files' parts that grow or are mapped alone begin at multiples of it."""
@@ -78,8 +78,8 @@ class MappedFile:
         self.path = path
         found = os.fstat(file)
         self.identity = (found.st_dev, found.st_ino)
-        self._mapping = mmap.mmap(file, size_bytes) if size_bytes else None
-        self.data: Bytes = np.frombuffer(self._mapping or bytearray(), np.uint8)
+        self._mapping = Mapping(file, size_bytes) if size_bytes else None
+        self.data: Bytes = np.empty(0, np.uint8) if self._mapping is None else self._mapping.data
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> Self:
@@ -136,4 +136,4 @@ class MappedFile:
             OSError: the disk failed.
         """
         if self._mapping is not None:
-            self._mapping.flush()
+            self._mapping.sync()

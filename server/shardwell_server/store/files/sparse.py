@@ -16,6 +16,7 @@ from typing import Self
 
 from shardwell.errors import StorageError
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, storage_error
+from shardwell_server.store.files.mapping import Mapping
 
 EXTENT_BYTES_MIN = 1 << 20
 """Disk space is taken so much at a time at first, then as much as there is already,"""
@@ -65,7 +66,7 @@ class SparseFile(MappedFile):
     def expect_random_access(self) -> None:
         """Has a page that is not in memory read alone, without those that follow it."""
         if self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_RANDOM)
+            self._mapping.advise(mmap.MADV_RANDOM, 0, self.data.size)
 
     def reserve(self, size_bytes: int) -> None:
         """Takes disk space for the first `size_bytes`, in whole pages; exactly, see `extended`.
@@ -107,9 +108,9 @@ class SparseFile(MappedFile):
         self.reserved_bytes = min(pages, self.data.size)
 
 
-def _remove(mapping: mmap.mmap, start: int, size_bytes: int) -> None:
+def _remove(mapping: Mapping, start: int, size_bytes: int) -> None:
     """Makes a hole in the mapped file, whose size stays."""
-    mapping.madvise(mmap.MADV_REMOVE, start, size_bytes)
+    mapping.advise(mmap.MADV_REMOVE, start, size_bytes)
 
 
 def reserve_all(

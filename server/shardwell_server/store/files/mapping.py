@@ -1,0 +1,97 @@
+"""Files mapped into memory, without a descriptor each.
+
+Python's `mmap` keeps a descriptor for as long as the memory is mapped. A parameter has five mapped
+files, and a process has 1024 descriptors where nobody has raised that, so that some hundred small
+parameters would use all of them up. The kernel needs none once a file is mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+
+from shardwell.numerics.codec import Bytes
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MAP = _LIBC.mmap
+_MAP.restype = ctypes.c_void_p
+_MAP.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_UNMAP, _SYNC, _ADVISE = _LIBC.munmap, _LIBC.msync, _LIBC.madvise
+_UNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_SYNC.argtypes = _ADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MS_SYNC = 0x4 if sys.platform == "linux" else 0x10
+"""Returns when it is on disk; the value of <sys/mman.h>, which Python does not name."""
+
+
+class _Pages:
+    """Mapped memory, which arrays keep that NumPy makes of it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+        }
+
+
+class Mapping:
+    """Bytes of a file that are memory shared with the kernel; unmapped with the last view of them.
+
+    Args:
+        file: A descriptor, which may be closed then.
+        size_bytes: From the file's start on, at least 1; the file has as many.
+
+    Raises:
+        OSError: it can't be mapped.
+    """
+
+    def __init__(self, file: int, size_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _MAP(None, size_bytes, access, mmap.MAP_SHARED, file, 0)
+        if address == _MAP_FAILED:
+            raise _failed()
+        pages = _Pages(address, size_bytes)
+        # At the interpreter's end other threads may still write there: the system unmaps it then.
+        weakref.finalize(pages, _UNMAP, address, size_bytes).atexit = False
+        self._address = address
+        self.data: Bytes = np.asarray(pages)
+        """(size_bytes,) uint8, writable: a view."""
+
+    def sync(self, size_bytes: int | None = None) -> None:
+        """Returns when what was written to the first `size_bytes` is on disk; default: to all.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if _SYNC(self._address, self.data.size if size_bytes is None else size_bytes, _MS_SYNC):
+            raise _failed()
+
+    def advise(self, advice: int, start: int, size_bytes: int) -> None:
+        """Tells the kernel how a part is used: see madvise(2); `start` is a multiple of a page.
+
+        Raises:
+            OSError: the kernel or the file system can't do it.
+        """
+        if _ADVISE(self._address + start, size_bytes, advice):
+            raise _failed()
+
+
+def _failed() -> OSError:
+    """Why the last call of the system failed on this thread."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
