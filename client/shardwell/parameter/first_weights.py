@@ -166,11 +166,11 @@ class FirstWeights:
                 messages = self._messages(channel, where, epoch)
                 timeout_s = self._attempts.rest_s
                 if self._values.array_count == 1 and len(_ranges(where)) == 1:
-                    call = channel.init_weights_at_once.future(*messages, timeout=timeout_s)
-                else:
-                    call = channel.init_weights.future(
-                        self._ended_by_failure(messages), timeout=timeout_s
-                    )
+                    (message,) = messages
+                    return channel.set_first_weights(message, timeout_s, self._name).version
+                call = channel.init_weights.future(
+                    self._ended_by_failure(messages), timeout=timeout_s
+                )
                 version: int = channel.result_of(call, self._name).version
         finally:
             if self._failure is not None:

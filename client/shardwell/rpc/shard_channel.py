@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from shardwell.errors import (
     AccessDeniedError,
@@ -28,6 +28,7 @@ from shardwell.errors import (
     ShardwellError,
     StepOrderError,
 )
+from shardwell.numerics.arguments import TIMEOUT_S_MIN
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
 from shardwell.process.unix_sockets import connected
@@ -44,6 +45,7 @@ from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session, new_session
 from shardwell.rpc.tls import check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
+from shardwell.rpc.unix_questions import UnixQuestions
 from shardwell.v1 import arena_pb2, names_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
@@ -119,6 +121,15 @@ class ShardChannel:
         self.unix = Neighbour("", is_wanted=same_host)
         """Where it takes streams of this machine."""
         self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
+        this = weakref.ref(self)  # which the connections are not to keep
+
+        def connection(timeout_s: float) -> socket.socket:
+            channel = this()
+            if channel is None:
+                raise ConnectionAbortedError("the client was dropped")
+            return channel._unix_connection(timeout_s)
+
+        self._questions = UnixQuestions(connection)
         self.session = session or new_session()
         """Of the client."""
         self.worker_id = ""
@@ -155,7 +166,7 @@ class ShardChannel:
             f"/{_SERVICE}/InitWeights",
             response_deserializer=pb.InitWeightsResponse.FromString,
         )
-        self.init_weights_at_once: Any = channel.unary_unary(
+        self._init_weights_at_once: Any = channel.unary_unary(
             f"/{_SERVICE}/InitWeights",
             response_deserializer=pb.InitWeightsResponse.FromString,
         )
@@ -207,6 +218,16 @@ class ShardChannel:
         Raises:
             OSError: it takes none now.
         """
+        call = UnixCall(self._unix_connection(timeout_s), method, calls, self._authorization())
+        self._unix_calls.add(call)
+        return call
+
+    def _unix_connection(self, timeout_s: float) -> socket.socket:
+        """A connection to the shard, on this machine.
+
+        Raises:
+            OSError: it takes none now.
+        """
         if self._closed:
             raise ConnectionAbortedError("the client was closed")
         timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
@@ -225,9 +246,7 @@ class ShardChannel:
             _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
             raise
         self.unix.note_reached()
-        call = UnixCall(connection, method, calls, self._authorization())
-        self._unix_calls.add(call)
-        return call
+        return connection
 
     def note_end(self, *, is_away: bool) -> None:
         """A call has ended that may have used this machine; `is_away`: for want of the shard."""
@@ -309,17 +328,49 @@ class ShardChannel:
         table: str | None = None,
     ) -> ResponseT:
         """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
+        until_s = time.monotonic() + timeout_s
         with self.translated(parameter, table):
+            if self.unix.is_there and not wait_for_ready:
+                name = self._method_name(method, of_table=table is not None)
+                answer = self._asked_here(name, checksum.sealed(request), timeout_s)
+                if answer is not None:
+                    return self.received(_parsed(response_type, answer), parameter, table)
             call = self.start(
                 method,
                 request,
                 response_type,
-                timeout_s=timeout_s,
+                timeout_s=max(until_s - time.monotonic(), TIMEOUT_S_MIN),
                 wait_for_ready=wait_for_ready,
                 of_table=table is not None,
             )
             response: ResponseT = self.result_of(call, parameter, table)
             return response
+
+    def set_first_weights(
+        self, message: bytes, timeout_s: float, parameter: str
+    ) -> pb.InitWeightsResponse:
+        """InitWeights of a slice that fits into one message; blocks up to `timeout_s`.
+
+        Raises:
+            grpc.RpcError: it failed; see `translated`.
+        """
+        until_s = time.monotonic() + timeout_s
+        if self.unix.is_there:
+            answer = self._asked_here(f"/{_SERVICE}/InitWeights", message, timeout_s)
+            if answer is not None:
+                return self.received(_parsed(pb.InitWeightsResponse, answer), parameter)
+        rest_s = max(until_s - time.monotonic(), TIMEOUT_S_MIN)
+        call = self._init_weights_at_once.future(message, timeout=rest_s)
+        response: pb.InitWeightsResponse = self.result_of(call, parameter)
+        return response
+
+    def _asked_here(self, method: str, request: bytes, timeout_s: float) -> bytes | None:
+        """The answer of a shard on this machine; None: call over gRPC."""
+        return self._questions.ask(method, request, self._authorization(), timeout_s)
+
+    @staticmethod
+    def _method_name(method: str, *, of_table: bool) -> str:
+        return f"/{_TABLE_SERVICE if of_table else _SERVICE}/{method}"
 
     def start(
         self,
@@ -333,8 +384,7 @@ class ShardChannel:
         service: str = "",
     ) -> Any:
         """The same without waiting: a gRPC future; see `result_of`."""
-        service = service or (_TABLE_SERVICE if of_table else _SERVICE)
-        name = f"/{service}/{method}"
+        name = f"/{service}/{method}" if service else self._method_name(method, of_table=of_table)
         stub = self._stubs.get(name)
         if stub is None:
             stub = self._stubs[name] = unary_stub(self._channel.current, name, response_type)
@@ -557,6 +607,15 @@ class ShardChannel:
             channel.close()
         for call in list(self._unix_calls):
             call.cancel()
+        self._questions.close()
+
+
+def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:
+    """An answer as gRPC would have it; None: it was damaged on its way."""
+    try:
+        return response_type.FromString(answer)
+    except DecodeError:
+        return None
 
 
 class ToldOf:

@@ -18,7 +18,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -103,10 +103,13 @@ def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> 
         contents: What is in it.
     """
     start = head(kind, len(contents))
-    if len(contents) <= _JOINED_BYTES_MAX:
-        parts = [memoryview(start + contents)]
-    else:
-        parts = [memoryview(start), memoryview(contents)]
+    joined = len(contents) <= _JOINED_BYTES_MAX
+    return write_all(connection, [start + contents] if joined else [start, contents])
+
+
+def write_all(connection: socket.socket, written: Sequence[bytes]) -> bool:
+    """Sends all bytes; see `write_frame`."""
+    parts = [memoryview(each) for each in written]
     room: select.poll | None = None
     while parts:
         try:
@@ -222,7 +225,7 @@ class UnixCall:
                     if kind == FrameKind.MESSAGE:
                         self._answers.append(contents)
                     else:
-                        self._end(_told(contents))
+                        self._end(ending_of(contents))
                 if not piece:
                     self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, "it closed the stream"))
                 elif len(piece) < _READ_BYTES:
@@ -316,7 +319,7 @@ def _write(work: queue.SimpleQueue[_Writing | None]) -> None:
         del writing  # while it waits, it holds no call
 
 
-def _told(contents: bytes) -> UnixCallError:
+def ending_of(contents: bytes) -> UnixCallError:
     """How the shard says that a call ended."""
     end = unix_stream_pb2.UnixStreamEnd.FromString(contents)
     code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)

@@ -1,8 +1,9 @@
-"""Streams of clients on this machine, over a Unix socket: see unix_stream.proto.
+"""Calls of clients on this machine, over a Unix socket: see unix_stream.proto.
 
 The handlers are gRPC's own, as made by `Calls`: to them a connection here is a context of gRPC's
 that reads, writes and ends. States of a connection: new, until it has said what it calls; called,
-as long as the handler runs; ended. Who closes it has cancelled the call.
+as long as the handler runs; then new again after a call with one answer, else ended. Who closes it
+has cancelled the call.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shardwell.rpc.credentials import AUTHORIZATION_KEY
 from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
+from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 _LOG = logging.getLogger("shardwell_server")
 _OPEN_S = 10.0
@@ -42,12 +44,14 @@ _METHODS = {
     for module in (parameter_server_pb2, table_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
-    if method.client_streaming and method.server_streaming
+    if method.client_streaming or not method.server_streaming
 }
-"""Those that may be called here: all whose streams go both ways."""
-Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
-"""What serves a stream of messages and answers, given gRPC's iterator, which it does not use, and
-context."""
+"""Those that may be called here: all that have one answer, or whose streams go both ways."""
+Serve: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
+"""What serves a call, given gRPC's iterator, which it does not use, and context."""
+
+Pack: TypeAlias = Callable[[Any], bytes]
+"""Makes a message of an answer."""
 
 
 class _Details:
@@ -114,14 +118,16 @@ class UnixStreams:
         for connection in list(self._open):
             connection.abandon()
 
-    def _serve_of(self, method: str) -> Serve | None:
-        """What serves a stream of that name; None: nothing."""
+    def _serve_of(self, method: str) -> tuple[Serve, Pack | None] | None:
+        """What serves a call of that name, and packs its one answer; None: nothing."""
         if method not in _METHODS:
             return None
         for service in self._services:
             handler: Any = service.service(_Details(method))
             if handler is not None:
-                return handler.stream_stream  # type: ignore[no-any-return]
+                if handler.response_streaming:
+                    return handler.stream_stream, None
+                return handler.stream_unary, handler.response_serializer
         return None
 
     def _entered(self, connection: _Connection) -> None:
@@ -131,9 +137,19 @@ class UnixStreams:
             LimitError: there are too many, or no descriptors for it.
         """
         if len(self._open) >= self._count_max:
+            self._end_idle()
+        if len(self._open) >= self._count_max:
             raise LimitError(f"{self._count_max} streams are open")
         check_descriptors(_DESCRIPTOR_RESERVE, "a stream of a worker on this machine")
         self._open.add(connection)
+
+    def _end_idle(self) -> None:
+        """Ends the connection that has waited for another call for longest, if one does."""
+        idle = [each for each in self._open if each.answered_s is not None]
+        if idle:
+            longest = min(idle, key=lambda each: each.answered_s or 0.0)
+            longest.abandon()
+            self._open.discard(longest)
 
 
 class _Connection(asyncio.Protocol):
@@ -141,12 +157,14 @@ class _Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        serve_of: Callable[[str], Serve | None],
+        serve_of: Callable[[str], tuple[Serve, Pack | None] | None],
         entered: Callable[[_Connection], None],
         left: Callable[[_Connection], None],
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         """What runs the handler."""
+        self.answered_s: float | None = None
+        """When it began to wait for another call; None: it does not."""
         self._serve_of = serve_of
         self._entered = entered
         self._left = left
@@ -155,6 +173,10 @@ class _Connection(asyncio.Protocol):
         self._frames = FrameReader()
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
+        self._has_all = False
+        """Whether no further message of this call comes."""
+        self._has_aborted = False
+        """Whether the call was ended with a status."""
         self._is_reading = True
         self._reader: asyncio.Future[None] | None = None
         """What waits for a message."""
@@ -174,14 +196,21 @@ class _Connection(asyncio.Protocol):
             _LOG.debug("a stream of this machine is refused: %s", error)
             transport.abort()
             return
-        self._timer = asyncio.get_running_loop().call_later(_OPEN_S, transport.abort)
+        self._await_call()
+
+    def _await_call(self) -> None:
+        """Gives the client time to say what it calls."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_OPEN_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:
             for kind, contents in self._frames.feed(data):
                 if self.task is None:
                     self._begin(kind, contents)
-                elif kind != FrameKind.MESSAGE:
+                elif kind == FrameKind.END and not (contents or self._has_all):
+                    self._has_all = True
+                elif kind != FrameKind.MESSAGE or self._has_all:
                     raise CorruptChunkError(f"a frame of kind {kind} in a call")
                 else:
                     self._messages.append(contents)
@@ -190,7 +219,8 @@ class _Connection(asyncio.Protocol):
             _LOG.debug("a stream of this machine is broken: %s", error)
             self._transport.abort()
             return
-        if self._messages and self._reader is not None and not self._reader.done():
+        has_news = self._messages or self._has_all
+        if has_news and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
         if self._waiting_bytes > _READ_AHEAD_BYTES and self._is_reading:
             self._is_reading = False
@@ -212,9 +242,11 @@ class _Connection(asyncio.Protocol):
 
     # What handlers call, as of gRPC's context.
 
-    async def read(self) -> bytes:
-        """The next message."""
+    async def read(self) -> Any:
+        """The next message, or gRPC's word for none."""
         while not self._messages:
+            if self._has_all:
+                return grpc.aio.EOF
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -268,6 +300,7 @@ class _Connection(asyncio.Protocol):
         trailing_metadata: Sequence[tuple[str, bytes]] = (),
     ) -> None:
         """Ends the call with a status, if there is a line for it."""
+        self._has_aborted = True
         if self._transport.is_closing():
             return
         end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details)
@@ -289,17 +322,39 @@ class _Connection(asyncio.Protocol):
             raise CorruptChunkError(f"a frame of kind {kind} before any call")
         opening = unix_stream_pb2.UnixStreamOpen.FromString(contents)
         self._authorization = opening.authorization
+        self.answered_s = None
         if self._timer is not None:
             self._timer.cancel()
         self.task = asyncio.get_running_loop().create_task(self._serve(opening.method))
 
     async def _serve(self, method: str) -> None:
+        is_over = True
         try:
             with contextlib.suppress(asyncio.CancelledError):
-                serve = self._serve_of(method)
-                if serve is None:
-                    await self.abort(grpc.StatusCode.UNIMPLEMENTED, "no such stream here")
-                else:
-                    await serve(None, self)
+                found = self._serve_of(method)
+                if found is None:
+                    await self.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call here")
+                    return
+                serve, pack = found
+                answer = await serve(None, self)
+                if pack is not None and not self._has_aborted:
+                    is_over = not await self._answered(pack(answer))
         finally:
-            self._transport.close()
+            if is_over:
+                self._transport.close()
+
+    async def _answered(self, answer: bytes) -> bool:
+        """Sends the one answer of a call; False: the connection takes no other call."""
+        if len(answer) > MESSAGE_SIZE_MAX_BYTES:
+            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "the answer is too long for a frame")
+            return False
+        if self._transport.is_closing():
+            return False
+        self._transport.write(head(FrameKind.MESSAGE, len(answer)) + answer)
+        if self._messages or not self._has_all:  # which would be taken for another call
+            return False
+        # Nothing is waited for from here on: the client may make its next call.
+        self.task, self._has_all, self._authorization = None, False, ""
+        self.answered_s = asyncio.get_running_loop().time()
+        self._await_call()
+        return True

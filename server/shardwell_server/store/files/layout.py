@@ -29,7 +29,7 @@ def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
             "format_version": _FORMAT_VERSION,
             "byte_order": sys.byteorder,
             "salt": salt,
-            **dataclasses.asdict(layout),
+            **{each.name: getattr(layout, each.name) for each in dataclasses.fields(layout)},
         },
         indent=2,
     )

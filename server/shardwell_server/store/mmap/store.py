@@ -250,7 +250,8 @@ class MmapStore:
 
     def _start(self, storage: MmapStorage, *, is_new: bool = False) -> None:
         if self._durability.is_process:
-            storage.drop_journal()  # image and journal would be older than the files from now on
+            if not is_new:  # image and journal would be older than the files from now on
+                storage.drop_journal()
         else:
             storage.start_journal(syncs_each=self._durability.is_step, is_new=is_new)
 
