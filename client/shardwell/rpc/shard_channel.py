@@ -28,7 +28,6 @@ from shardwell.errors import (
     ShardwellError,
     StepOrderError,
 )
-from shardwell.numerics.arguments import TIMEOUT_S_MIN
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
 from shardwell.process.unix_sockets import connected
@@ -46,6 +45,7 @@ from shardwell.rpc.session import Session, new_session
 from shardwell.rpc.tls import check_trust
 from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.rpc.unix_questions import UnixQuestions
+from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.v1 import arena_pb2, names_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
