@@ -1,7 +1,8 @@
 """A torch optimizer whose update runs on the shards.
 
 States of a step, by tensor: *missing* until its gradient has been accumulated, then *announced*:
-copied into the flat buffer, from which it is sent while backward goes on. `step` copies what is
+copied into the flat buffer, from a GPU without waiting (device_copies.py), and sent from there
+while backward goes on. `step` copies what is
 missing, or, where nothing has left, sends what is large from where it lies; it waits for the
 weights and puts them into the model. Invariants: a tensor is announced once a step; a gradient that
 changes after some of the step may have left is an error, not a surprise; if nothing has left, all
@@ -49,6 +50,7 @@ from shardwell.torch.buffers import (
     copy_all,
     is_sent_in_place,
 )
+from shardwell.torch.device_copies import DeviceCopies
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.gradient_watch import GradientWatch
 from shardwell.torch.optimizer_state import KEY, VALUES_KEY, TrainingState, digest_of
@@ -202,8 +204,13 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._layout: TensorLayout = self.parameter.spec.layout
         self._tensors = {tensor.name: self._tensors[tensor.name] for tensor in self._layout}
         self._is_on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
+        """Whether it was when the buffers were made."""
         self._gradients = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
+        self._copies = DeviceCopies()
+        """Of gradients, from a GPU to their buffer."""
+        self._uploads: list[Any] = []
+        """GPUs' events behind the copies of the weights from their buffer."""
         self._large = {
             place for place, tensor in enumerate(self._layout) if tensor.size >= LARGE_ELEMENT_COUNT
         }
@@ -226,8 +233,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._step_supports_amp_scaling = overlap is True or (self._is_auto and self._has_tables)
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
         """By place: the gradient, and its version by torch's count."""
-        self._copying: list[tuple[int, Any]] = []
-        """By place: a GPU's event behind the copy of a gradient."""
         self._left_out = {
             tensor_name
             for tensor_name, tensor in named.items()
@@ -235,7 +240,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         }
         """Which are in no group."""
         copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
-        self._await_gpu()
         self.parameter.init(self._weights.arrays)
         # Started again, it goes on from the step that it had ended, which may wait for the others.
         version = self.parameter.next_step if mode == "sync" else 0
@@ -330,13 +334,14 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 return loss  # it was this step that failed
         if self._begun is None:
             self._check_model()
+            self._follow_device()
             if not self._has_new_gradients():
                 return loss
         self._end_watch()
         self._check_announced()
         options = self._exchange_options()
+        self._copies.wait()
         lying = self._copy_missing()
-        self._await_gpu()
         begun, self._begun = self._begun, None
         self._announced.clear()
         self._is_late = False
@@ -381,6 +386,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """What ends a step, within the time that there is then."""
 
         def end() -> object:
+            self._await_uploads()
             if begun is not None:
                 return begun.finish(self.timeout_s)
             return self.parameter.exchange(**{**options, "timeout_s": self.timeout_s})
@@ -444,9 +450,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         super().zero_grad(set_to_none)
         self._has_counted(() if set_to_none else self._gradient_versions())
+        self._copies.wait()  # which write to where `forget` writes
         begun, self._begun = self._begun, None
         self._announced.clear()
-        self._copying.clear()
         self._is_late = False
         if self._watch is not None:
             self._watch.begin_anew()
@@ -491,7 +497,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         begun = self._begun
         if begun is not None and begun.has_left:
             return False
-        self._await_gpu()  # which may be copying to where `forget` writes
+        self._copies.wait()  # which write to where `forget` writes, and may announce
+        if begun is not None and begun.has_left:
+            return False
         if begun is not None:
             begun.forget()
         self._begun = None
@@ -588,6 +596,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._failed, self._options, self._begun = [], {}, None
         self._announced.clear()
         self._is_late = False
+        self._await_uploads()
         self.parameter.get_weights(out=self._weights.arrays, timeout_s=self.timeout_s)
         self._take_weights()
 
@@ -657,6 +666,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._copies.close()
 
     # Gradients out.
 
@@ -683,19 +693,24 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 "left; accumulate under optimizer.no_sync(), or pass overlap=False"
             )
         assert tensor.grad is not None
-        begun = self._begin()
-        self._copy(place, tensor.grad.detach())
-        self._announced[place] = (tensor.grad, tensor.grad._version)
-        if not tensor.is_cuda:
-            begun.ready(self._layout.tensors[place].offset, self._layout.tensors[place].stop)
+        begun, gradient = self._begin(), tensor.grad.detach()
+        if gradient.layout != torch.strided:
+            raise _sparse(tensor_name)
+        where, view = self._layout.tensors[place], self._gradients.views[place]
+        if self._copies.takes(gradient):
+            self._copies.copy(view, gradient, partial(begun.ready, where.offset, where.stop))
         else:
-            self._announce_copied()
+            view.copy_(gradient)
+            begun.ready(where.offset, where.stop)
+        self._announced[place] = (tensor.grad, tensor.grad._version)
 
     def _begin(self) -> OpenExchange[NamedArrays]:
         """The exchange of this step, begun now if it is not."""
         if self._begun is None:
             self._check_model()
+            self._follow_device()
             options = self._exchange_options()
+            self._await_uploads()
             self._begun = self.parameter.begin_exchange(**options)
             self._options = options
         return self._begun
@@ -744,38 +759,42 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                     sources.append(tensor.grad)
         if targets:
             copy_all(targets, sources, non_blocking=self._is_on_gpu)
+            for event in self._recorded():
+                event.synchronize()
         return lying
 
-    def _copy(self, place: int, gradient: torch.Tensor) -> None:
-        """Puts a gradient into the flat buffer."""
-        if gradient.layout != torch.strided:
-            raise _sparse(self._layout.tensors[place].name)
-        self._gradients.views[place].copy_(gradient, non_blocking=gradient.is_cuda)
-        if gradient.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(gradient.device))
-            self._copying.append((place, event))
+    def _follow_device(self) -> None:
+        """Makes the buffers anew if the model was moved to a GPU or from it, between steps."""
+        is_on_gpu = any(tensor.is_cuda for tensor in self._tensors.values())
+        if is_on_gpu != self._is_on_gpu:
+            self._await_uploads()
+            before, self._is_on_gpu = self._weights, is_on_gpu
+            self._gradients = FlatTensors(self._layout, is_pinned=is_on_gpu)
+            self._weights = FlatTensors(self._layout, is_pinned=is_on_gpu)
+            copy_all(self._weights.views, before.views)
 
-    def _announce_copied(self) -> None:
-        """Announces what a GPU has copied by now."""
-        while self._copying and self._copying[0][1].query():
-            place, _ = self._copying.pop(0)
-            if self._begun is not None:
-                tensor = self._layout.tensors[place]
-                self._begun.ready(tensor.offset, tensor.stop)
-
-    def _await_gpu(self) -> None:
+    def _recorded(self) -> list[torch.cuda.Event]:
+        """Events behind what the GPUs' current streams were given."""
+        events = []
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        self._copying.clear()
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return events
 
     # Weights in.
 
     def _take_weights(self) -> None:
         tensors = list(self._tensors.values())
         copy_all(tensors, self._weights.views, non_blocking=self._is_on_gpu)
-        self._await_gpu()
+        self._uploads = self._recorded()
         self._versions = {id(tensor): tensor._version for tensor in tensors}
+
+    def _await_uploads(self) -> None:
+        """Blocks until GPUs have the weights, whose buffer may be written from then on."""
+        for event in self._uploads:
+            event.synchronize()
+        self._uploads = []
 
     # What is checked.
 
