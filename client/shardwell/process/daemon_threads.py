@@ -125,3 +125,4 @@ def _do(future: Future[Any], call: Callable[[], Any]) -> None:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
+            del future, call  # which the error's traceback would hold, and they the error

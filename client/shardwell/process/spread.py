@@ -102,9 +102,9 @@ class Spread:
             piece(*args)
             return
         self._given.append(future)
-        for given in self._given:
-            if given.done() and given.exception() is not None:
-                given.result()
+        if any(each.done() and each.exception() is not None for each in self._given):
+            del future, args  # which the error's traceback would hold
+            self.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -127,5 +127,8 @@ class Spread:
         """
         given, self._given = self._given, []
         failed = [each for each in (future.exception() for future in given) if each is not None]
-        if failed:
-            raise failed[0] from None
+        try:
+            if failed:
+                raise failed[0] from None
+        finally:
+            del given, failed  # which the error's traceback would hold, and they the error

@@ -99,7 +99,8 @@ def until(
             return attempt(*arguments) if begun is None else begun.result()
         except NotYet as found:
             too_early = found.with_traceback(None)  # which has all that the call had at hand
-        begun = None
+        finally:
+            begun = None
         yield too_early
 
 
