@@ -104,8 +104,8 @@ def connect(
             effect elsewhere. $SHARDWELL_SAME_HOST=off turns it off as well.
         threads: Threads that one call may use, its own among them, for gradients and weights of
             several megabytes: they look at values, encode and decode where cores are free. The bits
-            do not depend on it. Default: $SHARDWELL_THREADS, else one a core that this process may
-            use, up to 8; 1 uses none beside the call's own.
+            do not depend on it. Default: $SHARDWELL_THREADS, else half as many as cores that this
+            process may use, up to 8; 1 uses none beside the call's own.
         tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
             Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY
             name, and no TLS where none is set. False: no TLS.

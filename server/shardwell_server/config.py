@@ -156,7 +156,7 @@ class ShardConfig:
     threads: int | None = None
     """Threads that work on one stream's chunks at once, from 1 to 256, and on those of several
     streams together; sums and weights have the same bits with any number. None: as
-    $SHARDWELL_THREADS says, else one a core, up to 8."""
+    $SHARDWELL_THREADS says, else half as many as cores, up to 8."""
     same_host: str = "auto"
     """Whether payloads of clients on this machine go through memory that they share with the shard:
     "auto": where it can be had, by an abstract Unix socket; "off"; or a directory for the socket,

@@ -39,19 +39,20 @@ def thread_count(given: int | None) -> int:
     """How many threads a call may use, its own among them.
 
     Args:
-        given: As the caller asks for; None: as $SHARDWELL_THREADS says, else one a core, up to
-            `THREAD_COUNT_DEFAULT_MAX`.
+        given: As the caller asks for; None: as $SHARDWELL_THREADS says, else half as many as cores,
+            up to `THREAD_COUNT_DEFAULT_MAX`: on two cores, a worker and a shard that share them
+            lose a twentieth to more threads.
 
     Raises:
         ArgumentError: it is none.
     """
-    what, value = "threads", str(given)
+    what, value, count = "threads", str(given), given
     if given is None:
         what, value = f"${THREADS_VARIABLE}", variable(THREADS_VARIABLE)
         if not value:
-            return min(core_count(), THREAD_COUNT_DEFAULT_MAX)
-    count = int(value) if value.isascii() and value.isdigit() else 0
-    if isinstance(given, bool) or not 1 <= count <= THREAD_COUNT_MAX:
+            return min(max(core_count() // 2, 1), THREAD_COUNT_DEFAULT_MAX)
+        count = int(value) if value.isascii() and value.isdigit() else 0
+    if type(count) is not int or not 1 <= count <= THREAD_COUNT_MAX:
         raise ArgumentError(f"{what} must be 1 to {THREAD_COUNT_MAX}; got {value!r:.80}")
     return count
 

@@ -150,7 +150,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--threads",
     type=int,
     envvar="SHARDWELL_THREADS",
-    show_default="one a core, up to 8",
+    show_default="half as many as cores, up to 8",
     help="Threads that work on a stream's chunks at once; the bits do not depend on it.",
 )
 @click.option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,6 +40,8 @@ it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""
+_Request: TypeAlias = tuple[pb.ExchangeRequest, Bytes, int]
+"""A message's header, its payload, and bytes of the message."""
 CloseStep: TypeAlias = Callable[[pb.CloseStepRequest, Call], Handling]
 """What closes a step that is clipped: the handler of that call."""
 
@@ -57,6 +59,8 @@ class ParameterStream:
         self._shard = shard
         self._arenas = arenas
         self._call = call
+        self._is_spread = shard.core_threads.count > 1
+        """Whether other threads may count its chunks and make its answers."""
         self._source: _GradientSource | None = None
         """Who opened it, and for what."""
         self._arena: SharedMemory | None = None
@@ -108,8 +112,9 @@ class ParameterStream:
                 message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
                 if message is None:
                     break
-                requests = [*framing.parse_all(pb.ExchangeRequest, message)]
-                if len(requests) > 1:
+                requests: Iterable[_Request] = framing.parse_all(pb.ExchangeRequest, message)
+                if self._is_spread:
+                    requests = [*requests]
                     self._count_beside(requests)
                 for request, payload, _ in requests:
                     yield from self._serve(request, payload, close_step)
@@ -155,14 +160,14 @@ class ParameterStream:
 
     # A message of an exchange.
 
-    def _count_beside(self, requests: Sequence[tuple[pb.ExchangeRequest, Bytes, int]]) -> None:
+    def _count_beside(self, requests: Sequence[_Request]) -> None:
         """Has threads that are free count chunks of a message, beside the others.
 
         Where nothing is left to be decided: the stream is open, and its worker has its seat. Chunks
         are counted in any order, as chunks of several workers are; answers leave in theirs.
         """
         source = self._source
-        if self._call.is_short or source is None:
+        if len(requests) < 2 or self._call.is_short or source is None:
             return
         if any(request.HasField("open") or request.arena for request, _, _ in requests):
             return
@@ -297,7 +302,7 @@ class ParameterStream:
             if not is_ready:
                 yield from batch.rest()
             begun = self._made.popleft() if self._made else None
-            if len(pending) > 1 and not self._made:
+            if self._is_spread and len(pending) > 1 and not self._made:
                 self._make_beside(parameter)
             message, size_bytes = yield from until(_answer, parameter, first, begun=begun)
             parameter.make_durable()  # it acknowledges a gradient

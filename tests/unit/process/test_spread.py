@@ -12,11 +12,11 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from shardwell.errors import ArgumentError
+from shardwell.process import spread as spread_module
 from shardwell.process.spread import (
     THREAD_COUNT_DEFAULT_MAX,
     THREADS_VARIABLE,
     CoreThreads,
-    core_count,
     thread_count,
 )
 
@@ -144,7 +144,9 @@ def test_a_forked_process_has_no_threads(three) -> None:
 
 def test_how_many(monkeypatch) -> None:
     monkeypatch.delenv(THREADS_VARIABLE, raising=False)
-    assert thread_count(None) == min(core_count(), THREAD_COUNT_DEFAULT_MAX)
+    for cores, count in ((1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (64, THREAD_COUNT_DEFAULT_MAX)):
+        monkeypatch.setattr(spread_module, "core_count", lambda cores=cores: cores)
+        assert thread_count(None) == count
     assert thread_count(7) == 7
     monkeypatch.setenv(THREADS_VARIABLE, " 12\r\n")
     assert thread_count(None) == 12
