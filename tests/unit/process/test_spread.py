@@ -86,7 +86,7 @@ def test_the_first_error_in_the_order_of_giving_counts(three) -> None:
         with three.spread() as spread:
             spread.give(late)
             assert begun.wait(PATIENCE_S)
-            last()
+            spread.give(last)
 
     with pytest.raises(ValueError, match="the first"):
         give_all()
