@@ -10,9 +10,11 @@ give back without waiting for a piece. So each piece ends, and with them the cal
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -28,11 +30,20 @@ beside the native code, and others of this machine need cores, too."""
 THREAD_COUNT_MAX = 256
 
 
-def core_count() -> int:
-    """Cores that the system lets this process run on, or else those of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def core_count(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: as its affinity says, and its container's quota.
+
+    Args:
+        cgroup: Where the system shows the quota: `cpu.max` in version 2, two files in version 1.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((cgroup / name).read_text() for name in names).split()
+            if int(quota) > 0 < int(period):  # none is "max" or -1
+                count = min(count, max(round(int(quota) / int(period)), 1))
+    return count
 
 
 def thread_count(given: int | None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from shardwell.process.spread import (
     THREAD_COUNT_DEFAULT_MAX,
     THREADS_VARIABLE,
     CoreThreads,
+    core_count,
     thread_count,
 )
 
@@ -140,6 +142,28 @@ def test_a_forked_process_has_no_threads(three) -> None:
             spread.give(lambda: found.append(threading.get_ident()))
         os._exit(0 if found == [threading.get_ident()] else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"cpu.max": "max 100000\n"}, 6),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "900000 100000\n"}, 6),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.max": "nonsense"}, 6),
+        ({}, 6),
+    ],
+)
+def test_cores_of_a_container(monkeypatch, tmp_path: Path, files, count) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    (tmp_path / "cpu").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert core_count(tmp_path) == count
 
 
 def test_how_many(monkeypatch) -> None:
