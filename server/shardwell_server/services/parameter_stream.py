@@ -203,8 +203,9 @@ class ParameterStream:
         self._beside.clear()
         self._made.clear()
         for future in beside:
-            if not future.cancel():
-                future.exception()
+            error = None if future.cancel() else future.exception()
+            if isinstance(error, NotYet):
+                error.forget()
 
     def _serve(
         self, request: pb.ExchangeRequest, payload: Bytes, close_step: CloseStep
