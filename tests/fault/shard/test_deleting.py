@@ -5,7 +5,6 @@ Method: the client ends, or a shard is killed, after each of a deletion's reques
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,21 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.faults.name_changes import (
+    REQUEST_COUNT,
+    EndedError,
+    after_requests,
+    end,
+    requests_of,
+)
 from harness.polling import eventually
-from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=1.0)
 SIZE = 300
-REQUEST_COUNT = 5
-"""Of a deletion on two shards: both are looked at, shard 0 marks, both remove."""
 KINDS = ["parameter", "table"]
-
-
-class EndedError(BaseException):
-    """The client's process ends here."""
 
 
 def opened(client: shardwell.Client, kind: str, dim: int = 2) -> Any:
@@ -53,19 +52,6 @@ def held(running: LocalCluster) -> list[bool]:
         return [bool(shard.parameters or shard.tables) for shard in client.status()]
 
 
-def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
-    """Calls `act` when a deletion has had so many answers."""
-    made, counts = ShardChannel.change_name, itertools.count(1)
-
-    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        answer = made(channel, request, timeout_s)
-        if next(counts) == number:
-            act()
-        return answer
-
-    monkeypatch.setattr(ShardChannel, "change_name", delete)
-
-
 @pytest.mark.parametrize("number", range(1, REQUEST_COUNT + 1))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", ["memory", "mmap"])
@@ -78,9 +64,6 @@ def test_a_client_that_ends_anywhere(
     step(one)
     ends = connect(running, "ends")
     unknown = (shardwell.UnknownParameterError, shardwell.UnknownTableError)
-
-    def end() -> None:
-        raise EndedError
 
     with monkeypatch.context() as patch:
         after_requests(patch, number, end)
@@ -174,16 +157,7 @@ def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, mon
     running = cluster(2)
     client = connect(running, "w0")
     opened(client, "parameter")
-    sent: list[tuple[ShardChannel, Any]] = []
-    made = ShardChannel.change_name
-
-    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        sent.append((channel, type(request).FromString(request.SerializeToString())))
-        return made(channel, request, timeout_s)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardChannel, "change_name", delete)
-        client.delete("m")
+    sent = requests_of(monkeypatch, lambda: client.delete("m"))
     again = opened(client, "parameter")
     step(again)
     for channel, request in sent:

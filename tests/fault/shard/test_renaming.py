@@ -6,7 +6,6 @@ training goes on under the new name, and is compared with one that nothing distu
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,19 @@ import numpy as np
 import pytest
 
 import shardwell
-from shardwell.rpc.shard_channel import ShardChannel
+from harness.faults.name_changes import (
+    REQUEST_COUNT,
+    EndedError,
+    after_requests,
+    end,
+    requests_of,
+)
 from shardwell_server import LocalCluster
 
 ADAM = shardwell.Adam(learning_rate=0.125)
 SIZE = 600
-REQUEST_COUNT = 5
-"""Of a renaming on two shards: both are looked at, shard 0 marks, both move."""
 KINDS = ["parameter", "table"]
 UNKNOWN = (shardwell.UnknownParameterError, shardwell.UnknownTableError)
-
-
-class EndedError(BaseException):
-    """The client's process ends here."""
 
 
 def opened(client: shardwell.Client, kind: str, name: str = "m") -> Any:
@@ -56,19 +55,6 @@ def held(running: LocalCluster) -> list[set[str]]:
         ]
 
 
-def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
-    """Calls `act` when a renaming has had so many answers."""
-    made, counts = ShardChannel.change_name, itertools.count(1)
-
-    def change_name(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        answer = made(channel, request, timeout_s)
-        if next(counts) == number:
-            act()
-        return answer
-
-    monkeypatch.setattr(ShardChannel, "change_name", change_name)
-
-
 @pytest.mark.parametrize("number", range(1, REQUEST_COUNT + 1))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("store", ["memory", "mmap"])
@@ -80,9 +66,6 @@ def test_a_client_that_ends_anywhere(
     one, beside = opened(worker, kind), opened(worker, kind, "beside")
     step(one), step(beside)
     ends = connect(running, "ends")
-
-    def end() -> None:
-        raise EndedError
 
     with monkeypatch.context() as patch:
         after_requests(patch, number, end)
@@ -173,16 +156,7 @@ def test_late_requests_rename_nothing_that_came_since(cluster, connect, monkeypa
     running = cluster(2)
     client = connect(running, "w0")
     step(opened(client, kind))
-    sent: list[tuple[ShardChannel, Any]] = []
-    made = ShardChannel.change_name
-
-    def change_name(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        sent.append((channel, type(request).FromString(request.SerializeToString())))
-        return made(channel, request, timeout_s)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardChannel, "change_name", change_name)
-        client.rename("m", "new")
+    sent = requests_of(monkeypatch, lambda: client.rename("m", "new"))
     client.rename("new", "newer")
     again = opened(client, kind)
     step(again)
