@@ -22,8 +22,9 @@ LOCAL_SHARD_COUNT_MAX = 64
 class Limits:
     """Bounds of what one shard will hold or do; going over one is a `LimitError` that names it."""
 
-    parameter_count_max: int = 1024
-    """Parameters. Each costs bookkeeping besides its values."""
+    parameter_count_max: int = 4096
+    """Parameters. Each costs 20 to 55 KB of bookkeeping beside its values, and with files six
+    mappings, of which Linux gives a process 65,530."""
     table_count_max: int = 256
     """Tables. Each has address space for all rows that it may get."""
     table_row_count_max: int = 2**28
