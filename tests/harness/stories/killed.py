@@ -148,8 +148,9 @@ class ParameterStory(StoredStory):
         {"taken back", "undo done"}
         | {"journal segment", "journal entry", "image begun", "image written"}
         | {"image stands", "segment forgotten", "image forgotten", "file restored"}
-        # Of deletions: tests/unit/shard/test_name_changes.py.
+        # Of deletions and renamings: tests/unit/shard/test_name_changes.py.
         | {"log of names", "removed files", "removed files' name"}
+        | {"new layout", "new layout's name"}
     )
 
     @functools.cached_property

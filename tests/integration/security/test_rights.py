@@ -103,7 +103,7 @@ def _new_name() -> str:
     return f"prod-{secrets.token_hex(4)}"
 
 
-def _deletion(name: str, **fields: Any) -> Callable[..., dict[str, Any]]:
+def _change(name: str, **fields: Any) -> Callable[..., dict[str, Any]]:
     given = {"name": name, "worker_id": "w", "stage": MARK - 1, "incarnation": 1, **fields}
     return lambda shard: {"shard": shard, **given}
 
@@ -209,11 +209,26 @@ ROWS: dict[str, list[Row]] = {
         Row("read", _named("table", "prod-t")),
     ],
     "NameService/Delete": [
-        Row("create", _deletion(_new_name())),
-        Row("admin", _deletion("prod-p")),
-        Row("admin", _deletion("prod-t")),
-        Row("admin", _deletion("prod-p", stage=MARK, kind=1, force=True), Code.FAILED_PRECONDITION),
-        Row("admin", _deletion("prod-t", stage=MARK + 1, kind=2), Code.FAILED_PRECONDITION),
+        Row("create", _change(_new_name())),
+        Row("admin", _change("prod-p")),
+        Row("admin", _change("prod-t")),
+        Row("admin", _change("prod-p", stage=MARK, kind=1, force=True), Code.FAILED_PRECONDITION),
+        Row("admin", _change("prod-t", stage=MARK + 1, kind=2), Code.FAILED_PRECONDITION),
+    ],
+    "NameService/Rename": [
+        Row("create", _change(_new_name(), new_name=_new_name())),
+        Row("admin", _change("prod-p", new_name=_new_name())),
+        Row("admin", _change("prod-t", new_name=_new_name())),
+        Row(
+            "admin",
+            _change("prod-p", new_name=_new_name(), stage=MARK, kind=1, force=True),
+            Code.FAILED_PRECONDITION,
+        ),
+        Row(
+            "admin",
+            _change("prod-t", new_name=_new_name(), stage=MARK + 1, kind=2),
+            Code.FAILED_PRECONDITION,
+        ),
     ],
     "SessionService/Attend": [
         Row(
