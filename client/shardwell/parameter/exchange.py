@@ -298,11 +298,10 @@ class Transfer:
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 is_intact = checksum.of_message(answer.counted) == answer.counted.crc32c
                 if not (answer.HasField("counted") and is_intact and counted == chunk_count):
-                    raise CorruptChunkError(
-                        f"shard {shard_index} counted {counted} of {chunk_count} chunks of "
-                        f"{self._spec.name!r}, or its answer was damaged; call again",
-                        shard_index=shard_index,
-                        parameter=self._spec.name,
+                    raise self._damaged(
+                        line.part,
+                        f"counted {counted} of {chunk_count} chunks of {self._spec.name!r}, or its "
+                        "answer was damaged; call again",
                     )
                 progress.counted_shards.add(shard_index)
 
@@ -346,11 +345,10 @@ class Transfer:
         """What a shard says of a step that is to close."""
         channel = line.part.channel
         if not answer.HasField("closed"):
-            raise CorruptChunkError(
-                f"shard {channel.shard_index} was to close a step of {self._spec.name!r}, and "
-                "answered something else; call again",
-                shard_index=channel.shard_index,
-                parameter=self._spec.name,
+            raise self._damaged(
+                line.part,
+                f"was to close a step of {self._spec.name!r}, and answered something else; call "
+                "again",
             )
         return channel.received(answer.closed, self._spec.name)
 
@@ -614,11 +612,8 @@ class Transfer:
         try:
             return framing.parse(pb.ExchangeResponse, message)[0]
         except CorruptChunkError as error:
-            shard_index = line.part.channel.shard_index
-            raise CorruptChunkError(
-                f"shard {shard_index} answered for {self._spec.name!r}: {error.message}",
-                shard_index=shard_index,
-                parameter=self._spec.name,
+            raise self._damaged(
+                line.part, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
 
     def _receive(
@@ -689,11 +684,10 @@ class Transfer:
                 self._note_progress(to, progress, versions)
         for line, answers in zip(to.lines, read_ahead, strict=True):
             if answers:
-                raise CorruptChunkError(
-                    f"shard {line.part.channel.shard_index} answered more chunks of "
-                    f"{self._spec.name!r} than it was asked for; call again",
-                    shard_index=line.part.channel.shard_index,
-                    parameter=self._spec.name,
+                raise self._damaged(
+                    line.part,
+                    f"answered more chunks of {self._spec.name!r} than it was asked for; call "
+                    "again",
                 )
         return int(progress.version)
 
@@ -718,11 +712,10 @@ class Transfer:
         indexes = found.chunk_indexes
         is_whole = checksum.of_message(found) == found.crc32c
         if not is_whole or not indexes or max(indexes) >= len(part.chunks):
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered for {self._spec.name!r} which chunks "
-                "it had counted before, and the answer is damaged; call again",
-                shard_index=part.channel.shard_index,
-                parameter=self._spec.name,
+            raise self._damaged(
+                part,
+                f"answered for {self._spec.name!r} which chunks it had counted before, and the "
+                "answer is damaged; call again",
             )
         self.superseded.update(part.chunks[index] for index in indexes)
 
@@ -749,21 +742,17 @@ class Transfer:
                 self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
             del payload, answer  # whoever keeps the error keeps no memory with it
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered for {self._spec.name!r}: "
-                f"{error.message}",
-                shard_index=part.channel.shard_index,
-                parameter=self._spec.name,
+            raise self._damaged(
+                part, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         min_version = wanted.min_version
         exact = wanted.is_exchange and self._spec.mode == "sync"
         if chunk.chunk_index != index or header.version < min_version:
-            raise CorruptChunkError(
-                f"shard {part.channel.shard_index} answered chunk {chunk.chunk_index} at version "
-                f"{header.version} of {self._spec.name!r}; expected chunk {index} at version "
-                f"{min_version}{'' if exact else ' or later'}",
-                shard_index=part.channel.shard_index,
-                parameter=self._spec.name,
+            raise self._damaged(
+                part,
+                f"answered chunk {chunk.chunk_index} at version {header.version} of "
+                f"{self._spec.name!r}; expected chunk {index} at version {min_version}"
+                f"{'' if exact else ' or later'}",
             )
         if exact and header.version > min_version:  # a later step closes with this worker only
             raise went_on_elsewhere(
@@ -780,6 +769,13 @@ class Transfer:
         channel = part.channel
         return channel.spans.add(
             SPAN_KIND_DECODE, self._spec.name, wanted.step, index, channel.name, begin_ns
+        )
+
+    def _damaged(self, part: ShardSlice, what: str) -> CorruptChunkError:
+        """The error for an answer that can't be believed; `what` its shard has done."""
+        shard_index = part.channel.shard_index
+        return CorruptChunkError(
+            f"shard {shard_index} {what}", shard_index=shard_index, parameter=self._spec.name
         )
 
     def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:

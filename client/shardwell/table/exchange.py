@@ -377,11 +377,10 @@ class RowTransfer:
                 asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
             )
         if checksum.rows_counted(self._counted_context, counted, header.version) != counted.crc32c:
-            raise CorruptChunkError(
-                f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: the count of "
-                f"step {put.step} is damaged; call again",
-                shard_index=asked.channel.shard_index,
-                table=self._spec.name,
+            raise self._damaged(
+                asked,
+                f"answered for {self._spec.name!r}: the count of step {put.step} is damaged; call "
+                "again",
             )
         self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)
@@ -415,11 +414,8 @@ class RowTransfer:
             else:  # which are not damaged, or that is what is told
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
-            raise CorruptChunkError(
-                f"shard {asked.channel.shard_index} answered for {self._spec.name!r}: "
-                f"{error.message}",
-                shard_index=asked.channel.shard_index,
-                table=self._spec.name,
+            raise self._damaged(
+                asked, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         if rows.row_count != count or header.version < fetch.min_version:
             or_later = "" if fetch.is_exact else " or later"
@@ -467,11 +463,13 @@ class RowTransfer:
                 f"step {counted.step} counted in "
                 f"{counted.counted_part_count + counted.duplicate_part_count} parts"
             )
+        return self._damaged(asked, f"answered {got} for {self._spec.name!r}; expected {expected}")
+
+    def _damaged(self, asked: Asked, what: str) -> CorruptChunkError:
+        """The error for an answer that can't be believed; `what` its shard has done."""
+        shard_index = asked.channel.shard_index
         return CorruptChunkError(
-            f"shard {asked.channel.shard_index} answered {got} for {self._spec.name!r}; expected "
-            f"{expected}",
-            shard_index=asked.channel.shard_index,
-            table=self._spec.name,
+            f"shard {shard_index} {what}", shard_index=shard_index, table=self._spec.name
         )
 
 
