@@ -30,9 +30,13 @@ class Evaluator(Closing):
             self._client.close()
             raise
 
-    def accuracy(self) -> float:
-        """Of the weights as they are on the shards now; a worker must have called `init`."""
-        self._model.get_weights(out=self._weights)
+    def accuracy(self, timeout_s: float = _TIMEOUT_S) -> float:
+        """Of the weights as they are on the shards now; a worker must have called `init`.
+
+        Raises:
+            ShardUnavailableError, DeadlineError: a shard did not answer in time.
+        """
+        self._model.get_weights(out=self._weights, timeout_s=timeout_s)
         return MODEL.accuracy(self._weights, self._held_out.images, self._held_out.labels)
 
     def close(self) -> None:

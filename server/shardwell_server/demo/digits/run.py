@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+from shardwell.errors import DeadlineError, ShardUnavailableError
 from shardwell_server import signals
 from shardwell_server.demo.cluster import (
     GRACE_S,
@@ -30,6 +31,7 @@ from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
 
 _LOOK_INTERVAL_S = 0.1
+_EXAM_TIMEOUT_S = 2.0
 _EXAM_INTERVAL_S = 0.5
 
 
@@ -97,8 +99,12 @@ def _watch(
             state = observer.look(time.monotonic())
             if task.sync == "server" and evaluator is None and state.ready_count:
                 evaluator = stack.enter_context(Evaluator(task, held_out))
-            if evaluator is not None and (finished or time.monotonic() >= exam_due_s):
+            if evaluator is not None and finished:
                 accuracy = evaluator.accuracy()
+            elif evaluator is not None and time.monotonic() >= exam_due_s:
+                # Workers wait for a shard that is away; the next look names one that has ended.
+                with contextlib.suppress(ShardUnavailableError, DeadlineError):
+                    accuracy = evaluator.accuracy(_EXAM_TIMEOUT_S)
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
                 accuracy = pool.members[0].measures.get("accuracy")
