@@ -61,6 +61,7 @@ def test_the_same_bits(cluster, connect, monkeypatch, codec, optimizer, shard_co
         np.testing.assert_array_equal(one.view(np.uint32), four.view(np.uint32))
 
 
+@pytest.mark.same_host
 def test_threads_work_beside(cluster, connect) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
     client = connect(running, "w0", threads=1)
