@@ -163,8 +163,9 @@ class ParameterStream:
     def _count_beside(self, requests: Sequence[_Request]) -> None:
         """Has threads that are free count chunks of a message, beside the others.
 
-        Where nothing is left to be decided: the stream is open, and its worker has its seat. Chunks
-        are counted in any order, as chunks of several workers are; answers leave in theirs.
+        Where nothing is left to be decided: the stream is open, its worker has its seat, and these
+        are chunks of one step, each once. Chunks are counted in any order, as chunks of several
+        workers are; answers leave in theirs.
         """
         source = self._source
         if len(requests) < 2 or self._call.is_short or source is None:
@@ -174,10 +175,14 @@ class ParameterStream:
         contributor = source.contributor() if _has_gradient(*requests[0][:2]) else None
         if contributor is None or contributor.seat is None:
             return
+        first = requests[0][0].gradient
+        indexes = {first.chunk.chunk_index}
         for request, payload, _ in requests[1:]:
             gradient = request.gradient
-            if not gradient.chunk.HasField("shared"):
+            is_again = gradient.chunk.chunk_index in indexes
+            if is_again or gradient.step != first.step or not gradient.chunk.HasField("shared"):
                 return
+            indexes.add(gradient.chunk.chunk_index)
             future = self._shard.core_threads.offer(
                 self._count_one, source.parameter, contributor, gradient, payload
             )

@@ -14,6 +14,9 @@ import pytest
 
 import shardwell
 from harness.threads import together
+from shardwell.parameter.exchange import Transfer
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import messages as framing
 
 CHUNK_BYTES = 2**17
 SIZE = 20 * CHUNK_BYTES // 2 + 17
@@ -108,6 +111,33 @@ def test_a_chunk_that_is_refused_in_the_middle(cluster, connect, tmp_path: Path,
     assert (status.version_min, status.version_max) == (1, 1)
     assert status.counted_chunk_count == 21
     assert net.next_step == 1
+
+
+@pytest.mark.same_host
+def test_a_message_with_a_chunk_twice_counts_it_once(cluster, connect, monkeypatch) -> None:
+    """As no client of ours sends it."""
+    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(1.0))
+    net.init(np.zeros(SIZE, np.float32))
+    ones = np.ones(SIZE, np.float32)
+    net.exchange(ones)  # it has its seat
+    made = Transfer._messages
+
+    def twice(*args, **kwargs):
+        for message in made(*args, **kwargs):
+            headers = [each for each, *_ in framing.parse_all(pb.ExchangeRequest, message)]
+            sent = [each.SerializeToString() for each in headers]
+            yield framing.joined(pb.ExchangeRequest, [*sent[:2], *sent[1:]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "_messages", twice)
+        with pytest.raises(shardwell.CorruptChunkError):
+            net.exchange(ones, timeout_s=2.0)
+    np.testing.assert_array_equal(net.exchange(ones), -2.0)
+    (status,) = (each for s in client.status() for each in s.parameters)
+    assert (status.version_min, status.version_max) == (2, 2)
+    assert status.counted_chunk_count == 2 * 21
 
 
 def test_workers_that_wait_for_each_other(cluster, connect) -> None:
