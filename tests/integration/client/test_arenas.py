@@ -163,8 +163,8 @@ def test_an_error_that_somebody_keeps_keeps_no_memory(cluster, connect, verb) ->
     mapped = Path("/proc/self/maps")
     assert "memfd:shardwell" in mapped.read_text()
     call = {
-        "get_weights": lambda: net.get_weights(min_version=9, timeout_s=0.5),
-        "exchange": lambda: net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=0.5),
+        "get_weights": lambda: net.get_weights(min_version=9, timeout_s=2.0),
+        "exchange": lambda: net.exchange(np.ones(ELEMENTS, np.float32), timeout_s=2.0),
     }[verb]
     with pytest.raises(shardwell.WorkersMissingError) as kept:
         call()

@@ -186,7 +186,7 @@ def test_weights_are_pushed_by_all_or_not_at_all(cluster, connect) -> None:
         with pytest.raises(shardwell.ArgumentError, match=r"push different values .* nothing was"):
             push(seed, rank)
 
-    optimizers[0].timeout_s = 1.0
+    optimizers[0].timeout_s = 3.0
     models[0].load_state_dict(others[5])
     with pytest.raises(shardwell.WorkersMissingError, match=r"'model.pushed': .* missing of 2 w"):
         optimizers[0].push_weights()
@@ -215,7 +215,7 @@ def test_a_push_that_was_given_up_for_another(cluster, connect) -> None:
         for rank, model in enumerate(models)
     ]
     others = {seed: net(seed).state_dict() for seed in (5, 6)}
-    optimizers[0].timeout_s = 1.0
+    optimizers[0].timeout_s = 3.0
     models[0].load_state_dict(others[5])
     with pytest.raises(shardwell.WorkersMissingError):
         optimizers[0].push_weights()
