@@ -7,46 +7,40 @@ made, and from which chunk on, is for the caller.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import grpc
+from typing_extensions import override
 
-from shardwell.errors import (
-    CorruptChunkError,
-    NonFiniteError,
-    ShardwellError,
-)
+from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, finite_peak
-from shardwell.numerics.codec import Bytes, NonFiniteValueError
+from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
-from shardwell.process.spans import Spanned, now_ns
+from shardwell.process.spans import Spans, now_ns
 from shardwell.process.spread import CoreThreads
 from shardwell.rpc.arena import (
     BATCH_COUNT,
-    Arena,
     Places,
     batch_count,
     payload_of,
     room_bytes,
     wanted_bytes,
 )
-from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
-from shardwell.rpc.stream import ShardStream
+from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.steps import transfer
+from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -57,23 +51,16 @@ from shardwell.v1.trace_pb2 import (
     SPAN_KIND_GET,
     SPAN_KIND_PUT,
     SPAN_KIND_SEND,
-    SPAN_KIND_WAIT,
 )
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
 
-_SHORT_ELEMENT_COUNT = 16_384
-"""Of a slice that is encoded in less time than a thread takes to be woken, and whose messages and
-answers, of up to 4 bytes an element, are less than what a socket holds."""
-_SHORT_BYTES = 4 * _SHORT_ELEMENT_COUNT
-"""Of messages that are made, and whose answers are no larger: less than what a socket holds."""
+_SHORT_ELEMENT_COUNT = SHORT_BYTES // 4
+"""Of a slice whose messages and answers, of up to 4 bytes an element, are short."""
 
 _LOOK_ELEMENT_COUNT = 1 << 20
 """Of values that one thread has looked at before others are woken for their part."""
-
-_Answer: TypeAlias = tuple[pb.ExchangeResponse, Bytes, int]
-"""Header, payload, and bytes of the message."""
 
 
 @dataclass
@@ -124,33 +111,16 @@ class Progress:
     """Shards that have told that they counted the whole gradient."""
 
 
-@dataclass
-class _Line:
-    """One shard in one attempt."""
-
-    part: ShardSlice
-    first: int
-    """The first chunk that is sent or asked for."""
-    stop: int
-    """The one behind the last."""
-    stream: ShardStream
-    opens: bool
-    """Whether the first message must say what the stream is for."""
-    arena: Arena | None
-    """What the stream shares with the shard, as long as the attempt lasts."""
-    is_shared: bool
-    """Whether all payloads of the attempt have room there."""
-
-    def ask(self, request: pb.ExchangeRequest) -> None:
-        """Sends a question."""
-        self.stream.submit(iter((request.SerializeToString(),)), is_short=True)
+Line: TypeAlias = transfer.Line[ShardSlice]
+Stretch: TypeAlias = transfer.Stretch[ShardSlice]
 
 
-_Stretch: TypeAlias = tuple[ShardSlice, int, int]
-"""A part, its first chunk that is sent or asked for, and the one behind the last."""
+def _ask(line: Line, request: pb.ExchangeRequest) -> None:
+    """Sends a question."""
+    line.stream.submit(iter((request.SerializeToString(),)), is_short=True)
 
 
-def _whole(parts: Sequence[ShardSlice]) -> list[_Stretch]:
+def _whole(parts: Sequence[ShardSlice]) -> list[Stretch]:
     return [(part, 0, len(part.chunks)) for part in parts]
 
 
@@ -167,14 +137,7 @@ class _Wanted(NamedTuple):
     """Whether versions must be `min_version` exactly, in synchronous mode."""
 
 
-class _Lines(NamedTuple):
-    """All shards in one attempt."""
-
-    lines: list[_Line]
-    call_group: CallGroup
-
-
-class Transfer:
+class Transfer(StepTransfer[ShardSlice]):
     """How one parameter's chunks are sent and taken.
 
     Any thread may fetch weights; the rest is for one thread at a time.
@@ -182,35 +145,41 @@ class Transfer:
     Args:
         spec: The parameter.
         pool: Streams of its exchanges.
+        spans: What they are timed in.
         worker_id: Whose calls they are.
         traffic: The client's, which counts them.
         threads: What takes pieces of their work.
     """
+
+    _opening_type = types_pb2.StreamOpen
+    _answer_type = pb.ExchangeResponse
 
     def __init__(
         self,
         spec: ParameterSpec,
         pool: StreamPool,
         *,
+        spans: Spans,
         worker_id: str,
         traffic: Traffic,
         threads: CoreThreads,
     ) -> None:
+        super().__init__(
+            "parameter",
+            spec.name,
+            pool,
+            spans=spans,
+            worker_id=worker_id,
+            traffic=traffic,
+            threads=threads,
+        )
         self._spec = spec
-        self._threads = threads
-        self._pool = pool
-        self._worker_id = worker_id
-        self._traffic = traffic
         self.parts: list[ShardSlice] = []
         """Where the elements are, in the order of the shards; once the shards have said it."""
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
-        self.tenure = 0
-        """See StreamOpen; once the shards have said it."""
-        self.incarnation = 0
-        """The same."""
         self.superseded: set[Slice] = set()
         """Ranges that a shard had counted before with other values; the caller empties it."""
         self.non_finite_remedy = OF_PARAMETER
@@ -225,11 +194,11 @@ class Transfer:
 
         `max_version`: see GetWeightsRequest.
         """
-        with (
-            self._spanned(SPAN_KIND_GET, min_version - 1),
-            self._lines(_whole(self.parts), attempts, reads=True) as to,
-        ):
-            for line in to.lines:
+        step = min_version - 1
+        with self._lines(
+            _whole(self.parts), attempts, span_kind=SPAN_KIND_GET, step=step, reads=True
+        ) as lines:
+            for line in lines:
                 request = pb.ExchangeRequest()
                 self._begin(request, line)
                 fetch = request.fetch
@@ -239,12 +208,12 @@ class Transfer:
                 if max_version is not None:
                     fetch.max_version = max_version
                 fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
-                line.ask(request)
+                _ask(line, request)
             progress = Progress()
-            self._receive(to, weights, min_version, progress, step=min_version - 1)
+            self._fill(lines, progress, _Wanted(weights, min_version, step, is_exchange=False))
             return progress
 
-    def check_finite(self, work: Gradient, stretches: Sequence[_Stretch] | None = None) -> None:
+    def check_finite(self, work: Gradient, stretches: Sequence[Stretch] | None = None) -> None:
         """Notes the peaks of chunks, or of all, and refuses what is not finite.
 
         Raises:
@@ -262,7 +231,7 @@ class Transfer:
                 for start in range(first, stop, BATCH_COUNT):
                     spread.give(self._look, work, (part, start, min(start + BATCH_COUNT, stop)))
 
-    def _look(self, work: Gradient, stretch: _Stretch) -> None:
+    def _look(self, work: Gradient, stretch: Stretch) -> None:
         """Notes the peaks of chunks, on any thread; see `check_finite`."""
         part, first, stop = stretch
         for index, where in enumerate(part.chunks[first:stop], first):
@@ -287,19 +256,17 @@ class Transfer:
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
-        with self._spanned(SPAN_KIND_PUT, work.step), self._lines(_whole(parts), attempts) as to:
-            self._send(to, work, attempts, counts_only=True)
-            for line in to.lines:
-                answer = self._answer(to, line)
-                if answer.HasField("superseded"):
-                    self._note_superseded(line.part, answer.superseded)
-                    answer = self._answer(to, line)
+        stretches = _whole(parts)
+        with self._lines(stretches, attempts, span_kind=SPAN_KIND_PUT, step=work.step) as lines:
+            self._send(lines, work, attempts, counts_only=True)
+            for line in lines:
+                answer, *_ = self._next(line)
                 shard_index, chunk_count = line.part.channel.shard_index, len(line.part.chunks)
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 is_intact = checksum.of_message(answer.counted) == answer.counted.crc32c
                 if not (answer.HasField("counted") and is_intact and counted == chunk_count):
                     raise self._damaged(
-                        line.part,
+                        line.part.channel,
                         f"counted {counted} of {chunk_count} chunks of {self._spec.name!r}, or its "
                         "answer was damaged; call again",
                     )
@@ -325,8 +292,8 @@ class Transfer:
         self, parts: Sequence[ShardSlice], step: int, norm: float | None, attempts: Attempts
     ) -> list[pb.CloseStepResponse]:
         """Asks some shards at once."""
-        with self._lines([(part, 0, 0) for part in parts], attempts) as to:
-            for line in to.lines:
+        with self._lines([(part, 0, 0) for part in parts], attempts) as lines:
+            for line in lines:
                 request = pb.ExchangeRequest()
                 self._begin(request, line)
                 close = request.close
@@ -338,15 +305,15 @@ class Transfer:
                     close.norm = norm
                 close.wait_timeout_ms = wait_milliseconds(attempts.rest_s)
                 checksum.seal(close)
-                line.ask(request)
-            return [self._closed(line, self._answer(to, line)) for line in to.lines]
+                _ask(line, request)
+            return [self._closed(line, self._next(line)[0]) for line in lines]
 
-    def _closed(self, line: _Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
+    def _closed(self, line: Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
         """What a shard says of a step that is to close."""
         channel = line.part.channel
         if not answer.HasField("closed"):
             raise self._damaged(
-                line.part,
+                channel,
                 f"was to close a step of {self._spec.name!r}, and answered something else; call "
                 "again",
             )
@@ -386,59 +353,23 @@ class Transfer:
         ]
         if not stretches:  # an attempt failed behind the last answer
             return int(progress.version)
-        with (
-            self._spanned(SPAN_KIND_EXCHANGE, work.step),
-            self._lines(stretches, attempts) as to,
-        ):
-            self._send(to, work, attempts)
-            return self._receive(
-                to, weights, min_version, progress, step=work.step, is_exchange=True
-            )
+        wanted = _Wanted(weights, min_version, work.step, is_exchange=True)
+        with self._lines(
+            stretches, attempts, span_kind=SPAN_KIND_EXCHANGE, step=work.step
+        ) as lines:
+            self._send(lines, work, attempts)
+            return self._fill(lines, progress, wanted)
 
-    def _spanned(self, kind: int, step: int) -> Spanned:
-        """Notes how long the block took."""
-        return self.parts[0].channel.spans.spanned(kind, self._spec.name, step)
-
-    @contextlib.contextmanager
-    def _lines(
-        self,
-        stretches: Sequence[_Stretch],
-        attempts: Attempts,
-        *,
-        reads: bool = False,
-    ) -> Iterator[_Lines]:
-        """A stream to the shard of each part, for some of its chunks, in the order given.
-
-        Streams that are opened only to read share no memory and end with the call: who only reads,
-        or waits for weights beside its own steps, uses up nothing that others need.
-        """
-        channels = [part.channel for part, _, _ in stretches]
-        lines: list[_Line] = []
-        with ToldOf(channels), self._pool.borrowed(attempts.rest_s) as streams:
-            subject = (self._spec.name, self.incarnation, self.tenure)
-            streams.only_reads = reads and streams.is_new
-            opened = streams.streams(channels, subject, attempts.rest_s)
-            try:
-                for stretch, (stream, opens) in zip(stretches, opened, strict=True):
-                    room_bytes = 0 if streams.only_reads else self._room_bytes(*stretch)
-                    arena = stream.arena(room_bytes, attempts.rest_s)
-                    is_shared = arena is not None and arena.has_room(room_bytes)
-                    lines.append(_Line(*stretch, stream, opens, arena, is_shared))
-                yield _Lines(lines, streams.call_group)
-            finally:
-                for line in lines:  # whoever keeps the error keeps no memory with it
-                    line.arena = None
-
+    @override
     def _room_bytes(self, part: ShardSlice, first: int, stop: int) -> int:
-        """What an arena needs for chunks [first, stop); 0: nothing is to be shared."""
-        if self._spec.lz4:
+        if self._codec.lz4:
             return 0
         item_size = self._codec.codec.item_size
         return wanted_bytes([each.size * item_size for each in part.chunks[first:stop]])
 
     def _send(
         self,
-        to: _Lines,
+        lines: Sequence[Line],
         work: Gradient,
         attempts: Attempts,
         *,
@@ -450,10 +381,10 @@ class Transfer:
         the values in the same pass, and nothing has left by then. Elsewhere all values are looked
         at, and messages made as they leave.
         """
-        are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in to.lines)
-        are_made_here = are_short or all(line.is_shared for line in to.lines)
+        are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in lines)
+        are_made_here = are_short or all(line.is_shared for line in lines)
         if not are_made_here:
-            self.check_finite(work, [(line.part, line.first, line.stop) for line in to.lines])
+            self.check_finite(work, [(line.part, line.first, line.stop) for line in lines])
         common = types_pb2.GradientChunk(
             step=work.step,
             sample_count=work.sample_count,
@@ -465,21 +396,21 @@ class Transfer:
         )
         trace_parent = attempts.trace_parent
         if not are_made_here:
-            for line in to.lines:
+            for line in lines:
                 line.stream.submit(self._messages(line, work, common, trace_parent, leaves=True))
             return
         if self._threads.count < 2 or are_short:
-            made = [[*self._messages(line, work, common, trace_parent)] for line in to.lines]
+            made = [[*self._messages(line, work, common, trace_parent)] for line in lines]
         else:
-            made = self._made_beside(to.lines, work, common, trace_parent)
-        for line, messages in zip(to.lines, made, strict=True):
+            made = self._made_beside(lines, work, common, trace_parent)
+        for line, messages in zip(lines, made, strict=True):
             is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
-            is_short = is_short or sum(map(len, messages)) <= _SHORT_BYTES
+            is_short = is_short or sum(map(len, messages)) <= SHORT_BYTES
             line.stream.submit(iter(messages), is_short=is_short)
 
     def _made_beside(
         self,
-        lines: Sequence[_Line],
+        lines: Sequence[Line],
         work: Gradient,
         common: types_pb2.GradientChunk,
         trace_parent: str,
@@ -503,7 +434,7 @@ class Transfer:
     def _make(
         self,
         messages: list[bytes],
-        line: _Line,
+        line: Line,
         work: Gradient,
         common: types_pb2.GradientChunk,
         trace_parent: str,
@@ -512,7 +443,7 @@ class Transfer:
         """Adds some of a line's messages."""
         messages += self._messages(line, work, common, trace_parent, stretch)
 
-    def _begin(self, request: pb.ExchangeRequest, line: _Line) -> None:
+    def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
         """Says what the first message of a call has to say about its stream."""
         if line.opens:
             request.open.CopyFrom(self._opening(line.part.channel))
@@ -522,7 +453,7 @@ class Transfer:
 
     def _messages(
         self,
-        line: _Line,
+        line: Line,
         work: Gradient,
         common: types_pb2.GradientChunk,
         trace_parent: str,
@@ -542,7 +473,7 @@ class Transfer:
         """
         part, arena = line.part, line.arena
         scratch = thread_scratch()
-        spans, name, peer = part.channel.spans, self._spec.name, part.channel.name
+        spans, name, peer = self._spans, self._name, part.channel.name
         item_size = self._codec.codec.item_size
         first, last = line.first, line.stop - 1
         begin, stop = stretch or (first, line.stop)
@@ -596,112 +527,39 @@ class Transfer:
                 spans.add(SPAN_KIND_SEND, name, work.step, index, peer, at_ns)
         yield from batch.rest()
 
-    def _read(self, to: _Lines, line: _Line) -> bytes:
-        """The next message of a shard; blocks."""
-        try:
-            return line.stream.read()
-        except grpc.RpcError as error:
-            failed = to.call_group.error_of(line.part.channel, error, parameter=self._spec.name)
-            if isinstance(failed, NonFiniteError):
-                failed.args = (f"{failed.message}; {self.refusal_remedy}",)
-            raise failed from None
+    @override
+    def _explain(self, line: Line, error: NonFiniteError) -> None:
+        error.args = (f"{error.message}; {self.refusal_remedy}",)
 
-    def _answer(self, to: _Lines, line: _Line) -> pb.ExchangeResponse:
-        """The same without a payload."""
-        message = self._read(to, line)  # whose error may be another shard's
-        try:
-            return framing.parse(pb.ExchangeResponse, message)[0]
-        except CorruptChunkError as error:
-            raise self._damaged(
-                line.part, f"answered for {self._spec.name!r}: {error.message}"
-            ) from None
+    @override
+    def _next(self, line: Line, step: int = 0, unit: int | None = None) -> Answer:
+        answer = super()._next(line, step, unit)
+        while answer[0].HasField("superseded"):
+            self._note_superseded(line.part, answer[0].superseded)
+            answer = super()._next(line, step, unit)
+        return answer
 
-    def _receive(
-        self,
-        to: _Lines,
-        weights: Pieces,
-        min_version: int,
-        progress: Progress,
-        *,
-        step: int,
-        is_exchange: bool = False,
-    ) -> int:
-        """Reads every chunk of every line, in turns, so that no shard's stream stands still.
+    def _fill(self, lines: Sequence[Line], progress: Progress, wanted: _Wanted) -> int:
+        """Reads all chunks of weights, which follow `progress`; returns the version so far.
 
-        All clients read shard by shard within a chunk index, in the same order, whichever chunks
-        their calls have; with it, a shard that waits until its answer is taken can never be part of
-        a circle of waits (docs/adr/0033-pieces.md).
-
-        Args:
-            to: What to read, in the order of the shards.
-            weights: (size,), filled.
-            min_version: The version that is waited for.
-            progress: Where to begin; then, after an error too, how far it came.
-            step: After which the weights are wanted.
-            is_exchange: Whether versions must be `min_version` exactly.
-
-        Returns:
-            The fewest updates that a chunk has seen.
+        `progress` says after an error, too, how far it came.
 
         Raises:
             ShardwellError: see `Parameter.get_weights`.
         """
-        stop = max((line.stop for line in to.lines), default=0)
-        read_ahead: list[deque[_Answer]] = [deque() for _ in to.lines]
-        name, at_ns = self._spec.name, now_ns()
-        wanted = _Wanted(weights, min_version, step, is_exchange)
-        first, spread = progress.row, None
-        versions: list[list[int]] = []  # of the chunks that have come, by row
+        first, stop = progress.row, max((line.stop for line in lines), default=0)
+        versions: dict[int, list[int]] = {row: [] for row in range(first, stop)}
         try:
-            for index in range(first, stop):
-                versions.append([])
-                for line, answers in zip(to.lines, read_ahead, strict=True):
-                    if not line.first <= index < line.stop:
-                        continue
-                    channel = line.part.channel
-                    while not answers or answers[0][0].HasField("superseded"):
-                        if answers:
-                            header, *_ = answers.popleft()
-                            self._note_superseded(line.part, header.superseded)
-                            continue
-                        message = self._read(to, line)
-                        at_ns = channel.spans.add(
-                            SPAN_KIND_WAIT, name, step, index, channel.name, at_ns
-                        )
-                        answers.extend(framing.parse_all(pb.ExchangeResponse, message))
-                    answer = answers.popleft()
-                    if answers and self._threads.count > 1:  # this thread has more to do
-                        spread = spread or self._threads.spread()
-                        spread.give(self._decode, versions[-1], line, index, answer, wanted)
-                        at_ns = now_ns()
-                    else:
-                        at_ns = self._decode(versions[-1], line, index, answer, wanted)
+            self._receive(lines, first, wanted.step, partial(self._decode, wanted, versions))
         finally:
-            try:
-                if spread is not None:
-                    spread.wait()
-            finally:
-                self._note_progress(to, progress, versions)
-        for line, answers in zip(to.lines, read_ahead, strict=True):
-            if answers:
-                raise self._damaged(
-                    line.part,
-                    f"answered more chunks of {self._spec.name!r} than it was asked for; call "
-                    "again",
-                )
+            for row, come in versions.items():
+                if len(come) < sum(line.first <= row < line.stop for line in lines):
+                    break
+                if come:
+                    progress.version = min(progress.version, *come)
+                    progress.version_max = max(progress.version_max, *come)
+                progress.row = row + 1
         return int(progress.version)
-
-    def _note_progress(
-        self, to: _Lines, progress: Progress, versions: Sequence[Sequence[int]]
-    ) -> None:
-        """Notes the rows that have come whole, of those from `progress` on."""
-        for index, row in enumerate(versions, progress.row):
-            if len(row) < sum(line.first <= index < line.stop for line in to.lines):
-                return
-            if row:
-                progress.version = min(progress.version, *row)
-                progress.version_max = max(progress.version_max, *row)
-            progress.row = index + 1
 
     def _note_superseded(self, part: ShardSlice, found: pb.SupersededChunks) -> None:
         """Notes what a shard says that it had counted before with other values.
@@ -713,7 +571,7 @@ class Transfer:
         is_whole = checksum.of_message(found) == found.crc32c
         if not is_whole or not indexes or max(indexes) >= len(part.chunks):
             raise self._damaged(
-                part,
+                part.channel,
                 f"answered for {self._spec.name!r} which chunks it had counted before, and the "
                 "answer is damaged; call again",
             )
@@ -721,15 +579,15 @@ class Transfer:
 
     def _decode(
         self,
-        versions: list[int],
-        line: _Line,
-        index: int,
-        answer: _Answer,
         wanted: _Wanted,
-    ) -> int:
-        """Checks a chunk of weights and writes it where it belongs; returns when that was done.
+        versions: dict[int, list[int]],
+        line: Line,
+        index: int,
+        answer: Answer,
+    ) -> None:
+        """Checks a chunk of weights and writes it where it belongs, on any thread.
 
-        Its version is added to `versions`.
+        Its version is added to those of its row, in `versions`.
         """
         part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
@@ -743,13 +601,13 @@ class Transfer:
         except ShardwellError as error:
             del payload, answer  # whoever keeps the error keeps no memory with it
             raise self._damaged(
-                part, f"answered for {self._spec.name!r}: {error.message}"
+                part.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         min_version = wanted.min_version
         exact = wanted.is_exchange and self._spec.mode == "sync"
         if chunk.chunk_index != index or header.version < min_version:
             raise self._damaged(
-                part,
+                part.channel,
                 f"answered chunk {chunk.chunk_index} at version {header.version} of "
                 f"{self._spec.name!r}; expected chunk {index} at version {min_version}"
                 f"{'' if exact else ' or later'}",
@@ -757,34 +615,15 @@ class Transfer:
         if exact and header.version > min_version:  # a later step closes with this worker only
             raise went_on_elsewhere(
                 part.channel,
-                f"parameter {self._spec.name!r}",
+                self._what,
                 self._worker_id,
                 expected=min_version,
                 found=header.version,
-                parameter=self._spec.name,
+                **self._of,
             )
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
-        versions.append(int(header.version))
-        channel = part.channel
-        return channel.spans.add(
-            SPAN_KIND_DECODE, self._spec.name, wanted.step, index, channel.name, begin_ns
+        versions[index].append(int(header.version))
+        self._spans.add(
+            SPAN_KIND_DECODE, self._name, wanted.step, index, part.channel.name, begin_ns
         )
-
-    def _damaged(self, part: ShardSlice, what: str) -> CorruptChunkError:
-        """The error for an answer that can't be believed; `what` its shard has done."""
-        shard_index = part.channel.shard_index
-        return CorruptChunkError(
-            f"shard {shard_index} {what}", shard_index=shard_index, parameter=self._spec.name
-        )
-
-    def _opening(self, channel: ShardChannel) -> types_pb2.StreamOpen:
-        opening = types_pb2.StreamOpen(
-            shard=channel.identity,
-            parameter=self._spec.name,
-            worker_id=self._worker_id,
-            session=channel.session.number,
-            tenure=self.tenure,
-            incarnation=self.incarnation,
-        )
-        return checksum.seal(opening)

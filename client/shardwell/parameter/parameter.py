@@ -127,7 +127,12 @@ class Parameter(Connected, Generic[ValuesT]):
         """The step of which a shard refused a part."""
         self._opening = Opening(spec, shards.channels, worker_id)
         self._transfer = Transfer(
-            spec, pool, worker_id=worker_id, traffic=traffic, threads=shards.core_threads
+            spec,
+            pool,
+            spans=shards.spans,
+            worker_id=worker_id,
+            traffic=traffic,
+            threads=shards.core_threads,
         )
         self._calls.run(self._open)
 

@@ -10,27 +10,24 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import grpc
 import numpy as np
+from typing_extensions import override
 
-from shardwell.errors import (
-    CorruptChunkError,
-    NonFiniteError,
-    ShardwellError,
-    StepOrderError,
-)
+from shardwell.errors import CorruptChunkError, NonFiniteError, ShardwellError, StepOrderError
 from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.process.spans import NO_STEP, now_ns
+from shardwell.process.spans import NO_STEP, Spans, now_ns
+from shardwell.process.spread import CoreThreads
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, ToldOf, went_on_elsewhere
-from shardwell.rpc.stream import ShardStream
-from shardwell.rpc.stream_pool import StreamPool, StreamSet
+from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
+from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.table import TableSpec
+from shardwell.steps import transfer
+from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
 from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums
 from shardwell.traffic import Traffic
@@ -41,16 +38,11 @@ from shardwell.v1.trace_pb2 import (
     SPAN_KIND_EXCHANGE,
     SPAN_KIND_GET,
     SPAN_KIND_PUT,
-    SPAN_KIND_WAIT,
 )
 from shardwell.wire import checksum
-from shardwell.wire import messages as framing
 from shardwell.wire.rows import ID_SIZE_BYTES, RowCodec
 
 _LOG = logging.getLogger("shardwell")
-_SHORT_BYTES_MAX = 64 * 1024
-"""Of rows and their ids as they travel, which are sent in less time than a thread takes to be
-woken."""
 
 
 class RowPut:
@@ -143,28 +135,35 @@ class RowFetch:
         """The version that is wanted where a shard has it; None: the newest."""
         self.is_exact = False
         """Whether no further one can have."""
-        self.version = math.inf
-        """Steps that the rows which have come have seen, at least."""
-        self._missing = {
+        self._messages = {
             shard_index: ids.messages(shard_index, row_count_max) for shard_index in ids.shards()
         }
+        self._versions: dict[Span, int] = {}
+        """Of the messages whose rows have come."""
+
+    @property
+    def version(self) -> float:
+        """Steps that the rows which have come have seen, at least; infinite if none have."""
+        return min(self._versions.values(), default=math.inf)
 
     def missing(self, shard_index: int) -> list[Span]:
         """What a shard has not answered yet, message by message."""
-        return self._missing.get(shard_index, [])
+        spans = self._messages.get(shard_index, [])
+        return [span for span in spans if span not in self._versions] if self._versions else spans
 
-    def answered(self, shard_index: int, version: int) -> None:
-        """Notes that the first of them has come."""
-        self.version = min(self.version, version)
-        self._missing[shard_index] = self._missing[shard_index][1:]
+    def answered(self, span: Span, version: int) -> None:
+        """Notes that the rows of one message have come. Any thread."""
+        self._versions[span] = version
 
 
 class Asked(NamedTuple):
     """What one shard is asked in one attempt."""
 
     channel: ShardChannel
+    put: RowPut | None
+    fetch: RowFetch | None
     parts: list[Span]
-    """Of the gradient; none if it has counted them."""
+    """Of the gradient; none if the shard has counted them."""
     questions: list[Span]
     """Rows that are wanted, message by message."""
 
@@ -174,16 +173,24 @@ class Asked(NamedTuple):
         return bool(self.parts) + len(self.questions)
 
 
-class RowTransfer:
+Line: TypeAlias = transfer.Line[Asked]
+
+
+class RowTransfer(StepTransfer[Asked]):
     """How one table's rows are sent and taken. Any thread may use it; one at a time puts.
 
     Args:
         spec: The table.
         channels: The shards, in order.
         pool: Streams of the table's calls.
+        spans: What they are timed in.
         worker_id: Whose calls they are.
         traffic: The client's, which counts them.
+        threads: What takes pieces of their work.
     """
+
+    _opening_type = pb.TableOpen
+    _answer_type = pb.ExchangeRowsResponse
 
     def __init__(
         self,
@@ -191,14 +198,22 @@ class RowTransfer:
         channels: list[ShardChannel],
         pool: StreamPool,
         *,
+        spans: Spans,
         worker_id: str,
         traffic: Traffic,
+        threads: CoreThreads,
     ) -> None:
+        super().__init__(
+            "table",
+            spec.name,
+            pool,
+            spans=spans,
+            worker_id=worker_id,
+            traffic=traffic,
+            threads=threads,
+        )
         self._spec = spec
         self._channels = channels
-        self._pool = pool
-        self._worker_id = worker_id
-        self._traffic = traffic
         self._codec = RowCodec.of(spec)
         self._row_bytes = ID_SIZE_BYTES + self._codec.codec.item_size * spec.dim
         self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
@@ -209,120 +224,64 @@ class RowTransfer:
         """Rows of one message that is sent; fewer, once the shards have said so."""
         self.superseded_part_count = 0
         """Parts that shards had counted with other rows or gradients; the caller makes it 0."""
-        self.incarnation = 0
-        """See OpenTableResponse; once the shards have said it."""
-        self.tenure = 0
-        """See TableOpen; the same."""
 
     def attempt(self, put: RowPut | None, fetch: RowFetch | None, attempts: Attempts) -> None:
         """Sends and fetches what is left of a call."""
-        every = [
-            Asked(
+        stretches: list[transfer.Stretch[Asked]] = []
+        for channel in self._channels:
+            asked = Asked(
                 channel,
+                put,
+                fetch,
                 [] if put is None else put.rest(channel.shard_index),
                 [] if fetch is None else fetch.missing(channel.shard_index),
             )
-            for channel in self._channels
-        ]
-        asked = [one for one in every if one.answer_count]
-        if asked:
-            channels = [one.channel for one in asked]
-            kind = SPAN_KIND_EXCHANGE if put is not None else SPAN_KIND_GET
-            if fetch is None:
-                kind = SPAN_KIND_PUT
-            with (
-                channels[0].spans.spanned(kind, self._spec.name, _step_of(put, fetch)),
-                ToldOf(channels),
-                self._pool.borrowed(attempts.rest_s) as streams,
-            ):
-                self._run(asked, streams, put, fetch, attempts)
-
-    def _run(
-        self,
-        asked: list[Asked],
-        streams: StreamSet,
-        put: RowPut | None,
-        fetch: RowFetch | None,
-        attempts: Attempts,
-    ) -> None:
-        channels = [one.channel for one in asked]
-        subject = (self._spec.name, self.incarnation, self.tenure)
-        opened = streams.streams(channels, subject, attempts.rest_s)
-        wait_ms = wait_milliseconds(attempts.rest_s)
-        for one, (stream, opens) in zip(asked, opened, strict=True):
-            if put is not None and one.parts:
-                put.is_sent = True
-            messages = self.messages(
-                one, put, fetch, wait_ms, opens=opens, trace_parent=attempts.trace_parent
-            )
-            stream.submit(messages, is_short=self._is_short(one))
-        name, step, at_ns = self._spec.name, _step_of(put, fetch), now_ns()
-        # In turns, so that no shard's stream stands still while another's is read.
-        for number in range(max(one.answer_count for one in asked)):
-            for one, (stream, _) in zip(asked, opened, strict=True):
-                if number >= one.answer_count:
-                    continue
-                message = self._read(one.channel, stream, streams, put)
-                channel = one.channel
-                at_ns = channel.spans.add(SPAN_KIND_WAIT, name, step, number, channel.name, at_ns)
-                question = number - bool(one.parts)
-                if question < 0:
-                    assert put is not None
-                    self.take_counted(one, message, put)
-                else:
-                    assert fetch is not None
-                    self.take_rows(one, message, fetch, one.questions[question])
-                at_ns = channel.spans.add(SPAN_KIND_DECODE, name, step, number, channel.name, at_ns)
-
-    def _is_short(self, one: Asked) -> bool:
-        """Whether what is asked and answered is less than a socket holds, and soon made."""
-        row_count = sum(stop - start for start, stop in [*one.parts, *one.questions])
-        return row_count * self._row_bytes <= _SHORT_BYTES_MAX
-
-    def _read(
-        self, channel: ShardChannel, stream: ShardStream, streams: StreamSet, put: RowPut | None
-    ) -> bytes:
-        """The next answer of a shard."""
-        try:
-            return stream.read()
-        except grpc.RpcError as error:
-            failed = streams.call_group.error_of(channel, error, table=self._spec.name)
-            if isinstance(failed, NonFiniteError) and put is not None:
-                assert failed.shard_index is not None
-                failed.element_index = put.element_index(failed.shard_index, failed.element_index)
-                failed.args = (f"{failed.message}; {REFUSED_STEP.format('table')}",)
-            raise failed from None
-
-    def messages(
-        self,
-        asked: Asked,
-        put: RowPut | None,
-        fetch: RowFetch | None,
-        wait_timeout_ms: int,
-        *,
-        opens: bool,
-        trace_parent: str = "",
-    ) -> Iterator[bytes]:
-        """What a shard is sent: parts of a gradient, then questions. On a thread of gRPC's."""
-        header = pb.ExchangeRowsRequest()
-        if opens:
-            header.open.shard.CopyFrom(asked.channel.identity)
-            header.open.table = self._spec.name
-            header.open.worker_id = self._worker_id
-            header.open.incarnation = self.incarnation
-            header.open.session = asked.channel.session.number
-            header.open.tenure = self.tenure
-            checksum.seal(header.open)
+            if count := asked.answer_count:
+                stretches.append((asked, 0, count))
+        if not stretches:
+            return
+        kind, step = SPAN_KIND_GET, _step_of(put, fetch)
         if put is not None:
-            spans, peer = asked.channel.spans, asked.channel.name
+            kind = SPAN_KIND_PUT if fetch is None else SPAN_KIND_EXCHANGE
+        with self._lines(stretches, attempts, span_kind=kind, step=step) as lines:
+            wait_ms = wait_milliseconds(attempts.rest_s)
+            for line in lines:
+                if put is not None and line.part.parts:
+                    put.is_sent = True
+                messages = self._messages(line, wait_ms, attempts.trace_parent)
+                line.stream.submit(messages, is_short=self._is_short(line.part))
+            self._receive(lines, 0, step, self._take)
+
+    def _is_short(self, asked: Asked) -> bool:
+        """Whether what is asked and answered is less than a socket holds, and soon made."""
+        row_count = sum(stop - start for start, stop in [*asked.parts, *asked.questions])
+        return row_count * self._row_bytes <= SHORT_BYTES
+
+    @override
+    def _explain(self, line: Line, error: NonFiniteError) -> None:
+        put = line.part.put
+        if put is not None:
+            assert error.shard_index is not None
+            error.element_index = put.element_index(error.shard_index, error.element_index)
+            error.args = (f"{error.message}; {REFUSED_STEP.format('table')}",)
+
+    def _messages(self, line: Line, wait_timeout_ms: int, trace_parent: str) -> Iterator[bytes]:
+        """What a shard is sent: parts of a gradient, then questions. On another thread, mostly."""
+        asked = line.part
+        header = pb.ExchangeRowsRequest()
+        if line.opens:
+            header.open.CopyFrom(self._opening(asked.channel))
+        if asked.put is not None:
+            step, peer = asked.put.step, asked.channel.name
             for index, span in enumerate(asked.parts):
                 begin_ns = now_ns()
                 if trace_parent and index == 0:
                     header.gradient.trace_parent = trace_parent
-                message = self._part(header, put, asked, index, span, wait_timeout_ms)
-                spans.add(SPAN_KIND_ENCODE, self._spec.name, put.step, index, peer, begin_ns)
+                message = self._part(header, asked.put, asked, index, span, wait_timeout_ms)
+                self._spans.add(SPAN_KIND_ENCODE, self._name, step, index, peer, begin_ns)
                 yield message
                 header = pb.ExchangeRowsRequest()
+        fetch = asked.fetch
         if fetch is not None:
             for span in asked.questions:
                 header.fetch.min_version = fetch.min_version
@@ -362,13 +321,25 @@ class RowTransfer:
         self._traffic.add_sent(len(message), values.size)
         return message
 
-    def take_counted(self, asked: Asked, message: bytes, put: RowPut) -> None:
+    def _take(self, line: Line, number: int, answer: Answer) -> None:
+        """Takes an answer: first that the gradient was counted, if one was sent, then the rows."""
+        asked, begin_ns = line.part, now_ns()
+        question = number - bool(asked.parts)
+        if question < 0:
+            assert asked.put is not None
+            self._take_counted(asked, answer[0], asked.put)
+        else:
+            assert asked.fetch is not None
+            self._take_rows(asked, answer, asked.fetch, asked.questions[question])
+        step = _step_of(asked.put, asked.fetch)
+        self._spans.add(SPAN_KIND_DECODE, self._name, step, number, asked.channel.name, begin_ns)
+
+    def _take_counted(self, asked: Asked, header: pb.ExchangeRowsResponse, put: RowPut) -> None:
         """Reads that a shard has counted all of a step.
 
         Raises:
             CorruptChunkError: it says something else.
         """
-        header, _ = framing.parse(pb.ExchangeRowsResponse, message)
         counted = header.counted
         count = counted.counted_part_count + counted.duplicate_part_count
         is_whole = count == len(asked.parts) or put.sums is None
@@ -378,21 +349,21 @@ class RowTransfer:
             )
         if checksum.rows_counted(self._counted_context, counted, header.version) != counted.crc32c:
             raise self._damaged(
-                asked,
+                asked.channel,
                 f"answered for {self._spec.name!r}: the count of step {put.step} is damaged; call "
                 "again",
             )
         self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)
 
-    def take_rows(self, asked: Asked, message: bytes, fetch: RowFetch, span: Span) -> None:
+    def _take_rows(self, asked: Asked, answer: Answer, fetch: RowFetch, span: Span) -> None:
         """Reads rows that a shard answers.
 
         Raises:
             CorruptChunkError: they are others than were asked for, or damaged.
             StepOrderError: the shard knows less than this worker does.
         """
-        header, payload = framing.parse(pb.ExchangeRowsResponse, message)
+        header, payload, size_bytes = answer
         count = span.stop - span.start
         if not header.HasField("rows"):
             raise self._unexpected(asked, header, f"{count} rows")
@@ -414,8 +385,9 @@ class RowTransfer:
             else:  # which are not damaged, or that is what is told
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
+            del payload, answer  # whoever keeps the error keeps no memory with it
             raise self._damaged(
-                asked, f"answered for {self._spec.name!r}: {error.message}"
+                asked.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         if rows.row_count != count or header.version < fetch.min_version:
             or_later = "" if fetch.is_exact else " or later"
@@ -425,11 +397,11 @@ class RowTransfer:
         if fetch.is_exact and header.version > fetch.min_version:
             raise went_on_elsewhere(
                 asked.channel,
-                f"table {self._spec.name!r}",
+                self._what,
                 self._worker_id,
                 expected=fetch.min_version,
                 found=header.version,
-                table=self._spec.name,
+                **self._of,
             )
         if header.version < fetch.known_version:
             raise StepOrderError(
@@ -449,8 +421,8 @@ class RowTransfer:
                 self._worker_id,
                 asked.channel.shard_index,
             )
-        self._traffic.add_received(len(message), count * self._spec.dim)
-        fetch.answered(asked.channel.shard_index, header.version)
+        self._traffic.add_received(size_bytes, count * self._spec.dim)
+        fetch.answered(span, header.version)
 
     def _unexpected(
         self, asked: Asked, header: pb.ExchangeRowsResponse, expected: str
@@ -463,13 +435,8 @@ class RowTransfer:
                 f"step {counted.step} counted in "
                 f"{counted.counted_part_count + counted.duplicate_part_count} parts"
             )
-        return self._damaged(asked, f"answered {got} for {self._spec.name!r}; expected {expected}")
-
-    def _damaged(self, asked: Asked, what: str) -> CorruptChunkError:
-        """The error for an answer that can't be believed; `what` its shard has done."""
-        shard_index = asked.channel.shard_index
-        return CorruptChunkError(
-            f"shard {shard_index} {what}", shard_index=shard_index, table=self._spec.name
+        return self._damaged(
+            asked.channel, f"answered {got} for {self._spec.name!r}; expected {expected}"
         )
 
 

@@ -63,7 +63,15 @@ class Table(Connected, Closing):
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
         pool = StreamPool(idle_streams, what, table=spec.name)
-        transfer = RowTransfer(spec, shards.channels, pool, worker_id=worker_id, traffic=traffic)
+        transfer = RowTransfer(
+            spec,
+            shards.channels,
+            pool,
+            spans=shards.spans,
+            worker_id=worker_id,
+            traffic=traffic,
+            threads=shards.core_threads,
+        )
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._view = TableView(cache, is_sync=spec.mode == "sync")
         self._reading = RowReading(

@@ -73,7 +73,7 @@ class ChunkCodec:
 
     def __init__(self, codec: Codec, *, lz4: bool = False, allow_non_finite: bool = False) -> None:
         self.codec = codec
-        self._lz4 = lz4
+        self.lz4 = lz4
         self._allow_non_finite = allow_non_finite
 
     @staticmethod
@@ -122,7 +122,7 @@ class ChunkCodec:
         chunk.element_offset = where.offset
         chunk.element_count = where.size
         message = None
-        if room is None or self._lz4:
+        if room is None or self.lz4:
             message = OutgoingMessage(header, where.size * self.codec.item_size)
             payload = message.payload
         else:
@@ -133,7 +133,7 @@ class ChunkCodec:
             return checksum.before_payload(start, chunk)
 
         written: Written | None = None
-        if isinstance(values, Computed) and self._allow_non_finite and not self._lz4:
+        if isinstance(values, Computed) and self._allow_non_finite and not self.lz4:
             written = self.codec.encode_computed(values, payload, head)
         if written is None:
             written = self.codec.encode(
@@ -143,7 +143,7 @@ class ChunkCodec:
                 allow_non_finite=self._allow_non_finite,
                 peak=peak,
                 is_exact=is_exact and not self._allow_non_finite,
-                start=None if self._lz4 else head,
+                start=None if self.lz4 else head,
             )
         chunk.scale_exponent = written.exponent + exponent_offset
         chunk.crc32c = written.crc
@@ -152,7 +152,7 @@ class ChunkCodec:
             shared = chunk.shared
             shared.offset, shared.size = room.offset, payload.size
             return bytes(header.SerializeToString())
-        if self._lz4:
+        if self.lz4:
             packed = lz4.block.compress(message.payload, mode="fast", store_size=False)
             if len(packed) < message.payload.size:
                 chunk.lz4 = True
@@ -257,7 +257,7 @@ class ChunkCodec:
         return self.codec.first_non_finite(payload, chunk.scale_exponent)
 
     def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:
-        if not self._lz4:
+        if not self.lz4:
             raise ArgumentError(
                 f"chunk {chunk.chunk_index} is compressed, but the spec says COMPRESSION_NONE"
             )

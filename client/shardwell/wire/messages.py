@@ -187,7 +187,7 @@ def split(header_type: type[Message], message: bytes) -> Sequence[bytes]:
 
 
 def _batch(header: Any, payload: Bytes) -> Sequence[bytes]:
-    batch: Sequence[bytes] = header.batch
+    batch: Sequence[bytes] = getattr(header, "batch", ())  # of rows none is made
     if batch and (payload.size or len(header.ListFields()) > 1 or len(batch) > BATCH_COUNT_MAX):
         raise CorruptChunkError(
             f"a batch of {len(batch)} messages; expected at most {BATCH_COUNT_MAX}, and nothing "

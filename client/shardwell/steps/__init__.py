@@ -1,0 +1,1 @@
+"""A worker's steps on shards, of parameters and tables alike."""

@@ -1,0 +1,261 @@
+"""One attempt of a call: messages leave for all shards, and answers come in.
+
+    borrow a set of streams -> submit each shard's messages -> read the answers in turns
+    -> give the set back, or close it after a failure
+
+What the messages say and what an answer means is for the subclass: chunks of a parameter
+(parameter/exchange.py) or rows of a table (table/exchange.py). Another attempt is for the caller,
+whose records say how far this one has come.
+
+Invariants:
+  - Everything leaves for all shards before an answer is awaited.
+  - All clients read in one order: unit by unit, and within a unit shard by shard, whichever units
+    their calls have. So a shard that waits until its answer is taken can never be part of a circle
+    of waits (docs/adr/0033-pieces.md).
+  - An attempt ends with its streams closed, or with every answer read and the streams kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import grpc
+
+from shardwell.errors import CorruptChunkError, NonFiniteError
+from shardwell.numerics.codec import Bytes
+from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
+from shardwell.process.spread import CoreThreads
+from shardwell.rpc.arena import Arena
+from shardwell.rpc.call_group import CallGroup
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel, ToldOf
+from shardwell.rpc.stream import ShardStream
+from shardwell.rpc.stream_pool import StreamPool
+from shardwell.traffic import Traffic
+from shardwell.v1.trace_pb2 import SPAN_KIND_WAIT
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+
+SHORT_BYTES = 64 * 1024
+"""Messages and answers of up to that size fit into a socket, and are made in less time than a
+thread takes to wake."""
+_SPREAD_BYTES = 256 * 1024
+"""An answer from that size on is worth another thread's waking."""
+
+Answer: TypeAlias = tuple[Any, Bytes, int]
+"""Header, payload, and bytes of the message."""
+
+
+class OfShard(Protocol):
+    """What a call has to do with one shard."""
+
+    @property
+    def channel(self) -> ShardChannel:
+        """The shard."""
+
+
+PartT = TypeVar("PartT", bound=OfShard)
+
+
+@dataclass(eq=False)
+class Line(Generic[PartT]):
+    """One shard in one attempt."""
+
+    part: PartT
+    first: int
+    """The first unit that it answers: a chunk, or a message of rows."""
+    stop: int
+    """The one behind the last."""
+    stream: ShardStream
+    call_group: CallGroup
+    """Of all streams of the attempt: its first failure is the one that counts."""
+    opens: bool
+    """Whether the first message must say what the stream is for."""
+    arena: Arena | None = None
+    """What the stream shares with the shard, as long as the attempt lasts."""
+    is_shared: bool = False
+    """Whether all payloads of the attempt have room there."""
+    answers: deque[Answer] = field(default_factory=deque)
+    """Those that came in one message with the last that was read."""
+
+
+Stretch: TypeAlias = tuple[PartT, int, int]
+"""A part, its first unit that is sent or asked for, and the one behind the last."""
+
+
+class StepTransfer(Generic[PartT]):
+    """How the steps of one parameter or table travel.
+
+    Args:
+        kind: "parameter" or "table".
+        name: Its name.
+        pool: Streams of its calls.
+        spans: What they are timed in.
+        worker_id: Whose calls they are.
+        traffic: The client's, which counts them.
+        threads: What takes pieces of their work.
+    """
+
+    _opening_type: Callable[..., Any]
+    _answer_type: type[Any]
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        pool: StreamPool,
+        *,
+        spans: Spans,
+        worker_id: str,
+        traffic: Traffic,
+        threads: CoreThreads,
+    ) -> None:
+        self._of: dict[str, Any] = {kind: name}
+        self._what = f"{kind} {name!r}"
+        self._name = name
+        self._pool = pool
+        self._spans = spans
+        self._worker_id = worker_id
+        self._traffic = traffic
+        self._threads = threads
+        self.tenure = 0
+        """See StreamOpen; once the shards have said it."""
+        self.incarnation = 0
+        """The same."""
+
+    @contextlib.contextmanager
+    def _lines(
+        self,
+        stretches: Sequence[Stretch[PartT]],
+        attempts: Attempts,
+        *,
+        span_kind: int | None = None,
+        step: int = 0,
+        reads: bool = False,
+    ) -> Iterator[list[Line[PartT]]]:
+        """A stream to the shard of each part, for some of its units, in the order given.
+
+        Streams that are opened only to read share no memory and end with the call: who only reads,
+        or waits for weights beside its own steps, uses up nothing that others need.
+        """
+        channels = [part.channel for part, _, _ in stretches]
+        lines: list[Line[PartT]] = []
+        begin_ns, rest_s = now_ns(), attempts.rest_s
+        try:
+            with ToldOf(channels), self._pool.borrowed(rest_s) as streams:
+                subject = (self._name, self.incarnation, self.tenure)
+                streams.only_reads = reads and streams.is_new
+                opened = streams.streams(channels, subject, rest_s)
+                for stretch, (stream, opens) in zip(stretches, opened, strict=True):
+                    line = Line(*stretch, stream, streams.call_group, opens)
+                    lines.append(line)
+                    room_bytes = 0 if streams.only_reads else self._room_bytes(*stretch)
+                    if room_bytes:
+                        line.arena = stream.arena(room_bytes, attempts.rest_s)
+                        line.is_shared = line.arena is not None and line.arena.has_room(room_bytes)
+                yield lines
+        finally:
+            for line in lines:  # whoever keeps the error keeps no memory with it
+                line.arena = None
+            if span_kind is not None:
+                self._spans.add(span_kind, self._name, step, ALL_CHUNKS, "", begin_ns)
+
+    def _room_bytes(self, part: PartT, first: int, stop: int) -> int:
+        """What an arena needs for units [first, stop); 0: nothing is shared."""
+        del part, first, stop
+        return 0
+
+    def _receive(
+        self,
+        lines: Sequence[Line[PartT]],
+        first: int,
+        step: int,
+        take: Callable[[Line[PartT], int, Answer], None],
+    ) -> None:
+        """Reads every answer of every line, in turns.
+
+        Args:
+            lines: What to read, in the order of the shards.
+            first: The unit to begin with.
+            step: Of which the answers are.
+            take: Takes the answer for a unit, on another thread where this one has more to do.
+
+        Raises:
+            ShardwellError: a stream failed, or an answer can't be believed.
+        """
+        stop = max((line.stop for line in lines), default=0)
+        spread = None
+        try:
+            for unit in range(first, stop):
+                for line in lines:
+                    if not line.first <= unit < line.stop:
+                        continue
+                    answer = self._next(line, step, unit)
+                    has_more = line.answers or (
+                        answer[2] >= _SPREAD_BYTES and not (unit == stop - 1 and line is lines[-1])
+                    )
+                    if has_more and self._threads.count > 1:
+                        spread = spread or self._threads.spread()
+                        spread.give(take, line, unit, answer)
+                    else:
+                        take(line, unit, answer)
+                    del answer  # whoever keeps an error keeps no memory with it
+        finally:
+            if spread is not None:
+                spread.wait()
+        for line in lines:
+            if line.answers:
+                raise self._damaged(
+                    line.part.channel,
+                    f"answered more of {self._what} than it was asked for; call again",
+                )
+
+    def _next(self, line: Line[PartT], step: int = 0, unit: int | None = None) -> Answer:
+        """The next answer of a shard; blocks. With `unit`, a wait is noted as a span.
+
+        Raises:
+            ShardwellError: what ended the attempt, which may be another shard's error.
+        """
+        if not line.answers:
+            channel, begin_ns = line.part.channel, now_ns()
+            try:
+                message = line.stream.read()
+                line.answers.extend(framing.parse_all(self._answer_type, message))
+            except grpc.RpcError as error:
+                failed = line.call_group.error_of(channel, error, **self._of)
+                if isinstance(failed, NonFiniteError):
+                    self._explain(line, failed)
+                raise failed from None
+            except CorruptChunkError as error:
+                raise self._damaged(
+                    channel, f"answered for {self._name!r}: {error.message}"
+                ) from None
+            if unit is not None:
+                self._spans.add(SPAN_KIND_WAIT, self._name, step, unit, channel.name, begin_ns)
+        return line.answers.popleft()
+
+    def _explain(self, line: Line[PartT], error: NonFiniteError) -> None:
+        """Completes a shard's refusal of values with what this worker knows."""
+        raise NotImplementedError
+
+    def _damaged(self, channel: ShardChannel, what: str) -> CorruptChunkError:
+        """The error for an answer that can't be believed; `what` its shard has done."""
+        shard_index = channel.shard_index
+        return CorruptChunkError(f"shard {shard_index} {what}", shard_index=shard_index, **self._of)
+
+    def _opening(self, channel: ShardChannel) -> Any:
+        """What a stream's first message says of it."""
+        return checksum.seal(
+            self._opening_type(
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                session=channel.session.number,
+                tenure=self.tenure,
+                incarnation=self.incarnation,
+                **self._of,
+            )
+        )
