@@ -6,8 +6,9 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint
@@ -37,7 +38,7 @@ from shardwell.rpc.credentials import Credentials, TokenFileArgument
 from shardwell.rpc.name_change import NameChange
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
-from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
+from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
 from shardwell.rpc.shard_status import ClusterStatus, ShardStatus, ask_status
 from shardwell.rpc.stream_pool import Connections, IdleStreams
 from shardwell.rpc.tls import TlsArgument
@@ -56,6 +57,7 @@ from shardwell.specs.parameter import (
     TrainingSpec,
 )
 from shardwell.specs.table import DIM_MAX, ROW_COUNT_MAX, TableSpec
+from shardwell.steps.handle import Handle
 from shardwell.table.cache import CACHE_ROW_COUNT_MAX
 from shardwell.table.membership import find_table_spec
 from shardwell.table.table import Table
@@ -299,23 +301,7 @@ class Client(Connected, Closing):
             given.setdefault("size", given["layout"].size)
         elif groups:
             raise ArgumentError("groups= are of tensors; pass tensors=, too")
-        if {"size", "optimizer"} <= given.keys():
-            given.setdefault("worker_count", 1)
-            if given.get("mode", "sync") != "sync":
-                given["worker_count"] = 0
-            spec = ParameterSpec(name=name, **given)
-        else:
-            found = self._calls.run(partial(find_spec, name, self._shards.channels))
-            if found is None:
-                other = self._calls.run(partial(find_table_spec, name, self._shards.channels))
-                is_table = "" if other is None else f" ({name!r} is a table)"
-                raise UnknownParameterError(
-                    f"no shard has a parameter {name!r}{is_table}; pass size= or tensors= and "
-                    "optimizer= to create it, or open it when another worker has"
-                    f"{self._neighbour(name)}",
-                    parameter=name,
-                )
-            spec = _agreed(found, given, parameter=name)
+        spec = self._spec(_PARAMETERS, _TABLES, name, given)
         known = self._parameters.find(name)
         if known is not None and known.spec == spec:
             known.reopen()
@@ -399,24 +385,9 @@ class Client(Connected, Closing):
             given["row_count"] = check_integer("row_count", given["row_count"], 1, ROW_COUNT_MAX)
         if "dim" in given:
             given["dim"] = check_integer("dim", given["dim"], 1, DIM_MAX)
-        if {"row_count", "dim", "optimizer"} <= given.keys():
+        if "optimizer" in given:
             given.setdefault("initializer", _INITIALIZER)
-            given.setdefault("worker_count", 1)
-            if given.get("mode", "sync") != "sync":
-                given["worker_count"] = 0
-            spec = TableSpec(name=name, **given)
-        else:
-            found = self._calls.run(partial(find_table_spec, name, self._shards.channels))
-            if found is None:
-                other = self._calls.run(partial(find_spec, name, self._shards.channels))
-                is_parameter = "" if other is None else f" ({name!r} is a parameter)"
-                raise UnknownTableError(
-                    f"no shard has a table {name!r}{is_parameter}; pass row_count=, dim= and "
-                    "optimizer= to create it, or open it when another worker has"
-                    f"{self._neighbour(name)}",
-                    table=name,
-                )
-            spec = _agreed(found, given, table=name)
+        spec = self._spec(_TABLES, _PARAMETERS, name, given)
         known = self._tables.find(name)
         row_count_kept, staleness_steps = known.caching if known is not None else (0, 1)
         if not isinstance(cache_row_count, NotGiven):
@@ -445,6 +416,27 @@ class Client(Connected, Closing):
             caching=caching,
         )
         return self._tables.keep(name, made)
+
+    def _spec(
+        self, kind: _Kind[SpecT], other: _Kind[Any], name: str, given: dict[str, Any]
+    ) -> SpecT:
+        """The spec of what is opened: made of what was given, or that which the shards hold."""
+        if kind.needed <= given.keys():
+            given.setdefault("worker_count", 1)
+            if given.get("mode", "sync") != "sync":
+                given["worker_count"] = 0
+            return kind.make(name=name, **given)
+        found = self._calls.run(partial(kind.find, name, self._shards.channels))
+        if found is not None:
+            return _agreed(found, given, **{kind.name: name})
+        namesake = self._calls.run(partial(other.find, name, self._shards.channels))
+        is_other = "" if namesake is None else f" ({name!r} is a {other.name})"
+        where: dict[str, Any] = {kind.name: name}
+        raise kind.unknown_error(
+            f"no shard has a {kind.name} {name!r}{is_other}; pass {kind.creates_with} to create "
+            f"it, or open it when another worker has{self._neighbour(name)}",
+            **where,
+        )
 
     def delete(
         self,
@@ -528,7 +520,7 @@ class Client(Connected, Closing):
 
     def _close_handles(self, name: str, kind: str | None) -> None:
         """Closes this client's objects for a name that was given up."""
-        opened: list[_Closeable | None] = []
+        opened: list[Handle[Any] | None] = []
         if kind != "table":
             opened.append(self._parameters.find(name))
         if kind != "parameter":
@@ -695,6 +687,39 @@ def check_client(client: object) -> Client:
     return client
 
 
+@dataclass(frozen=True)
+class _Kind(Generic[SpecT]):
+    """What a client can open."""
+
+    name: str
+    make: Callable[..., SpecT]
+    find: Callable[[str, list[ShardChannel], Attempts], SpecT | None]
+    """The spec that the shards hold."""
+    unknown_error: type[ShardwellError]
+    needed: frozenset[str]
+    """What is given to create one."""
+    creates_with: str
+    """The same for messages."""
+
+
+_PARAMETERS = _Kind(
+    "parameter",
+    ParameterSpec,
+    find_spec,
+    UnknownParameterError,
+    frozenset({"size", "optimizer"}),
+    "size= or tensors= and optimizer=",
+)
+_TABLES = _Kind(
+    "table",
+    TableSpec,
+    find_table_spec,
+    UnknownTableError,
+    frozenset({"row_count", "dim", "optimizer"}),
+    "row_count=, dim= and optimizer=",
+)
+
+
 def _given(**arguments: Any) -> dict[str, Any]:
     """The arguments that were not left out."""
     given = {name: value for name, value in arguments.items() if value is not NOT_GIVEN}
@@ -723,21 +748,7 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
     return stored
 
 
-class _Closeable(Protocol):
-    """What can be opened, and closed by itself too."""
-
-    spec: Any
-    """What was declared."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-
-    def close(self) -> None:
-        """Lets no call begin. Safe to repeat."""
-
-
-OpenT = TypeVar("OpenT", bound=_Closeable)
+OpenT = TypeVar("OpenT", bound=Handle[Any])
 
 
 class _Opened(Generic[OpenT]):

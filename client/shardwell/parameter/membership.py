@@ -44,7 +44,7 @@ def _status(channel: ShardChannel, name: str, attempts: Attempts) -> pb.GetStatu
     return attempts.run(lambda: ask_parameters(channel, attempts.rest_s, name))
 
 
-class Opening:
+class ParameterOpening:
     """One worker's calls about one parameter as a whole; all are safe to repeat, and repeated."""
 
     def __init__(self, spec: ParameterSpec, channels: list[ShardChannel], worker_id: str) -> None:
@@ -209,6 +209,29 @@ class Opening:
                 parameter=name,
             )
         return max(newest, next_step)
+
+    def set_learning_rate(
+        self, learning_rate: float, from_step: int | None, attempts: Attempts
+    ) -> None:
+        """Changes the rate on all shards; `from_step` None: at once."""
+
+        def tell(channel: ShardChannel) -> pb.SetLearningRateResponse:
+            return channel.call(
+                "SetLearningRate",
+                pb.SetLearningRateRequest(
+                    shard=channel.identity,
+                    parameter=self._spec.name,
+                    learning_rate=learning_rate,
+                    from_step=from_step,
+                    incarnation=self.incarnation,
+                ),
+                pb.SetLearningRateResponse,
+                timeout_s=attempts.rest_s,
+                parameter=self._spec.name,
+            )
+
+        for channel in self._channels:
+            attempts.run(partial(tell, channel))
 
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int

@@ -34,25 +34,24 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
-from shardwell.parameter.membership import Opening
+from shardwell.parameter.membership import ParameterOpening
 from shardwell.parameter.open_exchange import OpenExchange, Piece
 from shardwell.parameter.outcome import Outcome, merged
 from shardwell.parameter.pieces import Pieces
 from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.process.connected import Connected
 from shardwell.process.html_table import html_table
 from shardwell.rpc.asking import ask_all
-from shardwell.rpc.call_scope import CallScope, JointTurn
+from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
 from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.names import check_name
-from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.steps.handle import Handle
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -71,15 +70,18 @@ class Settled(NamedTuple):
     """Whether they are the caller's."""
 
 
-class Parameter(Connected, Generic[ValuesT]):
-    """Made by `Client.parameter`.
+class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
+    """Made by `Client.parameter`. A context manager, which closes the parameter in this worker.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
     each of its shape. What is passed is read and written where it lies; tensors do so a little
     faster one behind the other in one buffer, as those are that were returned.
     """
 
-    _elsewhere = "connect in the other process, and open the parameter there by its name"
+    kind = "parameter"
+    next_step: int = 0
+    """See `Handle.next_step`."""
+    _opening: ParameterOpening
 
     def __init__(
         self,
@@ -91,19 +93,11 @@ class Parameter(Connected, Generic[ValuesT]):
         traffic: Traffic,
         idle_streams: IdleStreams,
     ) -> None:
-        self.spec = spec
-        """What all workers agreed on."""
-        self.next_step: int
-        """The step that this worker's next gradient joins; a restarted worker goes on here.
-
-        In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
-        have given its seat away meanwhile, for want of seats: see `Limits.worker_count_max`.
-        """
+        super().__init__(spec, shards, timeout_s=timeout_s)
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
-        self._shards = shards
         self._worker_id = worker_id
         self._timeout_s = timeout_s
         self._idle_streams = idle_streams
@@ -116,16 +110,14 @@ class Parameter(Connected, Generic[ValuesT]):
         """Why reports were refused, as it was logged."""
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
-        what = f"parameter {spec.name!r}"
-        self._calls = CallScope(shards, timeout_s, what, parameter=spec.name)
-        pool = StreamPool(idle_streams, what, count_max=None, parameter=spec.name)
+        pool = StreamPool(idle_streams, self._what, count_max=None, **self._of)
         self._has_seat = False
         self._is_in_step = False
         """Whether a part of this worker's next step may be counted: of an earlier process of it, or
         of a call that failed."""
         self._refused_step = -1
         """The step of which a shard refused a part."""
-        self._opening = Opening(spec, shards.channels, worker_id)
+        self._opening = ParameterOpening(spec, shards.channels, worker_id)
         self._transfer = Transfer(
             spec,
             pool,
@@ -156,11 +148,6 @@ class Parameter(Connected, Generic[ValuesT]):
         return html_table(f"parameter {self.name}", (), rows)
 
     @property
-    def name(self) -> str:
-        """The parameter's name."""
-        return self.spec.name
-
-    @property
     def size(self) -> int:
         """Number of float32 elements."""
         return self.spec.size
@@ -175,11 +162,6 @@ class Parameter(Connected, Generic[ValuesT]):
         """
         shard_count = len(self._shards.channels)
         return [slice_of(self.size, index, shard_count) for index in range(shard_count)]
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._calls.is_closed
 
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
         """Sets the first weights; whoever calls first, in the whole cluster, decides them.
@@ -492,36 +474,6 @@ class Parameter(Connected, Generic[ValuesT]):
         )
         return begun
 
-    def set_learning_rate(
-        self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
-    ) -> None:
-        """Changes the optimizer's learning rate on all shards, for all workers.
-
-        Synchronous mode: takes effect at this worker's next step, which is the same update on every
-        shard and chunk if this worker takes part. Asynchronous mode, or with `now`: at the first
-        step that no chunk of a shard has reached, which may be another step on another shard.
-
-        Raises:
-            ArgumentError: the rate is negative or not finite, or the optimizer has none.
-            StepOrderError: chunks are past this worker's next step; use `now`.
-        """
-        rate = check_learning_rate("learning_rate", learning_rate)
-
-        def set_rate(attempts: Attempts) -> None:
-            is_now = now or self.spec.mode == "async"
-            from_step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
-            for channel in self._shards.channels:
-                request = pb.SetLearningRateRequest(
-                    shard=channel.identity,
-                    parameter=self.name,
-                    learning_rate=rate,
-                    from_step=from_step,
-                    incarnation=self._opening.incarnation,
-                )
-                attempts.run(partial(self._tell, channel, request, attempts))
-
-        self._calls.run(set_rate, timeout_s, in_turn=True)
-
     def report(self, *, step: int | None = None, **figures: float) -> None:
         """Tells whoever looks at the cluster figures of a step: `net.report(loss=0.3)`.
 
@@ -588,13 +540,6 @@ class Parameter(Connected, Generic[ValuesT]):
     def advise_on_non_finite(self, remedy: str) -> None:
         """What NonFiniteError is to advise; for what opens a parameter on its caller's behalf."""
         self._transfer.non_finite_remedy = self._transfer.refusal_remedy = remedy
-
-    def close(self) -> None:
-        """Ends this worker's calls of the parameter, which lives on in the cluster.
-
-        Calls of other threads end with ClosedError. From any thread; safe to repeat.
-        """
-        self._calls.close()
 
     # What the verbs share, on a thread of the client's.
 
@@ -775,17 +720,6 @@ class Parameter(Connected, Generic[ValuesT]):
             work.step = self.next_step
         self._is_in_step = True
         return work
-
-    def _tell(
-        self, channel: ShardChannel, request: pb.SetLearningRateRequest, attempts: Attempts
-    ) -> None:
-        channel.call(
-            "SetLearningRate",
-            request,
-            pb.SetLearningRateResponse,
-            timeout_s=attempts.rest_s,
-            parameter=self.name,
-        )
 
 
 def _figure(name: str, value: Any) -> float:

@@ -12,21 +12,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
-from shardwell.process.closeable import Closing
-from shardwell.process.connected import Connected
-from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import TableStatus
 from shardwell.rpc.stream_pool import IdleStreams, StreamPool
-from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
+from shardwell.steps.handle import Handle
 from shardwell.table.batch import RowBatch, as_ids, as_row_output
 from shardwell.table.cache import RowCache
 from shardwell.table.exchange import RowTransfer
@@ -38,10 +36,11 @@ from shardwell.table.view import TableView
 from shardwell.traffic import Traffic
 
 
-class Table(Connected, Closing):
+class Table(Handle[TableSpec]):
     """Made by `Client.table`. A context manager; leaving it closes the table in this worker."""
 
-    _elsewhere = "connect in the other process, and open the table there by its name"
+    kind = "table"
+    _opening: TableOpening
 
     def __init__(
         self,
@@ -54,15 +53,12 @@ class Table(Connected, Closing):
         idle_streams: IdleStreams,
         caching: tuple[int, int] = (0, 0),
     ) -> None:
-        self.spec = spec
-        """What all workers agreed on."""
+        super().__init__(spec, shards, timeout_s=timeout_s)
         self.caching = caching
         """Rows that are kept here, and for how many steps."""
-        what = f"table {spec.name!r}"
-        self._calls = CallScope(shards, timeout_s, what, table=spec.name)
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
-        pool = StreamPool(idle_streams, what, table=spec.name)
+        pool = StreamPool(idle_streams, self._what, **self._of)
         transfer = RowTransfer(
             spec,
             shards.channels,
@@ -95,11 +91,6 @@ class Table(Connected, Closing):
         )
 
     @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.spec.name
-
-    @property
     def dim(self) -> int:
         """Values of a row."""
         return self.spec.dim
@@ -110,11 +101,8 @@ class Table(Connected, Closing):
         return self.spec.row_count
 
     @property
+    @override
     def next_step(self) -> int:
-        """The step that this worker's next gradient joins; a restarted worker goes on here.
-
-        Asynchronous mode: see `Parameter.next_step`.
-        """
         return self._view.next_step
 
     @property
@@ -136,11 +124,6 @@ class Table(Connected, Closing):
         `abandon_step`: with other rows the step would be made of both.
         """
         return self._steps.is_begun
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._calls.is_closed
 
     @property
     def cache_hit_rate(self) -> float:
@@ -357,28 +340,6 @@ class Table(Connected, Closing):
         finally:  # some shards may have done it
             self._reading.forget()
 
-    def set_learning_rate(
-        self, learning_rate: float, *, now: bool = False, timeout_s: float | None = None
-    ) -> None:
-        """Changes the optimizer's learning rate on all shards, for all workers.
-
-        Synchronous mode: takes effect at this worker's next step, which is the same update on every
-        shard if this worker takes part. Asynchronous mode, or with `now`: at once, which may be
-        another step on another shard.
-
-        Raises:
-            ArgumentError: the rate is negative or not finite, or 0 with FTRL.
-            StepOrderError: shards are past this worker's next step; use `now`.
-        """
-        rate = check_learning_rate("learning_rate", learning_rate, self.spec.optimizer)
-
-        def set_rate(attempts: Attempts) -> None:
-            is_now = now or self.spec.mode == "async"
-            step = None if is_now else self._opening.first_step_ahead(self.next_step, attempts)
-            self._opening.set_learning_rate(rate, step, attempts)
-
-        self._calls.run(set_rate, timeout_s, in_turn=True)
-
     def status(self, *, timeout_s: float | None = None) -> list[TableStatus]:
         """What each shard holds of the table, in the order of the shards."""
         return self._calls.run(self._opening.status, timeout_s)
@@ -392,12 +353,9 @@ class Table(Connected, Closing):
 
         self._calls.run(reopened, in_turn=True)
 
+    @override
     def close(self) -> None:
-        """Ends this worker's calls of the table, which lives on in the cluster.
-
-        Calls of other threads end with ClosedError. From any thread; safe to repeat.
-        """
-        self._calls.close()
+        super().close()
         self._reading.forget()
 
     # What the verbs share.
