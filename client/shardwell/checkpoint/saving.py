@@ -31,7 +31,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.first_weights import FirstWeights
-from shardwell.parameter.membership import join_all
+from shardwell.parameter.membership import ParameterOpening
 from shardwell.placement.slices import Slice
 from shardwell.process.local_paths import local_path
 from shardwell.rpc.asking import ask_all, batches
@@ -206,7 +206,8 @@ class Checkpointing:
     def _create(self, entry: CheckpointParameter) -> None:
         """Makes a parameter on all shards."""
         attempts = self._attempts.beside()
-        attempts.run(partial(join_all, entry.spec, self._channels, attempts))
+        opening = ParameterOpening(entry.spec, self._channels)
+        attempts.run(partial(opening.join_all, attempts))
 
     def _restore(self, path: Path, entry: CheckpointParameter) -> None:
         attempts = self._attempts.beside()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
 from functools import partial
+
+from typing_extensions import override
 
 from shardwell.errors import (
     CorruptChunkError,
@@ -19,9 +19,10 @@ from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.rpc.take_over import check_next_step, claim_seat, common_tenure
+from shardwell.rpc.take_over import check_next_step, common_tenure
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.steps.opening import KindCalls, Opening
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
@@ -44,20 +45,16 @@ def _status(channel: ShardChannel, name: str, attempts: Attempts) -> pb.GetStatu
     return attempts.run(lambda: ask_parameters(channel, attempts.rest_s, name))
 
 
-class ParameterOpening:
-    """One worker's calls about one parameter as a whole; all are safe to repeat, and repeated."""
+class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
+    """One worker's calls about one parameter as a whole."""
 
-    def __init__(self, spec: ParameterSpec, channels: list[ShardChannel], worker_id: str) -> None:
-        self._spec = spec
-        self._channels = channels
-        self._worker_id = worker_id
-        self.tenure = 0
-        """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
-        self.incarnation = 0
-        """Of the parameter that was opened; see CreateParameterResponse."""
-        self._opened_in = 0
-        self.has_seat = False
-        """Whether this worker had a seat when it opened: an earlier process of it contributed."""
+    calls = KindCalls(
+        "parameter",
+        ("CreateParameter", pb.CreateParameterRequest, pb.CreateParameterResponse),
+        ("SetLearningRate", pb.SetLearningRateRequest, pb.SetLearningRateResponse),
+    )
+    has_seat = False
+    """Whether this worker had a seat when it opened: an earlier process of it contributed."""
 
     def open(self, attempts: Attempts, *, is_known: bool = False) -> tuple[list[ShardSlice], int]:
         """Creates or joins the parameter on all shards.
@@ -77,14 +74,8 @@ class ParameterOpening:
             CorruptChunkError: a shard cuts the parameter in another way.
         """
         # While one shard is waited for the others go on, so all are asked again.
-        join = partial(
-            join_all,
-            self._spec,
-            self._channels,
-            attempts,
-            worker_id=self._worker_id,
-            incarnation=self.incarnation if is_known else 0,
-        )
+        known = self.incarnation if is_known else 0
+        join = partial(self.join_all, attempts, incarnation=known)
         answers = attempts.run(join)
         unconfirmed: StepOrderError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
@@ -142,55 +133,25 @@ class ParameterOpening:
                 to another one.
             UnknownParameterError: the parameter that was opened was deleted.
         """
-        tenure = secrets.randbits(63) + 1
-        take = partial(
-            join_all,
-            self._spec,
-            self._channels,
-            attempts,
-            worker_id=self._worker_id,
-            take_seat=True,
-            tenure=tenure,
-            incarnation=self.incarnation,
-        )
-        answers = claim_seat(attempts, take)
-        if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
-            answers = claim_seat(attempts, partial(take, begins_anew=True))
-        self.tenure = common_tenure(answer.tenure for answer in answers)
-        name = self._spec.name
+        answers = self._seated(attempts)
         check_next_step(
-            f"parameter {name!r}",
+            self._what,
             min(answer.next_step for answer in answers if answer.slice_size),
             opened_at,
             took_over=any(answer.took_over for answer in answers),
             lost_seat=self._opened_in not in (0, self.tenure),
-            parameter=name,
+            **self._of,
         )
 
+    @override
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
-        """The first step from now on that no chunk of any shard has passed.
-
-        That is this worker's next step, or, when that was interrupted and some chunks closed it,
-        the one after it. A worker that takes part is never further behind.
-
-        Raises:
-            StepOrderError: a chunk is further on, or shard 0 lost its memory and has another one.
-            UnknownParameterError: the parameter that was opened was deleted, or a shard lost it.
-        """
         name, own = self._spec.name, attempts.beside
         held = ask_all(self._channels, lambda channel: _status(channel, name, own()).parameters)
         lacking = next((index for index, here in enumerate(held) if not here), None)
         newest = max((here[0].version_max for here in held if here), default=0)
         if lacking is not None or newest > next_step + 1:
             # Status is that of whatever has the name: joining says what became of what was opened.
-            join = partial(
-                join_all,
-                self._spec,
-                self._channels,
-                attempts,
-                worker_id=self._worker_id,
-                incarnation=self.incarnation,
-            )
+            join = partial(self.join_all, attempts, incarnation=self.incarnation)
             try:
                 attempts.run(join)
             except StepOrderError:
@@ -210,29 +171,6 @@ class ParameterOpening:
             )
         return max(newest, next_step)
 
-    def set_learning_rate(
-        self, learning_rate: float, from_step: int | None, attempts: Attempts
-    ) -> None:
-        """Changes the rate on all shards; `from_step` None: at once."""
-
-        def tell(channel: ShardChannel) -> pb.SetLearningRateResponse:
-            return channel.call(
-                "SetLearningRate",
-                pb.SetLearningRateRequest(
-                    shard=channel.identity,
-                    parameter=self._spec.name,
-                    learning_rate=learning_rate,
-                    from_step=from_step,
-                    incarnation=self.incarnation,
-                ),
-                pb.SetLearningRateResponse,
-                timeout_s=attempts.rest_s,
-                parameter=self._spec.name,
-            )
-
-        for channel in self._channels:
-            attempts.run(partial(tell, channel))
-
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
     ) -> ShardSlice:
@@ -248,62 +186,3 @@ class ParameterOpening:
                 parameter=self._spec.name,
             )
         return ShardSlice(channel, where, answer.chunk_element_count, first_chunk)
-
-
-def join_all(
-    spec: ParameterSpec,
-    channels: Sequence[ShardChannel],
-    attempts: Attempts,
-    *,
-    worker_id: str = "",
-    take_seat: bool = False,
-    tenure: int = 0,
-    begins_anew: bool = False,
-    incarnation: int = 0,
-) -> list[pb.CreateParameterResponse]:
-    """Creates or joins a parameter on shard 0, then on all others at once.
-
-    Shard 0 says which parameter of its name it has, and whether it has begun: a shard that has
-    another, or none, lost its memory.
-
-    Args:
-        spec: The parameter's.
-        channels: All shards, in order.
-        attempts: Bounds the calls.
-        worker_id: Who joins; "": somebody who will not contribute.
-        take_seat: Whether the worker takes its seat.
-        tenure: See CreateParameterRequest.
-        begins_anew: The same.
-        incarnation: Of the parameter that is meant, which must exist; 0: whatever has the name.
-
-    Raises:
-        StepOrderError: a shard lost its memory.
-        UnknownParameterError: the one that is meant was deleted.
-        ShardwellError: a shard refuses.
-    """
-
-    def join(
-        channel: ShardChannel, *, incarnation: int = 0, must_exist: bool = False
-    ) -> pb.CreateParameterResponse:
-        channel.has_seats |= take_seat
-        return channel.call(
-            "CreateParameter",
-            pb.CreateParameterRequest(
-                shard=channel.identity,
-                worker_id=worker_id,
-                spec=spec.to_proto(),
-                take_seat=take_seat,
-                incarnation=incarnation,
-                must_exist=must_exist,
-                session=channel.session.number,
-                tenure=tenure,
-                begins_anew=begins_anew,
-            ),
-            pb.CreateParameterResponse,
-            timeout_s=attempts.rest_s,
-            parameter=spec.name,
-        )
-
-    first = join(channels[0], incarnation=incarnation, must_exist=incarnation > 0 and not take_seat)
-    others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
-    return [first, *ask_all(channels[1:], others)]

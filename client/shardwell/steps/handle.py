@@ -13,6 +13,7 @@ from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.optimizers import Optimizer, check_learning_rate
+from shardwell.steps.opening import Opening
 
 
 class Spec(Protocol):
@@ -31,18 +32,6 @@ class Spec(Protocol):
         """How it is trained."""
 
 
-class Opening(Protocol):
-    """A worker's calls about a parameter or table as a whole."""
-
-    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
-        """The first step from `next_step` on that no shard has passed."""
-
-    def set_learning_rate(
-        self, learning_rate: float, from_step: int | None, attempts: Attempts
-    ) -> None:
-        """Changes the rate on all shards; `from_step` None: at once."""
-
-
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
@@ -51,7 +40,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
 
     kind: ClassVar[str]
     """"parameter" or "table"."""
-    _opening: Opening
+    _opening: Opening[Any, Any]
 
     def __init__(self, spec: SpecT, shards: Shards, *, timeout_s: float) -> None:
         self.spec: SpecT = spec

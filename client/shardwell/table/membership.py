@@ -6,13 +6,12 @@ All are safe to repeat, and repeated.
 from __future__ import annotations
 
 import contextlib
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from google.protobuf.message import Message
+from typing_extensions import override
 
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
 from shardwell.placement.rows import Ids
@@ -21,16 +20,15 @@ from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
-from shardwell.rpc.take_over import claim_seat, common_tenure
+from shardwell.rpc.take_over import check_next_step, common_tenure
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
+from shardwell.steps.opening import KindCalls, Opening
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.rows import RowCodec, rows_per_message_max
-
-ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class Joined(NamedTuple):
@@ -76,26 +74,14 @@ def _held(
     return attempts.run(lambda: ask_tables(channel, attempts.rest_s, name, incarnation))
 
 
-class TableOpening:
-    """Any thread may use it.
+class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
+    """One worker's calls about one table as a whole. Any thread may use it."""
 
-    Args:
-        spec: The table.
-        channels: Of the shards, in order.
-        worker_id: Whose calls they are.
-    """
-
-    def __init__(self, spec: TableSpec, channels: list[ShardChannel], *, worker_id: str) -> None:
-        self._spec = spec
-        self._channels = channels
-        self._worker_id = worker_id
-        self._incarnation = 0
-        """Of the table that was opened last."""
-
-    @property
-    def shard_count(self) -> int:
-        """Shards of the cluster."""
-        return len(self._channels)
+    calls = KindCalls(
+        "table",
+        ("OpenTable", pb.OpenTableRequest, pb.OpenTableResponse),
+        ("SetTableLearningRate", pb.SetTableLearningRateRequest, pb.SetTableLearningRateResponse),
+    )
 
     def open(self, attempts: Attempts) -> Joined:
         """Creates or joins the table on all shards.
@@ -105,26 +91,42 @@ class TableOpening:
             StepOrderError: the shards do not have the same past: one lost its memory.
             CorruptChunkError: a shard has messages of a size that can't be.
         """
-        return self._joined(attempts, take_seat=False)
+        joined = self._joined(
+            attempts.run(partial(self.join_all, attempts)), attempts, takes_seat=False
+        )
+        self._opened_in = joined.tenure
+        return joined
 
-    def take_seat(self, attempts: Attempts) -> Joined:
+    def take_seat(self, opened_at: int, attempts: Attempts) -> Joined:
         """Takes this worker's place among worker_count: shard 0 decides, the others follow.
+
+        Args:
+            opened_at: The step at which the worker was to go on when it opened the table.
+            attempts: Those of the call.
 
         Raises:
             SeatsTakenError: worker_count other workers have one.
             WorkerIdInUseError: another process has this worker's.
-            StepOrderError: the shards do not have the same past.
+            StepOrderError: the shards do not have the same past; an earlier process of this worker
+                went on since, or its seat was given to another one.
             UnknownTableError: the table that was opened was deleted.
         """
-        return self._joined(attempts, take_seat=True)
+        joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
+        check_next_step(
+            self._what,
+            joined.next_step,
+            opened_at,
+            took_over=joined.took_over,
+            lost_seat=self._opened_in not in (0, joined.tenure),
+            **self._of,
+        )
+        return joined
 
-    def _joined(self, attempts: Attempts, *, take_seat: bool) -> Joined:
-        tenure = secrets.randbits(63) + 1 if take_seat else 0
-        answers = self._join_all(attempts, tenure)
-        if take_seat and len({answer.tenure for answer in answers}) > 1:
-            # Some of the worker's seats were given away, and others not.
-            answers = self._join_all(attempts, tenure, begins_anew=True)
-        self._incarnation = answers[0].incarnation
+    def _joined(
+        self, answers: list[pb.OpenTableResponse], attempts: Attempts, *, takes_seat: bool
+    ) -> Joined:
+        """What the answers of all shards come to, once they were checked."""
+        self.incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self._spec)
         for channel, answer in zip(self._channels, answers, strict=True):
@@ -138,7 +140,7 @@ class TableOpening:
                 )
         steps = [answer.next_step if is_known else 0 for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
-        if take_seat or self._spec.mode == "async":
+        if takes_seat or self._spec.mode == "async":
             self._check_same_past("this worker's next step is", steps, attempts)
         else:
             self._check_versions([answer.version for answer in answers], attempts)
@@ -153,22 +155,6 @@ class TableOpening:
             tenure=common_tenure(answer.tenure for answer in answers),
             has_seat=any(answer.has_seat for answer in answers),
         )
-
-    def _join_all(
-        self, attempts: Attempts, tenure: int, *, begins_anew: bool = False
-    ) -> list[pb.OpenTableResponse]:
-        """What the shards answer: shard 0, then all others; `tenure` 0: no place is taken."""
-
-        def join(
-            channel: ShardChannel, first: pb.OpenTableResponse | None = None
-        ) -> pb.OpenTableResponse:
-            own = attempts.beside()
-            return claim_seat(
-                own, partial(self._join, channel, own, first, tenure, begins_anew=begins_anew)
-            )
-
-        first = join(self._channels[0])
-        return [first, *ask_all(self._channels[1:], partial(join, first=first))]
 
     def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
         """Refuses a synchronous table of which a shard is more than a step behind another.
@@ -195,15 +181,8 @@ class TableOpening:
                 table=self._spec.name,
             )
 
+    @override
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
-        """The first step from `next_step` on that no shard has closed.
-
-        That is this worker's next step, or, when that was interrupted and some shards closed it,
-        the one after it. A worker that takes part is never further behind.
-
-        Raises:
-            StepOrderError: a shard is further on.
-        """
         newest = max(status.version for status in self.status(attempts))
         if newest > next_step + 1:
             raise StepOrderError(
@@ -213,32 +192,15 @@ class TableOpening:
             )
         return max(newest, next_step)
 
-    def set_learning_rate(
-        self, learning_rate: float, from_step: int | None, attempts: Attempts
-    ) -> None:
-        """Changes the rate on all shards; `from_step` None: at once."""
-        self._every(
-            "SetTableLearningRate",
-            lambda channel: pb.SetTableLearningRateRequest(
-                shard=channel.identity,
-                table=self._spec.name,
-                learning_rate=learning_rate,
-                from_step=from_step,
-                incarnation=self._incarnation,
-            ),
-            pb.SetTableLearningRateResponse,
-            attempts,
-        )
-
     def evict(self, older_than_step: int, attempts: Attempts) -> int:
         """Removes rows on all shards; returns how many."""
-        answers = self._every(
+        answers = self._tell_each(
             "EvictRows",
             lambda channel: pb.EvictRowsRequest(
                 shard=channel.identity,
                 table=self._spec.name,
                 older_than_step=older_than_step,
-                incarnation=self._incarnation,
+                incarnation=self.incarnation,
             ),
             pb.EvictRowsResponse,
             attempts,
@@ -254,7 +216,7 @@ class TableOpening:
         """
 
         def ask(channel: ShardChannel) -> TableStatus:
-            own, known = attempts.beside(), self._incarnation
+            own, known = attempts.beside(), self.incarnation
             for found in _held(channel, self._spec.name, own, known):
                 return TableStatus.from_proto(found)
             raise UnknownTableError(
@@ -281,7 +243,7 @@ class TableOpening:
             shard=channel.identity,
             table=self._spec.name,
             content=pb.ScanRowsRequest.CONTENT_IDS,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
         )
         found = [np.empty(0, np.int64)]
@@ -307,54 +269,3 @@ class TableOpening:
             finally:
                 call.cancel()
         return np.concatenate(found)
-
-    def _join(
-        self,
-        channel: ShardChannel,
-        attempts: Attempts,
-        first: pb.OpenTableResponse | None,
-        tenure: int,
-        *,
-        begins_anew: bool,
-    ) -> pb.OpenTableResponse:
-        """Creates or joins the table on one shard; `first` is what shard 0 said."""
-        take_seat = tenure > 0
-        channel.has_seats |= take_seat
-        known = self._incarnation if take_seat else 0  # a seat in the table that was opened
-        return channel.call(
-            "OpenTable",
-            pb.OpenTableRequest(
-                shard=channel.identity,
-                worker_id=self._worker_id,
-                spec=self._spec.to_proto(),
-                take_seat=take_seat,
-                incarnation=first.incarnation if first is not None else known,
-                must_exist=first is not None and first.begun,
-                session=channel.session.number,
-                tenure=tenure,
-                begins_anew=begins_anew,
-            ),
-            pb.OpenTableResponse,
-            timeout_s=attempts.rest_s,
-            table=self._spec.name,
-        )
-
-    def _every(
-        self,
-        method: str,
-        request: Callable[[ShardChannel], Any],
-        response_type: type[ResponseT],
-        attempts: Attempts,
-    ) -> list[ResponseT]:
-        """The answers of all shards to a call, in order; where one refuses, no later is asked."""
-
-        def ask(channel: ShardChannel) -> ResponseT:
-            return channel.call(
-                method,
-                request(channel),
-                response_type,
-                timeout_s=attempts.rest_s,
-                table=self._spec.name,
-            )
-
-        return [attempts.run(partial(ask, channel)) for channel in self._channels]

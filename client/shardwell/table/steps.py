@@ -14,7 +14,6 @@ import numpy as np
 
 from shardwell.errors import DivergedError, StepOrderError
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.take_over import check_next_step
 from shardwell.specs.table import TableSpec
 from shardwell.table.batch import ShardedIds
 from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
@@ -57,7 +56,6 @@ class TableSteps:
         self._transfer = transfer
         self._opening = opening
         self._has_seat = False
-        self._opened_in = 0
         self._begun: _Begun | None = None
         self.is_begun = False
         """See `Table.is_step_begun`."""
@@ -66,7 +64,6 @@ class TableSteps:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False
         joined = self._opening.open(attempts)
-        self._opened_in = joined.tenure
         return self._resume(joined)
 
     def put(
@@ -177,15 +174,7 @@ class TableSteps:
         """
         if not self._has_seat:
             opened_at = self._view.next_step
-            joined = self._opening.take_seat(attempts)
-            check_next_step(
-                f"table {self._spec.name!r}",
-                joined.next_step,
-                opened_at,
-                took_over=joined.took_over,
-                lost_seat=self._opened_in not in (0, joined.tenure),
-                table=self._spec.name,
-            )
+            joined = self._opening.take_seat(opened_at, attempts)
             if joined.next_step == opened_at + 1:
                 joined = joined._replace(next_step=opened_at, is_begun=True)
             self._resume(joined)

@@ -57,7 +57,7 @@ class Table(Handle[TableSpec]):
         self.caching = caching
         """Rows that are kept here, and for how many steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
-        self._opening = TableOpening(spec, shards.channels, worker_id=worker_id)
+        self._opening = TableOpening(spec, shards.channels, worker_id)
         pool = StreamPool(idle_streams, self._what, **self._of)
         transfer = RowTransfer(
             spec,

@@ -15,7 +15,7 @@ import pytest
 
 import shardwell
 from harness.wire_client.worker import WireWorker, spec
-from shardwell.table.membership import TableOpening
+from shardwell.rpc.shard_channel import ShardChannel
 from shardwell_server import LocalCluster, ShardServer
 
 SIZE = 40
@@ -65,19 +65,20 @@ def test_training_that_goes_on_while_a_table_is_opened(cluster, connect, monkeyp
     options |= {"mode": mode, "initializer": shardwell.Zeros()}
     writer = connect(running, "w0").table("rows", **options)
     ids, ones = np.arange(10), np.ones((10, 1))
-    join = TableOpening._join
+    call = ShardChannel.call
 
-    def interrupted(opening: TableOpening, *given: Any, **options: Any) -> Any:
-        answer = join(opening, *given, **options)
-        if opening is not writer._opening:
+    def interrupted(channel: ShardChannel, method: str, *given: Any, **options: Any) -> Any:
+        answer = call(channel, method, *given, **options)
+        if method == "OpenTable":
             for _ in range(3):
                 writer.put_row_gradients(ids, ones)
         return answer
 
-    monkeypatch.setattr(TableOpening, "_join", interrupted)
+    writer.put_row_gradients(ids, ones)  # which takes its seat
+    monkeypatch.setattr(ShardChannel, "call", interrupted)
     reader = connect(running, "reader").table("rows", **options)
-    assert writer.next_step == 9
-    np.testing.assert_array_equal(reader.get_rows(ids), -9 * ones)
+    assert writer.next_step == 10
+    np.testing.assert_array_equal(reader.get_rows(ids), -10 * ones)
 
 
 def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, connect) -> None:

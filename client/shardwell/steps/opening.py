@@ -1,0 +1,189 @@
+"""A worker's calls about a parameter or table as a whole. All are safe to repeat, and repeated.
+
+Shard 0 says which one of the name the cluster has, and whether it has begun; the others follow. A
+shard that has another, or none, lost its memory.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from shardwell.rpc.asking import ask_all
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.take_over import claim_seat, common_tenure
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class Declared(Protocol):
+    """What specs of parameters and of tables have."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def to_proto(self) -> Message:
+        """As it travels."""
+
+
+SpecT = TypeVar("SpecT", bound=Declared)
+AnswerT = TypeVar("AnswerT", bound=Any)
+
+
+@dataclass(frozen=True)
+class KindCalls(Generic[AnswerT]):
+    """How the calls about one kind are named on the wire."""
+
+    kind: str
+    """"parameter" or "table"; requests and errors have a field of that name."""
+    join: tuple[str, Callable[..., Any], type[AnswerT]]
+    """Creating or joining one: the method, its request and its response."""
+    set_rate: tuple[str, Callable[..., Any], type[Any]]
+    """Changing its learning rate."""
+
+
+class Opening(Generic[SpecT, AnswerT]):
+    """Any thread may use it.
+
+    Args:
+        spec: The parameter or table.
+        channels: The shards, in order.
+        worker_id: Whose calls they are; "": somebody who will not contribute.
+    """
+
+    calls: KindCalls[AnswerT]
+
+    def __init__(self, spec: SpecT, channels: list[ShardChannel], worker_id: str = "") -> None:
+        self._spec = spec
+        self._channels = channels
+        self._worker_id = worker_id
+        self._of: dict[str, Any] = {self.calls.kind: spec.name}
+        self._what = f"{self.calls.kind} {spec.name!r}"
+        self.incarnation = 0
+        """Of what was opened, drawn when it was made: tells it from others of its name; 0: of
+        nothing yet."""
+        self.tenure = 0
+        """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
+        self._opened_in = 0
+        """The tenure that it had when it opened."""
+
+    @property
+    def shard_count(self) -> int:
+        """Shards of the cluster."""
+        return len(self._channels)
+
+    def join_all(
+        self,
+        attempts: Attempts,
+        *,
+        tenure: int = 0,
+        begins_anew: bool = False,
+        incarnation: int = 0,
+    ) -> list[AnswerT]:
+        """Creates or joins it on shard 0, then on all others at once: one attempt.
+
+        Args:
+            attempts: Bounds the calls.
+            tenure: The worker takes its seat, for that tenure; 0: it takes none.
+            begins_anew: See CreateParameterRequest.
+            incarnation: Of the one that is meant, which must exist; 0: whatever has the name.
+
+        Raises:
+            StepOrderError: a shard lost its memory.
+            UnknownParameterError, UnknownTableError: the one that is meant was deleted.
+            ShardwellError: a shard refuses.
+        """
+        method, request_type, response_type = self.calls.join
+        takes_seat = tenure > 0
+
+        def join(channel: ShardChannel, *, incarnation: int, must_exist: bool) -> AnswerT:
+            channel.has_seats |= takes_seat
+            request = request_type(
+                shard=channel.identity,
+                worker_id=self._worker_id,
+                spec=self._spec.to_proto(),
+                take_seat=takes_seat,
+                incarnation=incarnation,
+                must_exist=must_exist,
+                session=channel.session.number,
+                tenure=tenure,
+                begins_anew=begins_anew,
+            )
+            return channel.call(
+                method, request, response_type, timeout_s=attempts.rest_s, **self._of
+            )
+
+        is_known = incarnation > 0 and not takes_seat
+        first = join(self._channels[0], incarnation=incarnation, must_exist=is_known)
+        others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
+        return [first, *ask_all(self._channels[1:], others)]
+
+    def _seated(self, attempts: Attempts) -> list[AnswerT]:
+        """The answers to taking this worker's seat: shard 0 decides, the others follow.
+
+        Raises:
+            SeatsTakenError, WorkerIdInUseError, NotInitializedError: see the errors.
+            ShardwellError: see `join_all`.
+        """
+        tenure = secrets.randbits(63) + 1
+        take = partial(self.join_all, attempts, tenure=tenure, incarnation=self.incarnation)
+        answers = claim_seat(attempts, take)
+        if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
+            answers = claim_seat(attempts, partial(take, begins_anew=True))
+        self.tenure = common_tenure(answer.tenure for answer in answers)
+        return answers
+
+    @abstractmethod
+    def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
+        """The first step from `next_step` on that no shard has passed.
+
+        That is this worker's next step, or, when that was interrupted and some shards closed it,
+        the one after it. A worker that takes part is never further behind.
+
+        Raises:
+            StepOrderError: a shard is further on, or shard 0 lost its memory and has another one.
+            UnknownParameterError, UnknownTableError: what was opened was deleted, or a shard lost
+                it.
+        """
+
+    def set_learning_rate(
+        self, learning_rate: float, from_step: int | None, attempts: Attempts
+    ) -> None:
+        """Changes the rate on all shards; `from_step` None: at once."""
+        method, request_type, response_type = self.calls.set_rate
+        self._tell_each(
+            method,
+            lambda channel: request_type(
+                shard=channel.identity,
+                learning_rate=learning_rate,
+                from_step=from_step,
+                incarnation=self.incarnation,
+                **self._of,
+            ),
+            response_type,
+            attempts,
+        )
+
+    def _tell_each(
+        self,
+        method: str,
+        request: Callable[[ShardChannel], Any],
+        response_type: type[ResponseT],
+        attempts: Attempts,
+    ) -> list[ResponseT]:
+        """The answers of all shards to a call, in order; where one refuses, no later is asked."""
+
+        def tell(channel: ShardChannel) -> ResponseT:
+            return channel.call(
+                method, request(channel), response_type, timeout_s=attempts.rest_s, **self._of
+            )
+
+        return [attempts.run(partial(tell, channel)) for channel in self._channels]
