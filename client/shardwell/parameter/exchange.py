@@ -390,10 +390,11 @@ class Transfer(StepTransfer[ShardSlice]):
             sample_count=work.sample_count,
             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
             counts_only=counts_only,
-            learning_rate=work.learning_rate,
             after_refusal=work.after_refusal,
-            rate_factors=factors_of(work.learning_rate),
         )
+        if work.learning_rate is not None:
+            common.learning_rate = work.learning_rate
+            common.rate_factors.extend(factors_of(work.learning_rate))
         trace_parent = attempts.trace_parent
         if not are_made_here:
             for line in lines:

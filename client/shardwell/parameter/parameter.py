@@ -108,6 +108,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """The report that was sent last."""
         self._report_errors: set[str] = set()
         """Why reports were refused, as it was logged."""
+        self._closes_by_norm = spec.closes_by_norm
+        self._clips = bool(spec.optimizer.clip_norm) and not spec.closes_by_norm
+        """Whether the worker knows the norm of the mean, and clips it."""
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
         pool = StreamPool(idle_streams, self._what, count_max=None, **self._of)
@@ -329,7 +332,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def put(attempts: Attempts) -> int:
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
-            self._clip(work)
+            if self._clips:
+                self._clip(work)
             work.after_refusal = work.step == self._refused_step
             try:
                 self._put(work, attempts)
@@ -591,10 +595,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         With `rest`, `await_pieces` returns when no piece of it is under way.
         """
-        self._clip(work)
+        if self._clips:
+            self._clip(work)
         work.after_refusal = work.step == self._refused_step
         try:
-            if self.spec.closes_by_norm:
+            if self._closes_by_norm:
                 self.version = self._exchange_clipped(work, weights, attempts)
             elif rest is not None:
                 self.version = rest(attempts)
@@ -606,7 +611,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         except DivergedError:  # some of it is counted, so all of it is to be
             if await_pieces is not None:
                 await_pieces(attempts)
-            if not self.spec.closes_by_norm:
+            if not self._closes_by_norm:
                 self._put(work, attempts)
             self._end_step(work)
             raise
@@ -619,9 +624,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _end_step(self, work: Gradient) -> None:
         """Goes on to the next step: all of this one is counted."""
-        superseded = merged(self._transfer.superseded)
-        self._transfer.superseded.clear()
-        self.outcome = Outcome(step=work.step, size=self.size, superseded=superseded)
+        superseded: tuple[Slice, ...] = ()
+        if self._transfer.superseded:
+            superseded = merged(self._transfer.superseded)
+            self._transfer.superseded.clear()
+        self.outcome = Outcome(step=work.step, size=self.spec.size, superseded=superseded)
         self.next_step, self._is_in_step = work.step + 1, False
         if superseded:
             _LOG.warning(
@@ -662,15 +669,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _close_steps_before(self, version: int, attempts: Attempts) -> None:
         """Closes the step that leads to a version, where that needs a call."""
-        if self.spec.closes_by_norm and version > self._closed_version:
+        if self._closes_by_norm and version > self._closed_version:
             attempts.run(lambda: self._transfer.close_step(version - 1, attempts))
             self._closed_version = version
 
     def _clip(self, work: Gradient) -> None:
-        """Scales a gradient down to its largest norm, if the worker is the one who knows it."""
-        clip_norm = self.spec.optimizer.clip_norm
-        if not clip_norm or self.spec.closes_by_norm or work.is_clipped:
+        """Scales a gradient down to its largest norm, once."""
+        if work.is_clipped:
             return
+        clip_norm = self.spec.optimizer.clip_norm
         self._transfer.check_finite(work)
         with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
             values: Float32 = work.values.whole().astype(np.float32, copy=False)

@@ -76,11 +76,6 @@ class Pieces:
         pieces._tensors = tensors, found
         return pieces
 
-    @property
-    def is_one(self) -> bool:
-        """Whether it lies in one piece."""
-        return len(self._arrays) == 1
-
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Elements [start, stop): a view, or, where several arrays have them, a copy.
 
@@ -146,7 +141,7 @@ class Pieces:
 
     def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
         """Elements [start, stop), if one array has all of them."""
-        if self.is_one and stop <= self._stops[0]:
+        if len(self._arrays) == 1 and stop <= self._stops[0]:
             return self._arrays[0].reshape(-1)[start:stop]
         number = bisect_right(self._stops, start)
         if stop > self._stops[number]:
