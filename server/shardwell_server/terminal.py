@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 OUTPUT_LOST_CODE = 141
 """128 and the number of SIGPIPE."""
 _STDOUT_FD, _STDERR_FD = 1, 2
 _PIPE_WIDTH = 200
 """Columns where there is no terminal: nothing is cut off or wrapped."""
+_WHOLE = ("address", "state")
+"""Columns that are copied or looked for as one word: a narrow terminal folds others first."""
 
 
 class _Output(io.FileIO):
@@ -93,3 +96,30 @@ def console() -> Console:
         force_terminal=False if is_plain() else None,
         width=None if os.isatty(_STDOUT_FD) else _PIPE_WIDTH,
     )
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table that fits a narrow terminal; a column that begins with ">" has numbers.
+
+    Its title, if it is to have one, is wrapped to its width.
+    """
+    from rich import box  # not above: `shardwell health` needs little
+    from rich.table import Table
+
+    made = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for column in columns:
+        numeric = column.startswith(">")
+        made.add_column(
+            column.removeprefix(">"),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=column in _WHOLE,
+        )
+    return made

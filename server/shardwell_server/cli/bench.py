@@ -33,12 +33,10 @@ from shardwell.specs.names import parse_target
 from shardwell.specs.parameter import CodecName
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import connected, shards_option
-from shardwell_server.cli.quantities import Rate, bytes_told, digits, seconds_told
-from shardwell_server.cli.tables import table
+from shardwell_server.cli.quantities import Duration, Rate, bytes_told, digits, seconds_told
 from shardwell_server.step_time import HEADER_FACTOR
-from shardwell_server.terminal import console
+from shardwell_server.terminal import console, table
 
 MEGABYTES_MAX = 1024
 """What the parameter may have: this process holds it twice, the shards together four times."""

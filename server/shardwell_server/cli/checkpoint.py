@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 import shardwell
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, connected, shards_option
-from shardwell_server.cli.tables import table
-from shardwell_server.terminal import console
+from shardwell_server.cli.quantities import Duration
+from shardwell_server.terminal import console, table
 
 
 @click.group()

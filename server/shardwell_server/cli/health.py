@@ -8,7 +8,7 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.quantities import Duration
 
 
 @click.command()

@@ -13,18 +13,17 @@ from shardwell.group.schedule.strategies import ARITY_MAX
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import SGD, Adagrad, AdamW, Average, Optimizer, RMSProp
 from shardwell_server import step_time
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import (
+    Duration,
     ModelSize,
     Rate,
     bytes_told,
     link_told,
     seconds_told,
 )
-from shardwell_server.cli.tables import table
 from shardwell_server.step_time import Job, StepTime
-from shardwell_server.terminal import console
+from shardwell_server.terminal import console, table
 
 _OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": SGD(0.1),

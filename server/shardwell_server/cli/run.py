@@ -24,8 +24,8 @@ from shardwell.rpc.options import listen_on
 from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name, parse_target
 from shardwell_server import signals
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import usage_errors
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from shardwell_server.launch.run import LocalRun

@@ -19,8 +19,8 @@ from shardwell.rpc.tls import Tls, TlsFiles
 from shardwell.specs.names import parse_target
 from shardwell_server import signals
 from shardwell_server.access.access import Access
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, usage_errors
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.logs import configure_logs
 from shardwell_server.processes import (

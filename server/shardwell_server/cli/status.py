@@ -13,9 +13,8 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.names import parse_target
 from shardwell.specs.optimizers import Average
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import shards_option, usage_errors
-from shardwell_server.cli.tables import table
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import (
     LONG_WAIT_S,
     Answer,
@@ -33,7 +32,7 @@ from shardwell_server.cluster_status import (
     unfinished,
     verdict,
 )
-from shardwell_server.terminal import console
+from shardwell_server.terminal import console, table
 
 
 @click.command()

@@ -200,8 +200,7 @@ def list_tokens(*, path: Path) -> None:
     from shardwell_server.access.access import wall_clock_s
     from shardwell_server.access.rights import time_of
     from shardwell_server.access.tokens import read_tokens
-    from shardwell_server.cli.tables import table
-    from shardwell_server.terminal import console
+    from shardwell_server.terminal import console, table
 
     with _told():
         found = read_tokens(path)

@@ -20,9 +20,8 @@ from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ShardStatus
 from shardwell.specs.names import parse_target
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import shards_option, usage_errors
-from shardwell_server.cli.tables import table
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import (
     LONG_WAIT_S,
     Answer,
@@ -37,7 +36,7 @@ from shardwell_server.cluster_status import (
     unfinished,
     verdict,
 )
-from shardwell_server.terminal import console
+from shardwell_server.terminal import console, table
 
 _RATE_S = 5.0
 """Rates are those of so long."""

@@ -26,10 +26,9 @@ from shardwell.rpc.shard_status import ask_status
 from shardwell.specs.names import parse_target
 from shardwell.v1 import types_pb2
 from shardwell_server import timeline
-from shardwell_server.cli.duration import Duration
 from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
-from shardwell_server.cli.tables import table
-from shardwell_server.terminal import console
+from shardwell_server.cli.quantities import Duration
+from shardwell_server.terminal import console, table
 
 _LOOKED_AT_BYTES = 4096
 _REST_S = 5.0

@@ -19,7 +19,7 @@ import shardwell
 from harness.programs.commands import run_command
 from shardwell_server import LocalCluster
 from shardwell_server.cli import commands
-from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.quantities import Duration
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -41,9 +41,9 @@ from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
 from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
 from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell_server.cli.digits import train_digits
 from shardwell_server.cli.serve import serve
 from shardwell_server.cli.status import status
-from shardwell_server.cli.train_digits import train_digits
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()

@@ -27,7 +27,7 @@ from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
 from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
 from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from shardwell_server.cli.duration import Duration
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.cli.serve import serve
 
 SYSTEMD = Path(__file__).parents[3] / "deploy/systemd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwell import ArgumentError, Traffic
-from shardwell_server.cli.train_digits import index_of
+from shardwell_server.cli.digits import index_of
 from shardwell_server.demo.reports import Report, Reporter, error_line, parse_line
 from shardwell_server.processes import describe_exit
 

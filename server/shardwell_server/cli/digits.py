@@ -1,4 +1,4 @@
-"""Workers that train the digits classifier: those of docker compose, and those of the demo."""
+"""Commands that train the digits classifier: the demo, its workers, and those of docker compose."""
 
 from __future__ import annotations
 
@@ -6,23 +6,152 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, get_args
 
 import click
 
 from shardwell.errors import ArgumentError, ShardwellError
-from shardwell_server.cli.digits_options import exit_by_accuracy, exit_stopped, training_options
-from shardwell_server.cli.duration import Duration
-from shardwell_server.cli.options import shards_option
+from shardwell.specs.parameter import CodecName, ModeName
+from shardwell_server import signals
+from shardwell_server.cli.options import (
+    Decorator,
+    running_shards_option,
+    shard_count_option,
+    shards_option,
+    usage_errors,
+)
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.demo.digits.group_worker import train_by_sync
 from shardwell_server.demo.digits.samples import Samples, load_digits
-from shardwell_server.demo.digits.worker import MODEL, WORKER_COMMAND, Task
+from shardwell_server.demo.digits.worker import (
+    ACCURACY_MIN,
+    MODEL,
+    STEP_COUNT,
+    WORKER_COMMAND,
+    SyncName,
+    Task,
+)
 from shardwell_server.demo.reports import Report, error_line
 from shardwell_server.processes import stop_when_parent_ends
 from shardwell_server.signals import StoppedError
 
 _REPORT_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 2.0
+
+
+def steps_option(default: int | None, told: str) -> Decorator:
+    """--steps, as `step_count`."""
+    return click.option(
+        "--steps",
+        "step_count",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=default is not None,
+        envvar="SHARDWELL_STEPS",
+        help=told,
+    )
+
+
+def mode_option(default: ModeName | None, told: str) -> Decorator:
+    """--mode; `told` follows what the modes are."""
+    what = "sync: a step is the mean of all workers' gradients; async: each as it arrives."
+    return click.option(
+        "--mode",
+        type=click.Choice(get_args(ModeName)),
+        default=default,
+        show_default=default is not None,
+        envvar="SHARDWELL_MODE",
+        help=f"{what} {told}".rstrip(),
+    )
+
+
+sync_option: Decorator = click.option(
+    "--sync",
+    type=click.Choice(get_args(SyncName)),
+    default="server",
+    show_default=True,
+    envvar="SHARDWELL_SYNC",
+    help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
+    "of them; or threads of one process.",
+)
+codec_option: Decorator = click.option(
+    "--codec",
+    type=click.Choice(get_args(CodecName)),
+    default="fp16",
+    show_default=True,
+    envvar="SHARDWELL_CODEC",
+    help="How gradients and weights travel.",
+)
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """All of these, as workers of the digits classifier have them."""
+    steps = steps_option(STEP_COUNT, "Steps that each worker makes.")
+    for option in (steps, mode_option("sync", ""), sync_option, codec_option):
+        command = option(command)
+    return command
+
+
+def exit_by_accuracy(accuracy: float) -> NoReturn:
+    """Ends the command with what the accuracy says: exit code 0 if it is enough, else 1."""
+    if accuracy >= ACCURACY_MIN:
+        click.secho(
+            f"Passed: held-out accuracy {accuracy:.3f} is at least {ACCURACY_MIN}.", fg="green"
+        )
+        raise click.exceptions.Exit(0)
+    click.secho(
+        f"Failed: held-out accuracy {accuracy:.3f} is below {ACCURACY_MIN}.", fg="red", err=True
+    )
+    raise click.exceptions.Exit(1)
+
+
+def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
+    """Ends a command that a signal has stopped; `rest` says what there is to know now."""
+    click.echo(f"Stopped by {stopped.cause}; {rest}.", err=True)
+    raise click.exceptions.Exit(stopped.exit_code) from None
+
+
+@click.command()
+@shard_count_option("Shards to start, each a process.")
+@click.option(
+    "--workers",
+    "worker_count",
+    type=int,
+    default=4,
+    show_default=True,
+    envvar="SHARDWELL_WORKER_COUNT",
+    help="Workers to start, each a process.",
+)
+@steps_option(STEP_COUNT, "Steps that each worker makes.")
+@mode_option("sync", "")
+@sync_option
+@codec_option
+@running_shards_option
+def demo(**fields: Any) -> None:
+    """Train on a real cluster, and watch.
+
+    Starts shards and workers on this machine, trains a classifier on scikit-learn's handwritten
+    digits, and measures the accuracy on digits that were held out. Exit code 0 if it is at least
+    0.95, else 1; 130 after Ctrl-C. No process is left behind.
+    """
+    # Workers, who share this module, need none of these.
+    from shardwell_server.demo.digits.config import DemoConfig
+    from shardwell_server.demo.digits.display import Display
+    from shardwell_server.demo.digits.run import run_demo
+    from shardwell_server.demo.progress import Progress
+
+    signals.hold()
+    with usage_errors():
+        config = DemoConfig(**fields)
+    progress = Progress()
+    display = Display(config, progress)
+    try:
+        with progress:
+            result = run_demo(config, display)
+        display.conclude(result)
+    except StoppedError as stopped:
+        exit_stopped(stopped, "shards and workers have ended")
+    exit_by_accuracy(result.accuracy)
 
 
 def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:

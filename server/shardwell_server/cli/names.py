@@ -1,0 +1,101 @@
+"""What is done with a parameter or table by its name: `shardwell delete`, `rename`, `table`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwell.checkpoint.export import check_format
+from shardwell.errors import ShardwellError
+from shardwell.rpc.name_change import KINDS
+from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
+from shardwell_server.cli.quantities import Duration
+from shardwell_server.cluster_status import size
+
+_force_option = click.option(
+    "--force", is_flag=True, help="Although workers are connected that use it."
+)
+_kind_option = click.option(
+    "--kind",
+    type=click.Choice(list(KINDS)),
+    help="Where a parameter and a table have the same name, as older versions allowed.",
+)
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@_force_option
+@_kind_option
+@shards_option
+@click.option(
+    "--timeout-s", type=Duration(), default=60.0, show_default=True, help="For each name."
+)
+def delete(
+    *, names: tuple[str, ...], force: bool, kind: str | None, target: str, timeout_s: float
+) -> None:
+    """Delete parameters and tables, with their files; there is no way back but a checkpoint.
+
+    What workers are connected to is refused without --force; with it they get an error that says
+    so. A deletion that was cut off, by a shard that was away, say, is finished by the same command.
+
+    Exit code 1 if one of them could not be deleted; the others are.
+    """
+    has_failed = False
+    with connected("delete", target, timeout_s) as (client, _):
+        for name in dict.fromkeys(names):
+            try:
+                freed_bytes = client.delete(name, kind=kind, force=force, timeout_s=timeout_s)
+            except ShardwellError as error:
+                has_failed = True
+                click.secho(f"shardwell: {error.message}", fg="red", err=True)
+            else:
+                click.echo(f"deleted {name}: {size(freed_bytes)} are free")
+    if has_failed:
+        raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.argument("new_name", metavar="NEW_NAME")
+@_force_option
+@_kind_option
+@shards_option
+@click.option("--timeout-s", type=Duration(), default=60.0, show_default=True)
+def rename(
+    *, name: str, new_name: str, force: bool, kind: str | None, target: str, timeout_s: float
+) -> None:
+    """Give a parameter or table another name; workers that open that go on where they were.
+
+    What workers are connected to is refused without --force; with it they get an error that has the
+    new name. A renaming that was cut off, by a shard that was away, say, is finished by the same
+    command.
+    """
+    with connected("rename", target, timeout_s) as (client, _):
+        client.rename(name, new_name, kind=kind, force=force, timeout_s=timeout_s)
+    click.echo(f"renamed {name} to {new_name}")
+
+
+@click.group()
+def table() -> None:
+    """Export tables."""
+
+
+@table.command()
+@click.argument("name")
+@click.argument("path", type=GivenPath())
+@shards_option
+@click.option(
+    "--timeout-s", type=Duration(), default=600.0, show_default=True, help="For all of it."
+)
+def export(*, name: str, path: Path, target: str, timeout_s: float) -> None:
+    """Write ids and rows of table NAME, sorted by id, to PATH.
+
+    PATH ends in .safetensors or .parquet (which needs pyarrow), must not exist, and appears when it
+    is complete. Training may go on meanwhile; all rows are of one version.
+    """
+    with usage_errors():
+        check_format(path)
+    with connected("export", target, timeout_s) as (client, rest_s):
+        made = client.export_table(name, path, timeout_s=rest_s)
+    click.echo(f"exported {made.row_count} rows of {name} at version {made.version} to {made.path}")
