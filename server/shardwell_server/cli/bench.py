@@ -6,14 +6,16 @@ at its end, also when a signal breaks it off.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import click
 import numpy as np
@@ -52,6 +54,8 @@ _CODEC_S = 0.1
 """How long each conversion is repeated."""
 _CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
 """Two that differ in bytes: what bytes cost is told apart from what elements cost."""
+_LOCK_PAUSE_S, _LOCK_REST_S, _LOCK_REST_COUNT_MIN = 0.0005, 0.2, 40
+"""Between two samples of the interpreter's lock; the look at a process at rest, and its samples."""
 _VISIBLE = 1.25
 """A link shows when twice the bytes take at least so many times as long."""
 
@@ -100,6 +104,8 @@ class StepFigures:
     """This worker's conversions, on one thread."""
     latency_s: float
     """The longest round trip to a shard."""
+    lock_share: float
+    """Part of the exchange for which some thread of this process held the interpreter's lock."""
 
     @property
     def shard_s(self) -> float:
@@ -219,7 +225,7 @@ def bench(
             for index, address in enumerate(parse_target(target))
         ]
     codecs = {name: _codec_rates(name) for name in CODECS}
-    step = _step(shards, exchange_s, codecs["fp16"], link)
+    step = _step(shards, exchange_s, codecs["fp16"], link, work.lock_share)
     if as_json:
         print_json(cluster_id, megabytes, shards, codecs, step, left)
         return
@@ -258,6 +264,8 @@ class _Transfers:
         self._names = {codec: f"shardwell-bench-{own}-{megabytes}MB-{codec}" for codec in _CODECS}
         self._whole: dict[str, Parameter[Any]] = {}
         self._probes: dict[str, list[SliceProbe]] = {}
+        self.lock_share = 0.0
+        """See `StepFigures`; once `measure` has returned."""
 
     def make(self) -> None:
         """Creates the parameters."""
@@ -307,16 +315,21 @@ class _Transfers:
         times = [(_Times(), _Times()) for _ in self._probes["fp16"]]
         exchanges: list[float] = []
         until_s = time.monotonic() + seconds
-        while not exchanges or (len(exchanges) < _ROUND_COUNT_MAX and time.monotonic() < until_s):
-            for codec in _CODECS:
-                whole = self._whole[codec]
-                for (out, in_), probe in zip(times, self._probes[codec], strict=True):
-                    probe.next_step = whole.next_step
-                    out.by_codec[codec].append(self._timed(probe.put_gradient, self._values))
-                    in_.by_codec[codec].append(self._timed(probe.get_weights, out=self._out))
-                whole.next_step += 1
-            whole = self._whole["fp16"]
-            exchanges.append(self._timed(whole.exchange, self._values, out=self._out))
+        with LockSamples() as samples:
+            while not exchanges or (
+                len(exchanges) < _ROUND_COUNT_MAX and time.monotonic() < until_s
+            ):
+                for codec in _CODECS:
+                    whole = self._whole[codec]
+                    for (out, in_), probe in zip(times, self._probes[codec], strict=True):
+                        probe.next_step = whole.next_step
+                        out.by_codec[codec].append(self._timed(probe.put_gradient, self._values))
+                        in_.by_codec[codec].append(self._timed(probe.get_weights, out=self._out))
+                    whole.next_step += 1
+                whole = self._whole["fp16"]
+                with samples.taken():
+                    exchanges.append(self._timed(whole.exchange, self._values, out=self._out))
+        self.lock_share = samples.share
         return _settled(exchanges), times
 
     def _timed(self, verb: Callable[..., Any], *values: Any, **more: Any) -> float:
@@ -327,6 +340,61 @@ class _Transfers:
 
     def _rest_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.05)
+
+
+class LockSamples:
+    """How much of a time threads of this process hold the interpreter's lock, by sampling.
+
+    A thread sleeps for a moment, again and again. Where it wakes later than it does in a process at
+    rest, another thread had the lock. Native code and system calls that let go of the lock do not
+    count; parsing, framing and Python itself do. A context manager, which begins with a look at the
+    process at rest.
+    """
+
+    def __init__(self) -> None:
+        self._rest: list[float] = []
+        self._busy: list[float] = []
+        self._into: list[float] | None = None
+        """Where the thread notes how late it wakes."""
+        self._is_over = False
+        self._thread = threading.Thread(target=self._sample, name="lock-samples", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._into = self._rest
+        self._thread.start()
+        time.sleep(_LOCK_REST_S)
+        self._into = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Samples the block, too."""
+        self._into = self._busy
+        try:
+            yield
+        finally:
+            self._into = None
+
+    @property
+    def share(self) -> float:
+        """Part of the samples in the blocks at which the lock was held; 0 without any."""
+        if not self._busy or len(self._rest) < _LOCK_REST_COUNT_MIN:
+            return 0.0
+        usual_s = statistics.quantiles(self._rest, n=20)[-1]
+        late = sum(late_s > usual_s for late_s in self._busy) / len(self._busy)
+        return max(late - 0.05, 0.0) / 0.95  # one in twenty is later at rest, too
+
+    def _sample(self) -> None:
+        while not self._is_over:
+            into, began_s = self._into, time.perf_counter()
+            time.sleep(_LOCK_PAUSE_S)
+            late_s = time.perf_counter() - began_s - _LOCK_PAUSE_S
+            if into is not None and into is self._into:
+                into.append(late_s)
 
 
 def _values(size: int) -> Float32:
@@ -406,6 +474,7 @@ def _step(
     exchange_s: float,
     codec_rates: tuple[float, float],
     link: float | None,
+    lock_share: float = 0.0,
 ) -> StepFigures:
     sent = [shard for shard in shards if shard.transport != "memory"]
     item_size = CODECS["fp16"].item_size * HEADER_FACTOR
@@ -436,6 +505,7 @@ def _step(
         fill_s=link_s * min(PAYLOAD_SIZE_MAX_BYTES / slice_bytes, 1.0),
         codec_s=sum(float32_bytes / rate for rate in codec_rates),
         latency_s=max(shard.round_trip_s for shard in shards),
+        lock_share=lock_share,
     )
 
 
@@ -531,6 +601,10 @@ def _conclusion(
         f"  of it link {seconds_told(step.link_s)}, its first chunks {seconds_told(step.fill_s)}, "
         f"codec {seconds_told(step.codec_s)}, latency {seconds_told(step.latency_s)}, shards and "
         f"the rest {seconds_told(step.shard_s)}"
+    )
+    yield (
+        f"  Python's own lock was held for {step.lock_share:.0%} of it (sampled), which more "
+        "threads do not shorten"
     )
     yield f"  limited by {_LIMITS[step.limit]}"
     if step.link_s:

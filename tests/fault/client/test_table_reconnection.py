@@ -209,7 +209,7 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowTransfer, "take_rows", interrupt)
+        patch.setattr(RowTransfer, "_take", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.get_rows(np.arange(50))
     eventually("its streams have ended", lambda: not any(s._streams.count for s in running.servers))

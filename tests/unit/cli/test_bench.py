@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
+import time
+import zlib
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
-from shardwell_server.cli.bench import ShardFigures, _shard_table, _step
+from shardwell_server.cli.bench import LockSamples, ShardFigures, _shard_table, _step
 from shardwell_server.step_time import HEADER_FACTOR
 
 SIZE = 1_000_000
@@ -75,3 +79,22 @@ def test_shards_at_local_addresses_fit_80_columns(rate) -> None:
     screen.print(_shard_table([_shard(index, "gRPC", rate) for index in range(12)]))
     lines = [line for line in screen.export_text().splitlines() if line.strip()]
     assert len(lines) == 2 + 12  # none is folded
+
+
+def _sampled(work: Callable[[], object]) -> float:
+    with LockSamples() as samples, samples.taken():
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            work()
+    return samples.share
+
+
+def test_python_holds_the_lock_and_native_code_lets_go_of_it() -> None:
+    megabytes, interval_s = bytes(8 << 20), sys.getswitchinterval()
+    sys.setswitchinterval(0.05)  # far above what a busy machine makes threads late
+    try:
+        held = _sampled(lambda: sum(range(1000)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert held > 0.9
+    assert _sampled(lambda: zlib.crc32(megabytes)) < held
