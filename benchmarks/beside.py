@@ -23,7 +23,7 @@ import numpy as np
 
 import shardwell
 from link import PORT, Network, serve, why_not
-from shardwell.rpc import stream_pool
+from shardwell.transport import stream_pool
 
 SGD = shardwell.SGD(learning_rate=0.1)
 

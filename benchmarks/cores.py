@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.turns import Crew, cpu_s, worker_command
-from shardwell.process.spread import THREADS_VARIABLE, core_count, thread_count
-from shardwell.rpc.arena import SAME_HOST_VARIABLE
+from shardwell.threads.spread import THREADS_VARIABLE, core_count, thread_count
+from shardwell.transport.arena import SAME_HOST_VARIABLE
 from shardwell_server import LocalCluster, signals
 
 WARM_UP_COUNT = 2

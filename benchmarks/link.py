@@ -43,9 +43,9 @@ from rich.table import Table
 
 from peers.turns import Crew, Step, worker_command
 from security import make_tokens
+from shardwell.connection.credentials import INSECURE_VARIABLE, TOKEN_FILE_VARIABLE
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell.numerics.codec import CODECS
-from shardwell.rpc.credentials import INSECURE_VARIABLE, TOKEN_FILE_VARIABLE
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.certificates import make_certificates
 from shardwell_server.processes import PARENT_FLAG
 

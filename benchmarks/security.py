@@ -22,9 +22,9 @@ from rich.table import Table
 
 from peers.turns import Crew, worker_command
 from shardwell import Tls
-from shardwell.rpc.arena import SAME_HOST_VARIABLE
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell.transport.arena import SAME_HOST_VARIABLE
 from shardwell_server import LocalCluster
 from shardwell_server.access.rights import Grant, Right
 from shardwell_server.access.tokens import (

@@ -25,8 +25,8 @@ from pathlib import Path
 from rich.table import Table
 
 from peers.turns import Crew, worker_command
-from shardwell.rpc.arena import SAME_HOST_VARIABLE
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
+from shardwell.transport.arena import SAME_HOST_VARIABLE
 from shardwell_server import LocalCluster
 from shardwell_server.access.rights import Grant, Right
 from shardwell_server.access.tokens import (

@@ -20,7 +20,7 @@ from harness.leaks import Resources, descriptor_count
 from harness.polling import PATIENCE_S, eventually
 from harness.programs import forkserver
 from harness.tokens import TOKEN_FILE_VARIABLE, Tokens
-from shardwell.rpc import arena
+from shardwell.transport import arena
 from shardwell_server import LocalCluster
 
 CHUNK_SIZE_BYTES = 256

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 
 import shardwell
-from shardwell.rpc.credentials import TokenFile, token_file
+from shardwell.connection.credentials import TokenFile, token_file
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 

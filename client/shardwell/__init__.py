@@ -31,6 +31,7 @@ from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, Checkpo
 from shardwell.checkpoint.model_export import export_checkpoint
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
+from shardwell.connection.tls import Tls
 from shardwell.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -71,7 +72,6 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
-from shardwell.rpc.tls import Tls
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.learning_rate import GroupedRate

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar, overload
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint
 from shardwell.checkpoint.saving import Checkpointing
+from shardwell.connection.credentials import Credentials, TokenFileArgument
+from shardwell.connection.tls import TlsArgument
 from shardwell.errors import (
     ArgumentError,
     ShardwellError,
@@ -29,19 +31,13 @@ from shardwell.process.closeable import Closing
 from shardwell.process.connected import Connected
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
-from shardwell.process.spread import thread_count
-from shardwell.rpc.arena import same_host_setting
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
-from shardwell.rpc.credentials import Credentials, TokenFileArgument
 from shardwell.rpc.name_change import NameChange
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
 from shardwell.rpc.shard_status import ClusterStatus, ShardStatus, ask_status
-from shardwell.rpc.stream_pool import Connections, IdleStreams
-from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.initializers import Initializer, Uniform
@@ -61,7 +57,11 @@ from shardwell.steps.handle import Handle
 from shardwell.table.cache import CACHE_ROW_COUNT_MAX
 from shardwell.table.membership import find_table_spec
 from shardwell.table.table import Table
+from shardwell.threads.asking import ask_all
+from shardwell.threads.spread import thread_count
 from shardwell.traffic import Traffic
+from shardwell.transport.arena import same_host_setting
+from shardwell.transport.stream_pool import Connections, IdleStreams
 
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from shardwell.connection.absence import BUSY
 from shardwell.errors import (
     AuthenticationError,
     DeadlineError,
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.rpc.absence import BUSY
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
     MemberStatus,

@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwell.connection.credentials import INSECURE_VARIABLE, is_loopback
+from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
-from shardwell.process.spread import thread_count
-from shardwell.rpc.credentials import INSECURE_VARIABLE, is_loopback
-from shardwell.rpc.tls import Tls
 from shardwell.specs.deadlines import TIMEOUT_S_MIN, check_duration
 from shardwell.specs.names import check_name
+from shardwell.threads.spread import thread_count
 
 LOCAL_SHARD_COUNT_MAX = 64
 """Shards of a cluster on one machine."""

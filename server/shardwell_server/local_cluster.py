@@ -19,13 +19,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.closeable import Closing
 from shardwell.process.html_table import Link, html_table
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.tls import Tls
 from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
 from shardwell_server.server import ShardServer

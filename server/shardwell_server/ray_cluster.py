@@ -39,6 +39,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shardwell.checkpoint.steps import StepPaths
 from shardwell.client import connect
+from shardwell.connection.credentials import is_loopback
+from shardwell.connection.tls import Tls
 from shardwell.errors import (
     ArgumentError,
     DeadlineError,
@@ -51,8 +53,6 @@ from shardwell.process.allocator import tune_malloc
 from shardwell.process.closeable import Closing
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.credentials import is_loopback
-from shardwell.rpc.tls import Tls
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import SHARD_COUNT_MAX
 from shardwell_server.config import Durability, Limits, ShardConfig

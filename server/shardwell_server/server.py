@@ -20,13 +20,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from shardwell.connection.options import check_fork, listen_on, server_options
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.rendezvous.registry import Owner
 from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
-from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.options import check_fork, listen_on, server_options
-from shardwell.rpc.tls import TlsFiles
 from shardwell.specs.deadlines import check_duration
+from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.access.access import Access

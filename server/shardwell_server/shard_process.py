@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shardwell.connection.tls import Tls
 from shardwell.errors import ShardUnavailableError
-from shardwell.rpc.tls import Tls
 from shardwell_server.config import ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
 

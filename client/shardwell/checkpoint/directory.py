@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, ShardwellError, StorageError
-from shardwell.rpc.asking import ask_all
+from shardwell.threads.asking import ask_all
 
 _SUFFIX = ".partial"
 MARK_NAME = ".shardwell-partial"

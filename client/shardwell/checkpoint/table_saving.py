@@ -18,11 +18,11 @@ from shardwell.errors import (
     StepOrderError,
     UnknownTableError,
 )
-from shardwell.rpc.asking import ask_all, batches
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_tables
 from shardwell.specs.table import TableSpec
+from shardwell.threads.asking import ask_all, batches
 from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import grpc
 
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.agreement.coordinator import (
     Agreement,
@@ -39,7 +40,6 @@ from shardwell.group.transport.peers import (
     Received,
 )
 from shardwell.process.shared_memory import SharedMemory
-from shardwell.rpc.tls import TlsFiles
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import (
     DeadlineError,
     LimitError,
@@ -19,8 +20,7 @@ from shardwell.errors import (
     ShardwellError,
 )
 from shardwell.group.transport.peers import Peer
-from shardwell.process.daemon_threads import DaemonThreads
-from shardwell.rpc.tls import TlsFiles
+from shardwell.threads.daemon_threads import DaemonThreads
 from shardwell.v1 import group_pb2
 
 _THREAD_COUNT_MAX = 16

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
 from shardwell.group.agreement.coordinator import failure_of
 from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker
@@ -24,10 +25,9 @@ from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
 from shardwell.process.connected import Connected
 from shardwell.process.ending import closed_text
-from shardwell.rpc.calls import CallThreads, cancelled_by
-from shardwell.rpc.tls import Tls
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.parameter import WireName
+from shardwell.threads.calls import CallThreads, cancelled_by
 from shardwell.traffic import Traffic
 
 _NOTHING: Float32 = np.empty(0, np.float32)

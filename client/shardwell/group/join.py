@@ -13,6 +13,15 @@ from dataclasses import dataclass
 
 import grpc
 
+from shardwell.connection.credentials import (
+    INSECURE_VARIABLE,
+    Credentials,
+    SameToken,
+    TokenFileArgument,
+    insecure_setting,
+    is_loopback,
+)
+from shardwell.connection.tls import TlsArgument
 from shardwell.errors import (
     ArgumentError,
     ShardUnavailableError,
@@ -33,21 +42,12 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.environment import host_name, variable
-from shardwell.rpc.arena import same_host_setting
-from shardwell.rpc.calls import CallThreads
-from shardwell.rpc.credentials import (
-    INSECURE_VARIABLE,
-    Credentials,
-    SameToken,
-    TokenFileArgument,
-    insecure_setting,
-    is_loopback,
-)
-from shardwell.rpc.tls import TlsArgument
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS, WireName
+from shardwell.threads.calls import CallThreads
 from shardwell.traffic import Traffic
+from shardwell.transport.arena import same_host_setting
 from shardwell.v1 import group_pb2
 
 GROUP_SIZE_MAX = 256

@@ -24,8 +24,16 @@ from shardwell.parameter.pieces import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans, now_ns
-from shardwell.process.spread import CoreThreads
-from shardwell.rpc.arena import (
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
+from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.specs.learning_rate import factors_of
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.steps import transfer
+from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
+from shardwell.threads.spread import CoreThreads
+from shardwell.traffic import Traffic
+from shardwell.transport.arena import (
     BATCH_COUNT,
     Places,
     batch_count,
@@ -33,15 +41,7 @@ from shardwell.rpc.arena import (
     room_bytes,
     wanted_bytes,
 )
-from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
-from shardwell.rpc.stream_pool import StreamPool
-from shardwell.specs.deadlines import wait_milliseconds
-from shardwell.specs.learning_rate import factors_of
-from shardwell.specs.parameter import ParameterSpec
-from shardwell.steps import transfer
-from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
-from shardwell.traffic import Traffic
+from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import (

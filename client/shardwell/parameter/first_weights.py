@@ -17,10 +17,10 @@ from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2

@@ -15,7 +15,6 @@ from shardwell.numerics.codec import CODECS
 from shardwell.parameter.exchange import ShardSlice
 from shardwell.parameter.first_weights import confirm
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
@@ -23,6 +22,7 @@ from shardwell.rpc.take_over import check_next_step, common_tenure
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.steps.opening import KindCalls, Opening
+from shardwell.threads.asking import ask_all
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 

@@ -42,17 +42,17 @@ from shardwell.parameter.values import Room, ValuesT, values_of
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.steps.handle import Handle
+from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
+from shardwell.transport.stream_pool import IdleStreams, StreamPool
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _REPORT_S = 10.0

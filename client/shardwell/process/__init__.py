@@ -1,1 +1,1 @@
-"""What belongs to this process alone: who made what, its descriptors, memory and threads."""
+"""What belongs to this process alone: who made what, its descriptors, memory and spans."""

@@ -1,1 +1,1 @@
-"""Connections to shards: channels, streams, sessions, deadlines and retries."""
+"""Calls to shards: what is asked, deadlines, sessions and retries."""

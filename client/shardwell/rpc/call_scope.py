@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
 from shardwell.process.telemetry import call_span
-from shardwell.rpc.calls import current_call
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.deadlines import check_timeout
+from shardwell.threads.calls import current_call
 
 _LOG = logging.getLogger("shardwell")
 _TURN_LOOK_INTERVAL_S = 0.1

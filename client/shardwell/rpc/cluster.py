@@ -15,6 +15,8 @@ from functools import partial
 
 import grpc
 
+from shardwell.connection.credentials import Credentials
+from shardwell.connection.options import KEEPALIVE_PING_MS
 from shardwell.errors import (
     ClosedError,
     CorruptChunkError,
@@ -24,14 +26,12 @@ from shardwell.errors import (
 )
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
-from shardwell.process.spread import CoreThreads
-from shardwell.rpc.calls import CallThreads, current_call
-from shardwell.rpc.credentials import Credentials
-from shardwell.rpc.options import KEEPALIVE_PING_MS
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import new_session
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target
+from shardwell.threads.calls import CallThreads, current_call
+from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _DESCRIPTOR_COUNT = 16

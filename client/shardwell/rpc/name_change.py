@@ -19,11 +19,11 @@ from shardwell.errors import (
     UnknownParameterError,
     UnknownTableError,
 )
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import TAKE_OVER_S
 from shardwell.specs.names import check_name
+from shardwell.threads.asking import ask_all
 from shardwell.v1 import names_pb2 as pb
 
 KINDS = {"parameter": pb.NAME_KIND_PARAMETER, "table": pb.NAME_KIND_TABLE}

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from shardwell.connection.options import unary_stub
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.process.spans import Spans, clock_id, now_ns
 from shardwell.rpc.held_call import HeldCall
-from shardwell.rpc.options import unary_stub
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 

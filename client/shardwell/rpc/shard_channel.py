@@ -1,52 +1,36 @@
-"""The connection to one shard: its address, its calls and their deadlines.
+"""The calls of one shard, and their deadlines.
 
 Every call ends in a result or a ShardwellError; whether it is made again is for others to decide.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
-import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from shardwell.connection.credentials import NO_CREDENTIALS, Credentials
+from shardwell.connection.options import unary_stub
 from shardwell.errors import (
-    AccessDeniedError,
-    AuthenticationError,
     ClosedError,
     CorruptChunkError,
-    LimitError,
     SessionUnknownError,
     ShardUnavailableError,
     ShardwellError,
     StepOrderError,
 )
-from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
-from shardwell.process.unix_sockets import connected
 from shardwell.rpc import recording
-from shardwell.rpc.absence import why_absent
-from shardwell.rpc.arena import Arenas
-from shardwell.rpc.calls import cancelled_by
-from shardwell.rpc.channel import Channel
-from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
-from shardwell.rpc.error_codes import from_rpc_error
 from shardwell.rpc.held_call import HeldCall
-from shardwell.rpc.neighbour import Neighbour
-from shardwell.rpc.options import unary_stub
 from shardwell.rpc.session import Session, new_session
-from shardwell.rpc.tls import check_trust
-from shardwell.rpc.unix_call import UnixCall, UnixCalls
-from shardwell.rpc.unix_questions import UnixQuestions
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
-from shardwell.v1 import arena_pb2, names_pb2, session_pb2, table_pb2, trace_pb2, types_pb2
+from shardwell.threads.calls import cancelled_by
+from shardwell.transport.endpoint import SAID_S, ShardEndpoint
+from shardwell.v1 import names_pb2, session_pb2, table_pb2, trace_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 
@@ -57,16 +41,8 @@ _NAME_SERVICE = names_pb2.DESCRIPTOR.services_by_name["NameService"].full_name
 _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
-_DESCRIPTOR_RESERVE = 64
-"""Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
-_LOOKING = threading.Lock()
-"""For who looks whether they are there, which takes them for a moment."""
-_CONNECT_S = 2.0
-"""How long a shard on this machine may take to let a stream in."""
 _CERTIFICATES_S = 1.0
 """How often a client that waits for a shard looks whether its certificates have changed."""
-_SAID_S = 60.0
-"""How often it is logged that a token is not believed, or that the shard does not answer."""
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -92,8 +68,8 @@ class CallCancelledError(grpc.RpcError):
         return ()
 
 
-class ShardChannel:
-    """One shard, as a client sees it. Any thread may call it."""
+class ShardChannel(ShardEndpoint):
+    """One shard, as a client calls it. Any thread may do so."""
 
     def __init__(
         self,
@@ -105,55 +81,21 @@ class ShardChannel:
         credentials: Credentials = NO_CREDENTIALS,
         spans: Spans | None = None,
     ) -> None:
-        self.shard_index = shard_index
-        self.address = address
-        self.name = f"shard {shard_index}"
-        """For people."""
+        super().__init__(shard_index, address, same_host=same_host, credentials=credentials)
         self.spans = spans or Spans()
         """What the client did last, with all shards."""
-        self.identity = types_pb2.ShardIdentity()
-        self.arenas = Arenas(
-            self.name,
-            lambda: arena_pb2.ArenaOffer(shard=self.identity),
-            is_wanted=same_host,
-        )
-        """Memory to be shared with the shard, if it is on this machine."""
-        self.unix = Neighbour("", is_wanted=same_host)
-        """Where it takes streams of this machine."""
-        self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
-        this = weakref.ref(self)  # which the connections are not to keep
-
-        def connection(timeout_s: float) -> socket.socket:
-            channel = this()
-            if channel is None:
-                raise ConnectionAbortedError("the client was dropped")
-            return channel._unix_connection(timeout_s)
-
-        self._questions = UnixQuestions(connection)
         self.session = session or new_session()
         """Of the client."""
         self.worker_id = ""
         """Under which the client contributes; empty before it attends."""
         self.has_seats = False
         """Whether the client may have taken a seat on the shard."""
-        self._closed = False
         self._attended_with = ""
         """What the call brought by which it attends."""
-        self._said = ""
-        """Why the token is not believed any more, as it was logged last."""
-        self._said_s = 0.0
-        """When."""
-        self._told_s = -_SAID_S
+        self._told_s = -SAID_S
         """When it was logged last that the shard does not answer."""
-        self._tls = credentials.tls
-        self._token = credentials.token
-        self._credentials = credentials
-        self._channel = Channel(address, credentials)
-        self._others: dict[int, Channel] = {}
-        """Connections beside that, by number."""
-        self._lock = threading.Lock()
         self._bind()
-        self._attendance = HeldCall(self._attended, self._translate)
+        self._attendance = HeldCall(self._attended, super().translate)
         self._giver = recording.SpanGiver(
             self.spans, lambda: self._channel.current, self._asks_for_recordings, self.translate
         )
@@ -191,68 +133,6 @@ class ShardChannel:
             channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
         )
 
-    def stream(self, method: str, connection: int = 0) -> Any:
-        """What opens a stream over gRPC.
-
-        Args:
-            method: As gRPC names it.
-            connection: Which one it goes over: 0 is that of all other calls.
-
-        Raises:
-            ClosedError: the client was closed.
-        """
-        if connection == 0:
-            return self._channel.current.stream_stream(method)
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the client was closed; connect again")
-            if connection not in self._others:
-                self._others[connection] = Channel(self.address, self._credentials)
-            other = self._others[connection]
-        other.renew()
-        return other.current.stream_stream(method)
-
-    def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
-        """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
-
-        Raises:
-            OSError: it takes none now.
-        """
-        call = UnixCall(self._unix_connection(timeout_s), method, calls, self._authorization())
-        self._unix_calls.add(call)
-        return call
-
-    def _unix_connection(self, timeout_s: float) -> socket.socket:
-        """A connection to the shard, on this machine.
-
-        Raises:
-            OSError: it takes none now.
-        """
-        if self._closed:
-            raise ConnectionAbortedError("the client was closed")
-        timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
-        try:
-            with _LOOKING:
-                check_descriptors(_DESCRIPTOR_RESERVE, "a stream to a shard on this machine")
-        except LimitError as error:
-            raise OSError(error.message) from None
-        try:
-            connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError | FileNotFoundError):
-                self.unix.note_missing()
-            elif not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
-                self.unix.pause()
-            _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
-            raise
-        self.unix.note_reached()
-        return connection
-
-    def note_end(self, *, is_away: bool) -> None:
-        """A call has ended that may have used this machine; `is_away`: for want of the shard."""
-        self.arenas.server.note_end(is_away=is_away)
-        self.unix.note_end(is_away=is_away)
-
     def attend(self) -> None:
         """Sees to it that the shard knows, or is about to know, that the client's session lives.
 
@@ -288,10 +168,6 @@ class ShardChannel:
         return trace_pb2.AwaitRecordingRequest(
             shard=self.identity, session=self.session.number, worker_id=self.worker_id
         )
-
-    def _authorization(self) -> str:
-        """What calls bring now; empty: nothing."""
-        return "" if self._token is None else self._token.authorization()
 
     def end_session(self, timeout_s: float) -> Any:
         """Tells the shard that the session has ended in order: a call that is under way."""
@@ -363,10 +239,6 @@ class ShardChannel:
         call = self._init_weights_at_once.future(message, timeout=rest_s)
         response: pb.InitWeightsResponse = self.result_of(call, parameter)
         return response
-
-    def _asked_here(self, method: str, request: bytes, timeout_s: float) -> bytes | None:
-        """The answer of a shard on this machine; None: call over gRPC."""
-        return self._questions.ask(method, request, self._authorization(), timeout_s)
 
     @staticmethod
     def _method_name(method: str, *, of_table: bool) -> str:
@@ -450,7 +322,7 @@ class ShardChannel:
         """Whether to log that it does not answer: not again for a minute, however many wait."""
         now_s = time.monotonic()
         with self._lock:
-            is_due = now_s >= self._told_s + _SAID_S
+            is_due = now_s >= self._told_s + SAID_S
             if is_due:
                 self._told_s = now_s
         return is_due
@@ -519,95 +391,20 @@ class ShardChannel:
             raise ClosedError("the client was closed; connect again")
         return grpc.StatusCode.OK if error is None else call.code()
 
-    def why_absent(self, timeout_s: float = 1.0) -> str:
-        """What is at the shard's address, once it has not answered; see the function."""
-        return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
-
-    def check_trust(self, timeout_s: float) -> None:
-        """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
-
-        Raises:
-            AuthenticationError: it is there, and TLS keeps the two sides apart.
-        """
-        try:
-            check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
-        except AuthenticationError as error:
-            error.shard_index = self.shard_index
-            raise
-
-    @contextlib.contextmanager
-    def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:
-        """Turns gRPC's errors in the block into Shardwell's."""
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise self.translate(error, parameter, table) from None
-        except ValueError as error:  # what gRPC raises for a closed channel
-            if not self._closed:
-                raise
-            raise ClosedError(f"the client was closed ({error}); connect again") from None
-
     def translate(
         self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
     ) -> ShardwellError:
-        """The Shardwell error that a failed call of this shard stands for.
-
-        LimitError where this process has no descriptor left, so that it is not the shard's doing.
-        """
-        found = self._translate(error, parameter, table)
+        """The Shardwell error of a failed call; attends anew if the session is not known."""
+        found = super().translate(error, parameter, table)
         if isinstance(found, SessionUnknownError):
             self._attendance.doubt()
         return found
 
-    def _translate(
-        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
-    ) -> ShardwellError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            try:
-                check_descriptors(1, f"a connection to {self.address}")
-            except LimitError as lacking:
-                return lacking
-        found = from_rpc_error(
-            error,
-            shard_index=self.shard_index,
-            address=self.address,
-            parameter=parameter,
-            table=table,
-        )
-        if isinstance(found, AuthenticationError | AccessDeniedError):
-            return self._refused(found)
-        return found
-
-    def _refused(self, error: ShardwellError) -> ShardwellError:
-        """The same error, with what only this side knows."""
-        whose = "" if self._token is None else f" (of {self._token.path})"
-        told = type(error)(
-            f"shard {self.shard_index} at {self.address}: {error.message}{whose}",
-            shard_index=self.shard_index,
-            parameter=error.parameter,
-            table=error.table,
-        )
-        # Whom it let in before has had a token that was good: another one may come in its file.
-        is_known = bool(self.identity.cluster_id) and self._token is not None
-        told.retryable = isinstance(told, AuthenticationError) and is_known
-        now_s = time.monotonic()
-        if told.retryable and (told.message != self._said or now_s - self._said_s > _SAID_S):
-            self._said, self._said_s = told.message, now_s
-            _LOG.warning("%s; calls wait for another one there, until their deadline", told.message)
-        return told
-
     def close(self) -> None:
-        """Ends the connection and every call on it."""
-        with self._lock:
-            self._closed = True
-            others = list(self._others.values())
+        """Ends the session's calls, and every connection and the calls on it."""
         self._attendance.close()
         self._giver.close()
-        for channel in (self._channel, *others):
-            channel.close()
-        for call in list(self._unix_calls):
-            call.cancel()
-        self._questions.close()
+        super().close()
 
 
 def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:

@@ -15,10 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from shardwell.rpc.asking import ask_all
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import claim_seat, common_tenure
+from shardwell.threads.asking import ask_all
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 

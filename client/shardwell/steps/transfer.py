@@ -28,14 +28,14 @@ import grpc
 from shardwell.errors import CorruptChunkError, NonFiniteError
 from shardwell.numerics.codec import Bytes
 from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
-from shardwell.process.spread import CoreThreads
-from shardwell.rpc.arena import Arena
-from shardwell.rpc.call_group import CallGroup
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, ToldOf
-from shardwell.rpc.stream import ShardStream
-from shardwell.rpc.stream_pool import StreamPool
+from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
+from shardwell.transport.arena import Arena
+from shardwell.transport.call_group import CallGroup
+from shardwell.transport.stream import ShardStream
+from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1.trace_pb2 import SPAN_KIND_WAIT
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing

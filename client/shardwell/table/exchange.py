@@ -20,17 +20,17 @@ from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.process.spans import NO_STEP, Spans, now_ns
-from shardwell.process.spread import CoreThreads
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
-from shardwell.rpc.stream_pool import StreamPool
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.table import TableSpec
 from shardwell.steps import transfer
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
 from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums
+from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
+from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (
     SPAN_KIND_DECODE,

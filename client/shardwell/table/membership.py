@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
 from shardwell.placement.rows import Ids
-from shardwell.rpc.asking import ask_all
-from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
@@ -25,6 +23,8 @@ from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
 from shardwell.steps.opening import KindCalls, Opening
+from shardwell.threads.asking import ask_all
+from shardwell.threads.calls import cancelled_by
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing

@@ -16,11 +16,11 @@ from shardwell.errors import ClosedError, ShardwellError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.rpc.call_scope import CallScope
-from shardwell.rpc.calls import cancelled_by
 from shardwell.rpc.retry import Attempts
 from shardwell.table.batch import RowBatch, ShardedIds
 from shardwell.table.exchange import RowFetch, RowTransfer
 from shardwell.table.view import TableView
+from shardwell.threads.calls import cancelled_by
 
 PREFETCH_COUNT_MAX = 4
 """Results that wait to be taken; the oldest gives way to one more."""

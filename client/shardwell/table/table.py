@@ -21,7 +21,6 @@ from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import TableStatus
-from shardwell.rpc.stream_pool import IdleStreams, StreamPool
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
 from shardwell.steps.handle import Handle
@@ -34,6 +33,7 @@ from shardwell.table.reader import RowReading
 from shardwell.table.steps import TableSteps
 from shardwell.table.view import TableView
 from shardwell.traffic import Traffic
+from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 
 class Table(Handle[TableSpec]):

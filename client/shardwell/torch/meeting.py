@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwell.connection.credentials import is_loopback
+from shardwell.connection.tls import Tls
 from shardwell.errors import (
     ArgumentError,
     RankTakenError,
@@ -37,8 +39,6 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.group.rendezvous.notices import WaitingNotices
-from shardwell.rpc.credentials import is_loopback
-from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name, format_ranks, is_address
 
 ResultT = TypeVar("ResultT")

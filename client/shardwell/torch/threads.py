@@ -17,7 +17,7 @@ import torch
 from shardwell.client import Client
 from shardwell.errors import ShardwellError
 from shardwell.parameter.parameter import Parameter
-from shardwell.process.spread import core_count
+from shardwell.threads.spread import core_count
 
 _LOG = logging.getLogger("shardwell")
 _STEP_COUNT = 3

@@ -50,10 +50,10 @@ from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
-from shardwell.rpc.calls import SIGNAL_INTERVAL_S
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
+from shardwell.threads.calls import SIGNAL_INTERVAL_S
 
 THREAD_COUNT_MAX = 1024
 _GATHERING, _REDUCING, _OVER = "gathering", "reducing and handing out", "over"

@@ -14,9 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwell.connection.credentials import (
+    BEARER,
+    TOKEN_LENGTH_MAX,
+    SameToken,
+    TokenFile,
+    no_token,
+)
 from shardwell.errors import AuthenticationError
 from shardwell.process.changing_files import ChangingFiles
-from shardwell.rpc.credentials import BEARER, TOKEN_LENGTH_MAX, SameToken, TokenFile, no_token
 from shardwell_server.access.rights import ANYBODY, Principal, time_of
 from shardwell_server.access.tokens import digest_of, read_tokens
 from shardwell_server.access.web_tokens import Key, principal_of, read_keys

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from shardwell.connection.tls import Contents, TlsFiles
 from shardwell.errors import ArgumentError, ShardUnavailableError
-from shardwell.rpc.tls import Contents, TlsFiles
 
 _LOG = logging.getLogger("shardwell_server")
 _CONNECTION_COUNT_MAX = 32

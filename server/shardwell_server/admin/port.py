@@ -24,10 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 
+from shardwell.connection.credentials import Credentials, is_loopback
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import AuthenticationError, ShardwellError
-from shardwell.rpc.credentials import Credentials, is_loopback
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.tls import TlsFiles
 from shardwell_server.access.access import Access
 from shardwell_server.access.rights import Principal
 from shardwell_server.admin.http import HttpServer, Response

@@ -22,13 +22,13 @@ import numpy as np
 from rich.table import Table
 
 import shardwell
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError, UnknownParameterError
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
 from shardwell.process.environment import host_name
-from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target

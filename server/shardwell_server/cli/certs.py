@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.cli.options import GivenPath, usage_errors
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

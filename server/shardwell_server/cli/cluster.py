@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
 from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.certs import LOCAL_HOSTS

@@ -30,7 +30,7 @@ def health(*, address: str | None, timeout_s: float) -> None:
             )
         except grpc.RpcError as error:
             # Not above: a shard that is well is asked often, and this needs all of the SDK.
-            from shardwell.rpc.absence import why_absent
+            from shardwell.connection.absence import why_absent
             from shardwell.specs.names import is_address
 
             if not is_address(address):
@@ -52,11 +52,11 @@ def _is_secure() -> bool:
 
 def _channel(address: str) -> grpc.Channel:
     if not _is_secure():
-        # As all channels; see shardwell/rpc/options.py, which takes long to import.
+        # As all channels; see shardwell/connection/options.py, which takes long to import.
         return grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
     # Not above: see below.
-    from shardwell.rpc.channel import Channel
-    from shardwell.rpc.credentials import Credentials
+    from shardwell.connection.channel import Channel
+    from shardwell.connection.credentials import Credentials
     from shardwell_server.cli.options import usage_errors
 
     host, colon, port = address.rpartition(":")

@@ -14,15 +14,15 @@ import click
 import grpc
 
 from shardwell.client import TARGET_VARIABLE
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
+from shardwell.connection.options import listen_on
+from shardwell.connection.tls import Tls
 from shardwell.errors import ShardwellError
 from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
 from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
-from shardwell.process.spread import core_count
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
-from shardwell.rpc.options import listen_on
-from shardwell.rpc.tls import Tls
 from shardwell.specs.names import check_name, parse_target
+from shardwell.threads.spread import core_count
 from shardwell_server import signals
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import Duration

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
+from shardwell.connection.credentials import INSECURE_VARIABLE
+from shardwell.connection.tls import Tls, TlsFiles
 from shardwell.errors import ArgumentError
 from shardwell.process.allocator import tune_malloc
-from shardwell.rpc.credentials import INSECURE_VARIABLE
-from shardwell.rpc.tls import Tls, TlsFiles
 from shardwell.specs.names import parse_target
 from shardwell_server import signals
 from shardwell_server.access.access import Access

@@ -7,8 +7,8 @@ import json
 import click
 from rich.table import Table
 
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
-from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.names import parse_target

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
 from shardwell.errors import ArgumentError
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
 from shardwell.specs.names import check_name
 from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
 

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
-from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ShardStatus
 from shardwell.specs.names import parse_target

@@ -17,10 +17,10 @@ from typing import Any
 import click
 from rich.table import Table
 
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
 from shardwell.process import span_columns
 from shardwell.process.spans import now_ns
-from shardwell.rpc.credentials import Credentials
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_status
 from shardwell.specs.names import parse_target

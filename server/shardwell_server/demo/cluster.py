@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
+from shardwell.connection.tls import VARIABLES
 from shardwell.errors import ShardwellError
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
-from shardwell.rpc.tls import VARIABLES
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import describe_exit

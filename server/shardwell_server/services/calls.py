@@ -33,6 +33,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
+from shardwell.connection.credentials import authorization_of
+from shardwell.connection.error_codes import to_status
+from shardwell.connection.handlers import parsed, status_of
 from shardwell.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -42,9 +45,6 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.rpc.credentials import authorization_of
-from shardwell.rpc.error_codes import to_status
-from shardwell.rpc.handlers import parsed, status_of
 from shardwell.wire import checksum
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import Note, no_audit

@@ -28,10 +28,10 @@ from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
-from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum

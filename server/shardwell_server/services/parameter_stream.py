@@ -18,9 +18,9 @@ from shardwell.errors import ArgumentError, CorruptChunkError, ShardUnavailableE
 from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.process.telemetry import StepSpans
-from shardwell.rpc.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
-from shardwell.rpc.arena_offers import ArenaOffers
 from shardwell.specs.names import check_name
+from shardwell.transport.arena import BATCH_COUNT, Places, batch_count, payload_of, shared_message
+from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum

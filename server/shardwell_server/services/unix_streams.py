@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from shardwell.connection.credentials import AUTHORIZATION_KEY
+from shardwell.connection.error_codes import ERROR_DETAIL_KEY
 from shardwell.errors import CorruptChunkError, LimitError
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.unix_sockets import check_same_user, listening
-from shardwell.rpc.credentials import AUTHORIZATION_KEY
-from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES

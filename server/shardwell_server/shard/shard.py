@@ -15,7 +15,7 @@ from shardwell.errors import (
     WrongShardError,
 )
 from shardwell.process.spans import Spans
-from shardwell.process.spread import CoreThreads, thread_count
+from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget

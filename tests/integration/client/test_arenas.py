@@ -33,9 +33,9 @@ from harness.wire_client import crc as wire_crc
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
 from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
-from shardwell.rpc import arena
-from shardwell.rpc import arena_offers as arenas
-from shardwell.rpc.stream import ShardStream
+from shardwell.transport import arena
+from shardwell.transport import arena_offers as arenas
+from shardwell.transport.stream import ShardStream
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum

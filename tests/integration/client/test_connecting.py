@@ -15,7 +15,7 @@ from harness.faults.standing_still import stopped
 from harness.polling import PATIENCE_S, Stopwatch
 from harness.programs.ports import free_port
 from harness.threads import in_background
-from shardwell.rpc.absence import BUSY, why_absent
+from shardwell.connection.absence import BUSY, why_absent
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
 SGD = shardwell.SGD(learning_rate=0.5)

@@ -15,7 +15,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background
-from shardwell.rpc.stream_pool import CONNECTION_COUNT_MAX
+from shardwell.transport.stream_pool import CONNECTION_COUNT_MAX
 
 SGD = shardwell.SGD(learning_rate=1.0)
 ONES = np.ones(9, np.float32)

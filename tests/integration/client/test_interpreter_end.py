@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.programs.commands import Program
-from shardwell.process.daemon_threads import DaemonThreads
+from shardwell.threads.daemon_threads import DaemonThreads
 
 PROGRAM = """
 import atexit, os, sys, threading

@@ -19,7 +19,7 @@ import shardwell
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
-from shardwell.rpc import calls
+from shardwell.threads import calls
 from shardwell_server import LocalCluster, ShardConfig, ShardServer
 
 pytestmark = pytest.mark.timeout(90)

@@ -22,7 +22,7 @@ from harness.threads import in_background, together
 from harness.tokens import common_authorization
 from harness.wire_client import crc
 from shardwell.process.unix_sockets import socket_path
-from shardwell.rpc import unix_questions
+from shardwell.transport import unix_questions
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head

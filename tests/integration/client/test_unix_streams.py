@@ -27,8 +27,8 @@ from harness.threads import in_background, together
 from harness.tokens import common_authorization
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
-from shardwell.rpc import neighbour, unix_call
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
+from shardwell.transport import neighbour, unix_call
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES

@@ -39,8 +39,8 @@ from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.cli.digits import train_digits
 from shardwell_server.cli.serve import serve
 from shardwell_server.cli.status import status

@@ -25,8 +25,8 @@ import shardwell
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
 from shardwell.client import TARGET_VARIABLE
-from shardwell.rpc.credentials import TOKEN_FILE_VARIABLE
-from shardwell.rpc.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
+from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cli.serve import serve
 

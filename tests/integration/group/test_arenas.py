@@ -21,8 +21,8 @@ from harness.polling import eventually
 from shardwell.errors import ShardwellError
 from shardwell.group.transport import peers
 from shardwell.process.shared_memory import IS_SUPPORTED, SharedMemory
-from shardwell.rpc import arena
-from shardwell.rpc.arena_offers import ArenaOffers
+from shardwell.transport import arena
+from shardwell.transport.arena_offers import ArenaOffers
 
 pytestmark = [
     pytest.mark.same_host,

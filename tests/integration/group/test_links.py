@@ -26,7 +26,7 @@ from shardwell.group.transport import links, server
 from shardwell.group.transport.links import ACCEPTED, Link, Links
 from shardwell.group.transport.peers import RECEIVE_CHUNKS, Outgoing
 from shardwell.process.unix_sockets import connected
-from shardwell.rpc.arena import Arenas
+from shardwell.transport.arena import Arenas
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head

@@ -21,9 +21,9 @@ from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.worker import error_detail
+from shardwell.connection.credentials import Credentials
 from shardwell.group.rendezvous.client import Formed, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
-from shardwell.rpc.credentials import Credentials
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
 

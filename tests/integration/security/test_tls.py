@@ -31,11 +31,11 @@ from harness.polling import PATIENCE_S, eventually
 from harness.programs.ports import free_port
 from harness.threads import in_background, together
 from shardwell import Tls
-from shardwell.rpc import options
-from shardwell.rpc.channel import Channel
-from shardwell.rpc.credentials import Credentials
-from shardwell.rpc.options import unary_stub
-from shardwell.rpc.tls import TlsFiles
+from shardwell.connection import options
+from shardwell.connection.channel import Channel
+from shardwell.connection.credentials import Credentials
+from shardwell.connection.options import unary_stub
+from shardwell.connection.tls import TlsFiles
 from shardwell.v1 import peer_pb2
 from shardwell_server import GroupCluster, ShardConfig, ShardServer
 from shardwell_server.certificates import Certificates, make_certificates

@@ -13,7 +13,7 @@ from harness.data.table_batches import DIM, open_table, random_ids, whole_number
 from harness.oracles.rows import OPTIMIZERS, ModelRows
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
-from shardwell.rpc.stream_pool import IDLE_STREAM_SET_COUNT_MAX, STREAM_SET_COUNT_MAX
+from shardwell.transport.stream_pool import IDLE_STREAM_SET_COUNT_MAX, STREAM_SET_COUNT_MAX
 from shardwell_server import Limits
 
 SGD = OPTIMIZERS["sgd"]

@@ -12,7 +12,7 @@ from harness.threads import in_background
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
-from shardwell.process.spread import core_count  # noqa: E402
+from shardwell.threads.spread import core_count  # noqa: E402
 from shardwell.torch.threads import crowding  # noqa: E402
 
 

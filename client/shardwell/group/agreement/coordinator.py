@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import grpc
 from typing_extensions import override
 
+from shardwell.connection.error_codes import from_detail, to_detail
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.agreement.matching import CallMatcher, Verdicts
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.transport.peers import Peer
-from shardwell.rpc.error_codes import from_detail, to_detail
 from shardwell.v1 import peer_pb2 as pb
 
 

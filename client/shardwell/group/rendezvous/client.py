@@ -18,6 +18,12 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
+from shardwell.connection.absence import why_absent
+from shardwell.connection.channel import Channel
+from shardwell.connection.credentials import NO_CREDENTIALS, Credentials
+from shardwell.connection.error_codes import from_rpc_error
+from shardwell.connection.options import unary_stub
+from shardwell.connection.tls import check_trust
 from shardwell.errors import (
     ClosedError,
     CorruptChunkError,
@@ -29,15 +35,9 @@ from shardwell.errors import (
 from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.closeable import Closing
 from shardwell.process.ending import has_main_ended
-from shardwell.rpc.absence import why_absent
-from shardwell.rpc.calls import cancelled_by, current_call
-from shardwell.rpc.channel import Channel
-from shardwell.rpc.credentials import NO_CREDENTIALS, Credentials
-from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.options import unary_stub
-from shardwell.rpc.tls import check_trust
 from shardwell.specs.deadlines import less_margin
 from shardwell.specs.names import format_ranks, parse_target
+from shardwell.threads.calls import cancelled_by, current_call
 from shardwell.v1 import group_pb2 as pb
 from shardwell.wire import checksum
 

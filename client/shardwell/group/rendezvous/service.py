@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from shardwell.connection.credentials import SameToken, authorization_of
+from shardwell.connection.handlers import Handlers
 from shardwell.errors import WrongShardError
 from shardwell.group.rendezvous.members import INCARNATION_BITS, GroupState
 from shardwell.group.rendezvous.registry import Meetings, Owner
 from shardwell.group.rendezvous.validation import MeetingLimits
-from shardwell.rpc.credentials import SameToken, authorization_of
-from shardwell.rpc.handlers import Handlers
 from shardwell.v1 import group_pb2 as pb
 
 _LOG = logging.getLogger("shardwell.group")

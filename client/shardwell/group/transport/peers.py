@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from shardwell.connection.channel import Channel
+from shardwell.connection.credentials import Credentials
+from shardwell.connection.error_codes import from_rpc_error
+from shardwell.connection.options import unary_stub
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ArgumentError, ClosedError, ShardUnavailableError, ShardwellError
 from shardwell.group.inbox import Inbox
 from shardwell.group.transport import links
@@ -19,16 +24,11 @@ from shardwell.group.transport.links import Link
 from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
 from shardwell.process.unix_sockets import connected
-from shardwell.rpc import arena
-from shardwell.rpc.arena import BATCH_COUNT, Arenas
-from shardwell.rpc.channel import Channel
-from shardwell.rpc.credentials import Credentials
-from shardwell.rpc.error_codes import from_rpc_error
-from shardwell.rpc.neighbour import Neighbour
-from shardwell.rpc.options import unary_stub
-from shardwell.rpc.tls import TlsFiles
-from shardwell.rpc.unix_call import UnixCall, UnixCalls
 from shardwell.traffic import Traffic
+from shardwell.transport import arena
+from shardwell.transport.arena import BATCH_COUNT, Arenas
+from shardwell.transport.neighbour import Neighbour
+from shardwell.transport.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing

@@ -14,6 +14,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from shardwell.connection.error_codes import Status
+from shardwell.connection.handlers import Handlers, parsed, status_of
+from shardwell.connection.options import check_fork, listen_on, server_options
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
@@ -25,13 +29,9 @@ from shardwell.errors import (
 from shardwell.group.generation import Generation
 from shardwell.group.transport.links import Link, Links
 from shardwell.group.transport.peers import RECEIVE_CHUNKS, SERVICE_NAME
-from shardwell.process.daemon_threads import DaemonThreads
-from shardwell.rpc.arena import ARENA_BYTES_MAX
-from shardwell.rpc.arena_offers import ArenaOffers
-from shardwell.rpc.error_codes import Status
-from shardwell.rpc.handlers import Handlers, parsed, status_of
-from shardwell.rpc.options import check_fork, listen_on, server_options
-from shardwell.rpc.tls import TlsFiles
+from shardwell.threads.daemon_threads import DaemonThreads
+from shardwell.transport.arena import ARENA_BYTES_MAX
+from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import arena_pb2
 from shardwell.v1 import peer_pb2 as pb
 

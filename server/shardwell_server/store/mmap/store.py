@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from shardwell.errors import StorageError
-from shardwell.rpc.asking import ask_all
+from shardwell.threads.asking import ask_all
 from shardwell_server.config import Durability
 from shardwell_server.store.contract import (
     Begin,

@@ -22,7 +22,7 @@ import grpc
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles
 from shardwell.process.environment import variable
-from shardwell.rpc.calls import cancelled_by, current_call
+from shardwell.threads.calls import cancelled_by, current_call
 
 _LOG = logging.getLogger("shardwell")
 _LOOK_S = 1.0

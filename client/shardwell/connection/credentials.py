@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeAlias
 
 import grpc
 
+from shardwell.connection.tls import TlsArgument, TlsFiles, tls_files
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles, FilePath
 from shardwell.process.environment import variable
-from shardwell.rpc.tls import TlsArgument, TlsFiles, tls_files
 
 _LOG = logging.getLogger("shardwell")
 TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"  # noqa: S105, the name of a variable

@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 
-from shardwell.rpc.arena import Arena
-from shardwell.rpc.call_group import CallGroup
-from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.unix_call import UnixCall
+from shardwell.transport.arena import Arena
+from shardwell.transport.call_group import CallGroup
+from shardwell.transport.endpoint import ShardEndpoint
+from shardwell.transport.unix_call import UnixCall
 
 
 class ShardStream:
@@ -31,7 +31,7 @@ class ShardStream:
 
     def __init__(
         self,
-        channel: ShardChannel,
+        channel: ShardEndpoint,
         method: str,
         call_group: CallGroup,
         unix_call: UnixCall | None = None,

@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import CorruptChunkError
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.calls import cancelled_by
-from shardwell.rpc.neighbour import PAUSE_S
-from shardwell.rpc.unix_call import UnixCallError, ending_of, write_all
+from shardwell.threads.calls import cancelled_by
+from shardwell.transport.neighbour import PAUSE_S
+from shardwell.transport.unix_call import UnixCallError, ending_of, write_all
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES

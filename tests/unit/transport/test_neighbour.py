@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from shardwell.rpc import neighbour
-from shardwell.rpc.neighbour import PAUSE_S, Neighbour
+from shardwell.transport import neighbour
+from shardwell.transport.neighbour import PAUSE_S, Neighbour
 
 
 class Clock:

@@ -17,11 +17,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from shardwell.errors import ClosedError, DeadlineError
-from shardwell.rpc.call_group import CallGroup
-from shardwell.rpc.calls import cancelled_by, current_call
-from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.stream import ShardStream
-from shardwell.rpc.unix_call import UnixCalls
+from shardwell.threads.calls import cancelled_by, current_call
+from shardwell.transport.call_group import CallGroup
+from shardwell.transport.endpoint import ShardEndpoint
+from shardwell.transport.stream import ShardStream
+from shardwell.transport.unix_call import UnixCalls
 
 _LOG = logging.getLogger("shardwell")
 STREAM_SET_COUNT_MAX = 8
@@ -67,7 +67,7 @@ class StreamSet:
         connection: Which one its streams go over, where they are over gRPC.
     """
 
-    def __init__(self, method: str, channels: Sequence[ShardChannel], connection: int) -> None:
+    def __init__(self, method: str, channels: Sequence[ShardEndpoint], connection: int) -> None:
         self.connection = connection
         """The number of the connection."""
         self.call_group = CallGroup()
@@ -83,7 +83,7 @@ class StreamSet:
         self._closed = False
 
     def streams(
-        self, channels: Sequence[ShardChannel], subject: Hashable, timeout_s: float
+        self, channels: Sequence[ShardEndpoint], subject: Hashable, timeout_s: float
     ) -> list[tuple[ShardStream, bool]]:
         """The stream to each shard, and whether the next message must say what it is for.
 
@@ -116,7 +116,7 @@ class StreamSet:
             self._opened[index] = subject
         return found
 
-    def _open(self, channel: ShardChannel, timeout_s: float) -> None:
+    def _open(self, channel: ShardEndpoint, timeout_s: float) -> None:
         if channel.shard_index in self._streams:
             return
         unix_call = None
@@ -180,7 +180,7 @@ class IdleStreams:
     """
 
     def __init__(
-        self, method: str, channels: Sequence[ShardChannel], connections: Connections
+        self, method: str, channels: Sequence[ShardEndpoint], connections: Connections
     ) -> None:
         self._connections = connections
         self._method = method

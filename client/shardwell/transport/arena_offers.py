@@ -28,7 +28,7 @@ from shardwell.process.shared_memory import (
     received_memory,
 )
 from shardwell.process.unix_sockets import check_same_user, listening
-from shardwell.rpc.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
+from shardwell.transport.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
 from shardwell.v1 import arena_pb2
 
 _PATIENCE_S = 1.0

@@ -13,8 +13,8 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from shardwell.errors import ArgumentError
-from shardwell.process import spread as spread_module
-from shardwell.process.spread import (
+from shardwell.threads import spread as spread_module
+from shardwell.threads.spread import (
     THREAD_COUNT_DEFAULT_MAX,
     THREADS_VARIABLE,
     CoreThreads,

@@ -24,9 +24,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from shardwell.connection.error_codes import ERROR_DETAIL_KEY
 from shardwell.errors import CorruptChunkError
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.error_codes import ERROR_DETAIL_KEY
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 

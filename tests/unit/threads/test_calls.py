@@ -20,8 +20,8 @@ from harness.faults.interrupts import Interrupt
 from harness.polling import Stopwatch, eventually
 from harness.threads import together
 from shardwell.errors import ClosedError, DeadlineError, LimitError
-from shardwell.rpc import calls
-from shardwell.rpc.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
+from shardwell.threads import calls
+from shardwell.threads.calls import CALL_COUNT_MAX, CallThreads, cancelled_by, current_call
 
 NAME = "shardwell-test"
 PATIENCE_S = 30.0
@@ -95,7 +95,7 @@ def test_an_interrupted_caller_waits_for_no_call_that_nobody_runs(
     monkeypatch.setattr(calls, "ABANDON_S", PATIENCE_S)
     places = []
     while True:
-        interrupt, watch = Interrupt(("rpc/calls.py",), len(places)), Stopwatch()
+        interrupt, watch = Interrupt(("threads/calls.py",), len(places)), Stopwatch()
         was_interrupted = interrupt.run(lambda: threads.run(lambda: 1, PATIENCE_S))
         assert watch.elapsed_s < PATIENCE_S / 2, interrupt.place
         if not was_interrupted:

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
+from shardwell.connection.credentials import NO_CREDENTIALS, AuthorizedChannel, Credentials
+from shardwell.connection.options import CHANNEL_OPTIONS, PROXY_VARIABLE, check_fork
+from shardwell.connection.tls import Contents
 from shardwell.process.ending import has_main_ended
 from shardwell.process.environment import variable
-from shardwell.rpc.credentials import NO_CREDENTIALS, AuthorizedChannel, Credentials
-from shardwell.rpc.options import CHANNEL_OPTIONS, PROXY_VARIABLE, check_fork
-from shardwell.rpc.tls import Contents
 
 
 class Channel:

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shardwell.errors import ArgumentError
-from shardwell.process.daemon_threads import DaemonThreads
 from shardwell.process.environment import variable
+from shardwell.threads.daemon_threads import DaemonThreads
 
 ResultT = TypeVar("ResultT")
 THREADS_VARIABLE = "SHARDWELL_THREADS"

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import grpc
 
 from shardwell.errors import DeadlineError, ShardwellError
-from shardwell.process.daemon_threads import DaemonThreads
-from shardwell.rpc.calls import cancelled_by, current_call
-from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.threads.calls import cancelled_by, current_call
+from shardwell.threads.daemon_threads import DaemonThreads
+from shardwell.transport.endpoint import ShardEndpoint
 
 _READER_COUNT_MAX = 8
 """Threads; further shards keep what they have to until it is their turn."""
@@ -42,7 +42,7 @@ class CallGroup:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: list[Any] = []
-        self._first: tuple[ShardChannel, grpc.RpcError] | None = None
+        self._first: tuple[ShardEndpoint, grpc.RpcError] | None = None
         self._is_cancelled = False
         self._block = contextlib.ExitStack()
 
@@ -54,7 +54,7 @@ class CallGroup:
         self.cancel()
         self._block.close()
 
-    def add(self, channel: ShardChannel, call: Any) -> Any:
+    def add(self, channel: ShardEndpoint, call: Any) -> Any:
         """Takes a call in; returns it. It is cancelled when another one has failed."""
         with self._lock:
             self._calls.append(call)
@@ -63,7 +63,7 @@ class CallGroup:
             self._ended(channel, call)
         return call
 
-    def failure(self, channel: ShardChannel, error: grpc.RpcError) -> tuple[ShardChannel, Any]:
+    def failure(self, channel: ShardEndpoint, error: grpc.RpcError) -> tuple[ShardEndpoint, Any]:
         """Which call failed first, given one that failed."""
         with self._lock:
             if self._first is None:
@@ -72,7 +72,7 @@ class CallGroup:
 
     def error_of(
         self,
-        channel: ShardChannel,
+        channel: ShardEndpoint,
         error: grpc.RpcError,
         *,
         parameter: str | None = None,
@@ -130,7 +130,7 @@ class CallGroup:
             raise failures[0]
         return [future.result() for future in futures]
 
-    def _ended(self, channel: ShardChannel, call: Any) -> None:
+    def _ended(self, channel: ShardEndpoint, call: Any) -> None:
         if call.is_active():  # another call failed before this one was added
             call.cancel()
             return

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ForkedError
 from shardwell.process.owner import OwnerProcess
-from shardwell.rpc.tls import TlsFiles
 from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 

@@ -28,7 +28,7 @@ from shardwell.process.shared_memory import (
     SharedMemoryError,
 )
 from shardwell.process.unix_sockets import connected
-from shardwell.rpc.neighbour import Neighbour
+from shardwell.transport.neighbour import Neighbour
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES

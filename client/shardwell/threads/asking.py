@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
-from shardwell.process.daemon_threads import DaemonThreads
-from shardwell.rpc.calls import CallPart, current_call
+from shardwell.threads.calls import CallPart, current_call
+from shardwell.threads.daemon_threads import DaemonThreads
 
 _THREAD_COUNT_MAX = 8
 """What one call has under way at once: as many as a shard answers without hurting others."""

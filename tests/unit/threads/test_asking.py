@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from harness.polling import PATIENCE_S
-from shardwell.rpc.asking import ask_all, batches
-from shardwell.rpc.calls import CallPart, Cancellable, cancelled_by, current_call
+from shardwell.threads.asking import ask_all, batches
+from shardwell.threads.calls import CallPart, Cancellable, cancelled_by, current_call
 
 pytestmark = pytest.mark.timeout(30)
 

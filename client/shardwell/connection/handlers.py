@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from shardwell.connection.error_codes import Status, to_status
 from shardwell.errors import (
     ArgumentError,
     InternalError,
     LimitError,
     ShardwellError,
 )
-from shardwell.rpc.error_codes import Status, to_status
 from shardwell.wire import checksum
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from shardwell import errors
-from shardwell.rpc.error_codes import ERROR_DETAIL_KEY, from_rpc_error, to_status
+from shardwell.connection.error_codes import ERROR_DETAIL_KEY, from_rpc_error, to_status
 from shardwell.v1 import types_pb2
 
 Code = grpc.StatusCode

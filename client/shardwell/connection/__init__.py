@@ -1,0 +1,1 @@
+"""gRPC connections of both sides: their options, TLS, tokens, and the statuses of errors."""

@@ -1,0 +1,1 @@
+"""What moves bytes to a server: gRPC, streams over Unix sockets, memory that is shared."""

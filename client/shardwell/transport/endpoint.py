@@ -1,0 +1,252 @@
+"""One shard, and the ways to it: gRPC connections, Unix sockets, and memory that is shared.
+
+What is said there is for others. A way that does not work now leaves its part to gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from shardwell.connection.absence import why_absent
+from shardwell.connection.channel import Channel
+from shardwell.connection.credentials import NO_CREDENTIALS, Credentials
+from shardwell.connection.error_codes import from_rpc_error
+from shardwell.connection.tls import check_trust
+from shardwell.errors import (
+    AccessDeniedError,
+    AuthenticationError,
+    ClosedError,
+    LimitError,
+    ShardwellError,
+)
+from shardwell.process.descriptors import check_descriptors
+from shardwell.process.unix_sockets import connected
+from shardwell.transport.arena import Arenas
+from shardwell.transport.neighbour import Neighbour
+from shardwell.transport.unix_call import UnixCall, UnixCalls
+from shardwell.transport.unix_questions import UnixQuestions
+from shardwell.v1 import arena_pb2, types_pb2
+
+_LOG = logging.getLogger("shardwell")
+_DESCRIPTOR_RESERVE = 64
+"""Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
+_LOOKING = threading.Lock()
+"""For who looks whether they are there, which takes them for a moment."""
+_CONNECT_S = 2.0
+"""How long a shard on this machine may take to let a stream in."""
+SAID_S = 60.0
+"""How often it is logged that a token is not believed, or that the shard does not answer."""
+
+
+class ShardEndpoint:
+    """One shard's address and what this process has open to it. Any thread may use it.
+
+    Args:
+        shard_index: Which shard.
+        address: HOST:PORT.
+        same_host: Whether Unix sockets and shared memory are used where the shard offers them.
+        credentials: What connections are made with.
+    """
+
+    def __init__(
+        self,
+        shard_index: int,
+        address: str,
+        *,
+        same_host: bool = True,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
+        self.shard_index = shard_index
+        self.address = address
+        self.name = f"shard {shard_index}"
+        """For people."""
+        self.identity = types_pb2.ShardIdentity()
+        self.arenas = Arenas(
+            self.name,
+            lambda: arena_pb2.ArenaOffer(shard=self.identity),
+            is_wanted=same_host,
+        )
+        """Memory to be shared with the shard, if it is on this machine."""
+        self.unix = Neighbour("", is_wanted=same_host)
+        """Where it takes streams of this machine."""
+        self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
+        this = weakref.ref(self)  # which the connections are not to keep
+
+        def connection(timeout_s: float) -> socket.socket:
+            endpoint = this()
+            if endpoint is None:
+                raise ConnectionAbortedError("the client was dropped")
+            return endpoint._unix_connection(timeout_s)
+
+        self._questions = UnixQuestions(connection)
+        self._closed = False
+        self._said = ""
+        """Why the token is not believed any more, as it was logged last."""
+        self._said_s = 0.0
+        """When."""
+        self._tls = credentials.tls
+        self._token = credentials.token
+        self._credentials = credentials
+        self._channel = Channel(address, credentials)
+        self._others: dict[int, Channel] = {}
+        """Connections beside that, by number."""
+        self._lock = threading.Lock()
+
+    def stream(self, method: str, connection: int = 0) -> Any:
+        """What opens a stream over gRPC.
+
+        Args:
+            method: As gRPC names it.
+            connection: Which one it goes over: 0 is that of all other calls.
+
+        Raises:
+            ClosedError: the client was closed.
+        """
+        if connection == 0:
+            return self._channel.current.stream_stream(method)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the client was closed; connect again")
+            if connection not in self._others:
+                self._others[connection] = Channel(self.address, self._credentials)
+            other = self._others[connection]
+        other.renew()
+        return other.current.stream_stream(method)
+
+    def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
+        """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
+
+        Raises:
+            OSError: it takes none now.
+        """
+        call = UnixCall(self._unix_connection(timeout_s), method, calls, self._authorization())
+        self._unix_calls.add(call)
+        return call
+
+    def _unix_connection(self, timeout_s: float) -> socket.socket:
+        """A connection to the shard, on this machine.
+
+        Raises:
+            OSError: it takes none now.
+        """
+        if self._closed:
+            raise ConnectionAbortedError("the client was closed")
+        timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
+        try:
+            with _LOOKING:
+                check_descriptors(_DESCRIPTOR_RESERVE, "a stream to a shard on this machine")
+        except LimitError as error:
+            raise OSError(error.message) from None
+        try:
+            connection = connected(self.unix.address, socket.SOCK_STREAM, timeout_s)
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                self.unix.note_missing()
+            elif not isinstance(error, BlockingIOError):  # as many come at once as it lets wait
+                self.unix.pause()
+            _LOG.debug("shard %d takes no streams here: %s", self.shard_index, error)
+            raise
+        self.unix.note_reached()
+        return connection
+
+    def note_end(self, *, is_away: bool) -> None:
+        """A call has ended that may have used this machine; `is_away`: for want of the shard."""
+        self.arenas.server.note_end(is_away=is_away)
+        self.unix.note_end(is_away=is_away)
+
+    def _authorization(self) -> str:
+        """What calls bring now; empty: nothing."""
+        return "" if self._token is None else self._token.authorization()
+
+    def _asked_here(self, method: str, request: bytes, timeout_s: float) -> bytes | None:
+        """The answer of a shard on this machine; None: call over gRPC."""
+        return self._questions.ask(method, request, self._authorization(), timeout_s)
+
+    def why_absent(self, timeout_s: float = 1.0) -> str:
+        """What is at the shard's address, once it has not answered; see the function."""
+        return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
+
+    def check_trust(self, timeout_s: float) -> None:
+        """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
+
+        Raises:
+            AuthenticationError: it is there, and TLS keeps the two sides apart.
+        """
+        try:
+            check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
+        except AuthenticationError as error:
+            error.shard_index = self.shard_index
+            raise
+
+    @contextlib.contextmanager
+    def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:
+        """Turns gRPC's errors in the block into Shardwell's."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self.translate(error, parameter, table) from None
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if not self._closed:
+                raise
+            raise ClosedError(f"the client was closed ({error}); connect again") from None
+
+    def translate(
+        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
+    ) -> ShardwellError:
+        """The Shardwell error that a failed call of this shard stands for.
+
+        LimitError where this process has no descriptor left, so that it is not the shard's doing.
+        """
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            try:
+                check_descriptors(1, f"a connection to {self.address}")
+            except LimitError as lacking:
+                return lacking
+        found = from_rpc_error(
+            error,
+            shard_index=self.shard_index,
+            address=self.address,
+            parameter=parameter,
+            table=table,
+        )
+        if isinstance(found, AuthenticationError | AccessDeniedError):
+            return self._refused(found)
+        return found
+
+    def _refused(self, error: ShardwellError) -> ShardwellError:
+        """The same error, with what only this side knows."""
+        whose = "" if self._token is None else f" (of {self._token.path})"
+        told = type(error)(
+            f"shard {self.shard_index} at {self.address}: {error.message}{whose}",
+            shard_index=self.shard_index,
+            parameter=error.parameter,
+            table=error.table,
+        )
+        # Whom it let in before has had a token that was good: another one may come in its file.
+        is_known = bool(self.identity.cluster_id) and self._token is not None
+        told.retryable = isinstance(told, AuthenticationError) and is_known
+        now_s = time.monotonic()
+        if told.retryable and (told.message != self._said or now_s - self._said_s > SAID_S):
+            self._said, self._said_s = told.message, now_s
+            _LOG.warning("%s; calls wait for another one there, until their deadline", told.message)
+        return told
+
+    def close(self) -> None:
+        """Ends every connection and the calls on it."""
+        with self._lock:
+            self._closed = True
+            others = list(self._others.values())
+        for channel in (self._channel, *others):
+            channel.close()
+        for call in list(self._unix_calls):
+            call.cancel()
+        self._questions.close()
