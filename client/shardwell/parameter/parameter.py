@@ -360,7 +360,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         both directions of the wire are busy. Synchronous mode: waits for the other workers.
 
         Args:
-            gradient: See `put_gradient`.
+            gradient: See `put_gradient`. None: this worker has none for the step, which counts for
+                it with the weight 0, so that nobody waits. A step without any gradient changes no
+                weight, and none of an optimizer's state.
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
             out: See `get_weights`. It must not overlap the gradient's memory.
@@ -377,7 +379,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def exchange(attempts: Attempts) -> ValuesT:
-            work = self._gradient(gradient, sample_count, learning_rate, attempts)
+            if gradient is None:
+                work = self._without_gradient(learning_rate, attempts)
+            else:
+                work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
             self._end_exchange(work, room.pieces, attempts)
             return room.result
@@ -399,9 +404,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def abandon(attempts: Attempts) -> int:
-            zeros = np.broadcast_to(np.float32(0), (self.size,))
-            work = self._contribution(Pieces(zeros), 0, None, attempts)
-            work.after_refusal = work.is_clipped = True
+            work = self._without_gradient(None, attempts)
             self._put(work, attempts)
             self._end_step(work)
             return work.step
@@ -597,7 +600,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
         if self._clips:
             self._clip(work)
-        work.after_refusal = work.step == self._refused_step
+        work.after_refusal |= work.step == self._refused_step
         try:
             if self._closes_by_norm:
                 self.version = self._exchange_clipped(work, weights, attempts)
@@ -706,6 +709,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if learning_rate is not None:
             self.spec.check_rate(learning_rate)
         return self._contribution(values, count, learning_rate, attempts, is_whole=is_whole)
+
+    def _without_gradient(self, learning_rate: float | None, attempts: Attempts) -> Gradient:
+        """A contribution of the weight 0, which joins what was counted of the step."""
+        if learning_rate is not None:
+            self.spec.check_rate(learning_rate)
+        zeros = Pieces(np.broadcast_to(np.float32(0), (self.spec.size,)))
+        work = self._contribution(zeros, 0, learning_rate, attempts)
+        work.after_refusal = work.is_clipped = True
+        return work
 
     def _contribution(
         self,

@@ -225,12 +225,17 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """The gradients of that step."""
         self._counted: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
         """The gradients of the step that was counted last, and their versions by torch's count."""
+        self._scaled_back: list[tuple[torch.Tensor | None, int]] = []
+        """The gradients that were divided by a scaler's scale last."""
         self._versions: dict[int, int] = {}
         """Of the weights, by torch's count, when a step had put them there."""
         # Backward has a thread for each device.
         self._lock = threading.Lock()
-        # A GradScaler then leaves scaling back to `step`, which refuses.
-        self._step_supports_amp_scaling = overlap is True or (self._is_auto and self._has_tables)
+        # A GradScaler then leaves scaling back to `step`, which it calls for each step: one that it
+        # skips alone would be waited for by other workers.
+        self._step_supports_amp_scaling = (
+            overlap is True or self._has_tables or (worker_count > 1 and mode == "sync")
+        )
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
         """By place: the gradient, and its version by torch's count."""
         self._left_out = {
@@ -320,23 +325,35 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             DivergedError: the weights that came of the step are not finite; it is over.
             ShardwellError: as `Parameter.exchange`.
         """
+        found_inf, scale = self._left_by_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_scaler()
+        self._make_step(found_inf, scale)
+        if found_inf is not None:  # which the scaler removes
+            self.found_inf, self.grad_scale = found_inf, scale
+        return loss
+
+    def _make_step(self, found_inf: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        """What `step` does once gradients are there."""
         if self._owed is not None:
             failed = self._failed
             self._settle()
             now = self._gradient_versions()
             pairs = list(zip(failed, now, strict=False))
             if failed and all(a[0] is b[0] and a[1] == b[1] for a, b in pairs):
-                return loss  # it was this step that failed
+                return  # it was this step that failed
+        if found_inf is not None and float(found_inf) > 0:
+            self.skip_step()
+            return
+        if scale is not None:
+            self._scale_back(scale)
         if self._begun is None:
             self._check_model()
             self._follow_device()
             if not self._has_new_gradients():
-                return loss
+                return
         self._end_watch()
         self._check_announced()
         options = self._exchange_options()
@@ -346,7 +363,50 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._announced.clear()
         self._is_late = False
         self._end_step(begun, options, lying)
-        return loss
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """Ends the step without a gradient of this worker: it counts with the weight 0.
+
+        The others do not wait for it, and their gradients count. Where all skip a step, it changes
+        nothing. What had left of this worker's gradients counts, and a log line says so. In
+        asynchronous mode, where nobody waits, it does nothing.
+
+        Raises:
+            ShardwellError: as `Parameter.exchange`; the next step makes good for it.
+        """
+        self._settle()
+        self._copies.wait()  # which write to where `forget` writes
+        begun, self._begun = self._begun, None
+        self._announced.clear()
+        self._is_late = False
+        if self._watch is not None:
+            self._watch.begin_anew()  # this step shows nothing
+        if begun is not None:
+            begun.forget()
+        if begun is not None and begun.has_left:
+            _LOG.warning(
+                "parameter %r: step %d is skipped, and a part of its gradients had left, which "
+                "counts; overlap=False keeps all of them until step()",
+                self.parameter.name,
+                self.next_step,
+            )
+            self._end_by(self._ending(begun, self._options))
+        elif self.parameter.spec.mode == "sync":
+            self._end_by(self._ending(None, {**self._exchange_options(), "gradient": None}))
+
+    def _end_by(self, end: Callable[[], object]) -> None:
+        """Ends a step by a call, and takes the weights; what fails is owed."""
+        step, taken = self.parameter.next_step, self._gradient_versions()
+        try:
+            end()
+        except BaseException:
+            if self.parameter.next_step == step:
+                self._owed, self._failed = end, taken
+            raise
+        finally:
+            self._has_counted(taken)
+        self._take_weights()
 
     def _has_new_gradients(self) -> bool:
         """Whether a step has something to count.
@@ -375,6 +435,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
     def _has_counted(self, gradients: Iterable[tuple[torch.Tensor | None, int]]) -> None:
         """Notes gradients that no step may count again."""
+        self._scaled_back = []
         self._counted = [
             (None if grad is None else weakref.ref(grad), version) for grad, version in gradients
         ]
@@ -865,14 +926,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Whether the model has layers whose weight is a table."""
         return any(isinstance(module, TableModule) for module in self._model.modules())
 
-    def _refuse_scaler(self) -> None:
-        """Refuses to be stepped by a GradScaler, which has unscaled what had left.
+    def _left_by_scaler(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a GradScaler leaves to the optimizer: whether a gradient is not finite, its scale.
+
+        None each: there is no scaler, or it has scaled back itself.
 
         Raises:
-            ArgumentError: it is.
+            ArgumentError: gradients have left, or were pushed to tables, as they were scaled.
         """
         found_inf = self.__dict__.pop("found_inf", None)
-        self.__dict__.pop("grad_scale", None)  # which it would have removed after the step
+        scale = self.__dict__.pop("grad_scale", None)
         if found_inf is not None and not self._is_auto and self._overlaps:
             raise ArgumentError(
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
@@ -882,6 +945,19 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 "a GradScaler does not scale back gradients of a table's rows, which backward "
                 "pushes; train in bfloat16, which needs none"
             )
+        return found_inf, scale
+
+    def _scale_back(self, scale: torch.Tensor) -> None:
+        """Divides gradients by a scaler's scale, where they lie, once."""
+        now = self._gradient_versions()
+        pairs = zip(self._scaled_back, now, strict=False)
+        if self._scaled_back and all(a[0] is b[0] and a[1] == b[1] for a, b in pairs):
+            return  # and the step failed before it began
+        inverse = scale.double().reciprocal().float()
+        for tensor in self._tensors.values():
+            if tensor.grad is not None:
+                tensor.grad.mul_(inverse.to(tensor.grad.device))
+        self._scaled_back = self._gradient_versions()
 
 
 def _sparse(tensor_name: str) -> ArgumentError:

@@ -217,10 +217,13 @@ def close_step(
         change: Told of every block before and after it is written.
         total: What is in the sum's memory.
         shift: See `weighted_mean.shift_for`.
-        sample_total: Samples of all contributions, this one included; 0 makes the mean 0.
+        sample_total: Samples of all contributions, this one included; of 0 nothing comes: weights
+            and state stay, and a mean that is no update is 0.
         update_count: 1 at the first update.
         learning_rate: Of this update.
     """
+    if sample_total == 0 and rules.learning_rate is not None:
+        return
     factor, divisor = contribution.factor(shift), math.ldexp(float(sample_total), -shift)
     total_factor = total.factor
     if sample_total == 0:
@@ -305,7 +308,7 @@ def close_full_step(
     clip_factor: float,
     learning_rate: float,
 ) -> None:
-    """Updates the weights with a full step's mean, scaled down. See close_step.
+    """Updates the weights with a full step's mean, scaled down. See close_step, also of no samples.
 
     Args:
         chunk: Weights and state, updated; the sum is read and then of no meaning.
@@ -315,6 +318,8 @@ def close_full_step(
         clip_factor: What the mean is multiplied with.
         learning_rate: Of this update.
     """
+    if record.sample_total == 0:
+        return
     _update(
         _mean_of(record) + scale(GRADIENT, clip_factor),
         chunk,
