@@ -38,18 +38,23 @@ class ModelParameter:
             self._open_step = {}
             self._update(self._mean(contributions))
 
-    def _mean(self, contributions: list[tuple[Float64, int]]) -> Float64:
+    def _mean(self, contributions: list[tuple[Float64, int]]) -> Float64 | None:
+        """None: nobody's gradient has any weight."""
         if not self._is_sync:
             return contributions[0][0]
         total = sum(count for _, count in contributions)
         if total == 0:
-            return np.zeros_like(self.weights)
+            return None
         weighted = [gradient * count for gradient, count in contributions]
         return np.sum(weighted, axis=0) / total
 
-    def _update(self, gradient: Float64) -> None:
+    def _update(self, gradient: Float64 | None) -> None:
         self.version += 1
         rule = self._optimizer
+        if gradient is None:
+            if type(rule).__name__ != "Average":
+                return
+            gradient = np.zeros_like(self.weights)
         if rule.clip_value > 0:
             gradient = np.clip(gradient, -rule.clip_value, rule.clip_value)
         getattr(self, f"_{type(rule).__name__.lower()}")(rule, gradient)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardwell
@@ -156,25 +155,3 @@ def test_what_had_left_of_a_skipped_step_counts_and_is_logged(cluster, connect, 
     assert [each.next_step for _, each in made] == [2, 2]
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, its)
-
-
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_an_exchange_without_a_gradient(cluster, connect, clip_norm) -> None:
-    rule = shardwell.AdamW(learning_rate=0.1, weight_decay=0.1, clip_norm=clip_norm)
-    options = {"size": 1000, "optimizer": rule, "worker_count": 2, "codec": "fp32"}
-    running = cluster(2, chunk_size_bytes=256)
-    nets = [connect(running, f"w{rank}").parameter("net", **options) for rank in range(2)]
-    first = np.linspace(-1, 1, 1000, dtype=np.float32)
-    together([lambda net=net: net.init(first) for net in nets])
-    gradient = np.linspace(1, 2, 1000, dtype=np.float32)
-    skipped = together([lambda net=net: net.exchange(None) for net in nets])
-    for found in skipped:
-        np.testing.assert_array_equal(found, first)  # nobody had a gradient
-    mine, its = together([lambda: nets[0].exchange(gradient), lambda: nets[1].exchange(None)])
-    np.testing.assert_array_equal(mine, its)
-
-    alone = connect(running, "w2").parameter("alone", **{**options, "worker_count": 1})
-    alone.init(first)
-    alone.exchange(None)
-    np.testing.assert_array_equal(mine, alone.exchange(gradient))
-    assert (nets[0].next_step, nets[0].outcome.counted) == (2, "all")
