@@ -121,7 +121,8 @@ class Call:
         """Whether it counts among the open calls of that token."""
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
-        self._moved_bytes = 0
+        self.moved_bytes = 0
+        """Payload that it brought, or was answered, since its rate was looked at last."""
         self.changed = asyncio.Event()
         """Set when what was too early may be there."""
         self.is_short = False
@@ -175,15 +176,6 @@ class Call:
             method=self.method,
             **fields,
         )
-
-    def add_bytes(self, size_bytes: int) -> None:
-        """Counts payload that it brought, or is answered."""
-        self._moved_bytes += size_bytes
-
-    def moved_bytes(self) -> int:
-        """What was counted since this was asked last."""
-        moved_bytes, self._moved_bytes = self._moved_bytes, 0
-        return moved_bytes
 
     @property
     def remaining_s(self) -> float | None:
@@ -511,7 +503,7 @@ class Calls:
                 await self._streams.enter(call)
             response = await self._run(call, begin, is_stream=is_stream)
             if not (is_stream or is_urgent) and response is not None:
-                call.add_bytes(response.ByteSize())
+                call.moved_bytes += response.ByteSize()
                 await self._paced(call, free_bytes=CALL_BYTES)  # it has paid for so many
             return response
         except asyncio.CancelledError:
@@ -551,7 +543,8 @@ class Calls:
         """Counts what has passed, and returns when no more of it has than the quota allows."""
         if call.usage is None or call.usage.quota.bytes_per_s is None:
             return
-        delay_s = call.usage.delay_s(max(call.moved_bytes(), CALL_BYTES) - free_bytes)
+        delay_s = call.usage.delay_s(max(call.moved_bytes, CALL_BYTES) - free_bytes)
+        call.moved_bytes = 0
         if delay_s > 0:
             await asyncio.sleep(delay_s)
 
@@ -573,7 +566,7 @@ class Calls:
         if message is grpc.aio.EOF:
             raise ArgumentError(f"{call.method} has a request, and none came")
         request: bytes = message
-        call.add_bytes(len(request))
+        call.moved_bytes += len(request)
         return request
 
     async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:

@@ -40,12 +40,8 @@ from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chun
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.open_streams import OpenStreams
-from shardwell_server.services.parameter_stream import (
-    ParameterStream,
-    arena_of,
-    count_payload,
-    opened,
-)
+from shardwell_server.services.parameter_stream import ParameterStream
+from shardwell_server.services.step_stream import Recorder, opened
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
@@ -156,7 +152,9 @@ class ParameterServerService:
 
     def init_weights(self, call: Call) -> Handling:
         """Takes the whole slice, array by array and range by range."""
-        parameter, opening, array_index, expected = None, pb.InitWeightsRequest(), 0, 0
+        parameter: ParameterSlice | None = None
+        opening, array_index, expected = pb.InitWeightsRequest(), 0, 0
+        recorder = Recorder(self._shard, call)
         right = Right.CONTRIBUTE
         array_count = 1
         context, has_ranges = 0, False
@@ -166,7 +164,9 @@ class ParameterServerService:
             if parameter is None:
                 restores = request.version or request.load_id or request.array_count > 1
                 right = Right.CREATE if restores else Right.CONTRIBUTE
-                parameter, opening = opened(self._shard, request, call, right), request
+                parameter = opened("parameter", self._shard, request, call, right)
+                assert parameter is not None
+                opening = request
                 expected, array_count = parameter.where.offset, max(opening.array_count, 1)
                 context = checksum.first_weights_context(opening)
             if not request.HasField("chunk"):
@@ -201,7 +201,7 @@ class ParameterServerService:
                         parameter.spec, index, "first weights", "mend them and send them again"
                     )
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
-            count_payload(self._shard, call, received=payload.size)
+            recorder.frame(received=payload.size)
             expected = where.stop
             message = yield Read.NEXT
         if parameter is None:
@@ -237,19 +237,16 @@ class ParameterServerService:
         return pb.ConfirmInitResponse(version=parameter.confirm_init(request.epoch))
 
     def put_gradient(self, call: Call) -> Handling:
-        return ParameterStream(self._shard, self._arenas, call).put_gradient()
+        return ParameterStream(self._shard, self._arenas, call, only_counts=True).put_gradient()
 
     def get_weights(self, request: pb.GetWeightsRequest, call: Call) -> Handling:
-        self._shard.check_identity(request.shard)
-        call.check(Right.READ, "parameter", request.parameter)
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
-        deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
-        arena = arena_of(self._arenas, request.arena)
-        stream = ParameterStream(self._shard, self._arenas, call)
-        yield from stream.weights(parameter, request, deadline, arena)
+        return ParameterStream(self._shard, self._arenas, call).get_weights(request)
+
+    def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
+        return ParameterStream(self._shard, self._arenas, call).close_step(request)
 
     def exchange(self, call: Call) -> Handling:
-        return ParameterStream(self._shard, self._arenas, call).exchange(self.close_step)
+        return ParameterStream(self._shard, self._arenas, call).exchange()
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
         """A first message when every chunk is sure to be had, then all chunks in order.
@@ -264,6 +261,7 @@ class ParameterServerService:
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
         names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.optimizer.slot_names))
         element_count = min(parameter.chunk_element_count, parameter.where.size)
+        recorder = Recorder(self._shard, call)
         buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
         with parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot:
             yield pb.SnapshotResponse(
@@ -283,28 +281,12 @@ class ParameterServerService:
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):
-                            count_payload(self._shard, call, sent=len(message))
+                            recorder.frame(sent=len(message))
                             yield message
                     except NonFiniteValueError as error:
                         raise diverged(
                             parameter.spec, where.offset + error.index, found, names[array_index]
                         ) from None
-
-    def close_step(self, request: pb.CloseStepRequest, call: Call) -> Handling:
-        self._shard.check_identity(request.shard)
-        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
-        steps, step = parameter.clipped_steps, request.step
-        squared_norm = None
-        if request.HasField("norm"):
-            norm = steps.close(step, request.norm)
-            parameter.make_durable()
-        else:
-            deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
-            squared_norm, norm = yield from until(steps.measure, step, deadline)
-            parameter.make_durable()  # what it is of, before anybody closes a step with it
-        response = pb.CloseStepResponse(squared_norm=squared_norm, norm=norm)
-        return checksum.seal(response)
 
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call

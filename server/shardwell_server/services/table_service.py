@@ -18,7 +18,6 @@ from shardwell.errors import (
     ShardUnavailableError,
 )
 from shardwell.numerics.codec import Bytes
-from shardwell.process.telemetry import StepSpans
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX
@@ -29,8 +28,10 @@ from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import LONG, Call, Calls, Handling, Read
+from shardwell_server.services.calls import Call, Calls, Handling, Read
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
+from shardwell_server.services.row_stream import RowStream
+from shardwell_server.services.step_stream import Recorder
 from shardwell_server.shard.deadline import RequestDeadline, deadline_of, until, wanted
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
@@ -39,10 +40,6 @@ from shardwell_server.shard.table.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
-_SHORT_ELEMENT_COUNT = 64 * 1024
-"""Values of rows that are read or updated in less time than a thread takes to be woken."""
-_SHORT_BYTES_MAX = 64 * 1024
-"""Of a message for which that holds: of many ids of narrow rows each costs more than its values."""
 _CONTENT = pb.ScanRowsRequest.Content
 _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)
 
@@ -109,26 +106,13 @@ class TableService:
         return response
 
     def exchange_rows(self, call: Call) -> Handling:
-        exchange: _RowExchange | None = None
-        message = yield Read.NEXT_STEP
-        while message is not None:
-            request, payload = framing.parse(pb.ExchangeRowsRequest, message)
-            if exchange is None or request.HasField("open"):
-                if exchange is not None and not exchange.is_between_steps:
-                    raise ArgumentError("`open` came in the middle of a step; end it first")
-                exchange = self._opened(request, call)
-            if call.is_short and not exchange.is_short(request, payload.size):
-                yield LONG  # however short the message
-            self._count(call, received=payload.size)
-            yield from exchange.answers(request, payload, self._waiting(request, call))
-            del message, request, payload  # not to be held while there is no other
-            call.is_short = exchange.may_be_short
-            message = yield Read.NEXT_STEP if exchange.is_between_steps else Read.NEXT
+        return RowStream(self._shard, call).exchange()
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "table", request.table)
         table = self._shard.tables.opened(request.table, request.incarnation)
+        recorder = Recorder(self._shard, call)
         if request.content not in _CONTENTS:
             raise ArgumentError(
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
@@ -140,7 +124,7 @@ class TableService:
                 request.version,
                 deadline_of(self._shard, call, request.wait_timeout_ms / 1000),
                 wanted(self._shard, call),
-                lambda size: self._count(call, sent=size),
+                lambda size: recorder.frame(sent=size),
             )
             return
         table.loading.check_committed()
@@ -156,15 +140,16 @@ class TableService:
             start = checksum.rows_scan(scanned, header)
             message = codec.encode(header, header.rows, ids, values, start=start)
             table.make_durable()  # nobody goes on from what could still be lost
-            self._count(call, sent=len(message))
+            recorder.frame(sent=len(message))
             yield message
 
     def load_rows(self, call: Call) -> Handling:
         loading: _Load | None = None
+        recorder = Recorder(self._shard, call)
         message = yield Read.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.LoadRowsRequest, message)
-            self._count(call, received=payload.size)
+            recorder.frame(received=payload.size)
             if loading is None:
                 if not request.HasField("open"):
                     raise ArgumentError("a stream's first message must have `open`; it is missing")
@@ -235,121 +220,6 @@ class TableService:
         )
         return checksum.seal(response)
 
-    # What they share.
-
-    def _count(self, call: Call, *, received: int = 0, sent: int = 0) -> None:
-        """Counts payload."""
-        self._shard.traffic.add(received=received, sent=sent)
-        call.add_bytes(received + sent)
-
-    def _opened(self, request: pb.ExchangeRowsRequest, call: Call) -> _RowExchange:
-        """The table and worker that a stream's first message names."""
-        if not request.HasField("open"):
-            raise ArgumentError("a stream's first message must have `open`; it is missing")
-        checksum.check_sealed(request.open)
-        self._shard.check_identity(request.open.shard)
-        check_name("worker_id", request.open.worker_id)
-        call.check(Right.READ, "table", request.open.table)
-        table = self._shard.tables.opened(request.open.table, request.open.incarnation)
-        table.register.check_incarnation(request.open.incarnation)
-        return _RowExchange(self._shard, table, request.open, call)
-
-    def _waiting(self, request: pb.ExchangeRowsRequest, call: Call) -> RequestDeadline:
-        asked = request.gradient if request.HasField("gradient") else request.fetch
-        return deadline_of(self._shard, call, asked.wait_timeout_ms / 1000)
-
-
-class _RowExchange:
-    """One worker's stream: its messages, in order, to the table and back."""
-
-    def __init__(self, shard: Shard, table: TableSlice, opening: pb.TableOpen, call: Call) -> None:
-        self._call = call
-        self._shard = shard
-        self._table = table
-        self._opening = opening
-        self._contributor: Contributor[Seat] | None = None
-        self._counted = pb.RowsCounted()
-        self._counted_context = checksum.rows_counted_context(opening.table)
-        self._spans = StepSpans(
-            shard.spans, shard.config.shard_index, opening.worker_id, {"table": opening.table}
-        )
-        self.is_between_steps = True
-        """Whether nothing of a step has come, or all of it."""
-        self.may_be_short = table.is_in_memory and shard.config.durability.is_process
-        """Whether nothing that it is asked for waits for a disk."""
-
-    def is_short(self, request: pb.ExchangeRowsRequest, payload_bytes: int) -> bool:
-        """Whether what a message asks for takes less time than a thread to be woken."""
-        if payload_bytes > _SHORT_BYTES_MAX or self._spans.has_begun:
-            return False
-        is_gradient = request.HasField("gradient")
-        asked = request.gradient if is_gradient else request.fetch
-        if asked.rows.row_count * self._table.spec.dim > _SHORT_ELEMENT_COUNT:
-            return False
-        if is_gradient and request.gradient.trace_parent:
-            return False  # whoever exports spans may take any time
-        return self._table.is_free
-
-    def answers(
-        self, request: pb.ExchangeRowsRequest, payload: Bytes, deadline: RequestDeadline
-    ) -> Handling:
-        """Does what a message asks for; what is to be answered now."""
-        table = self._table
-        if request.HasField("gradient") and request.HasField("fetch"):
-            raise ArgumentError("a message has `gradient` or `fetch`, not both; send two")
-        if request.HasField("gradient"):
-            yield from self._take(request.gradient, payload, deadline)
-            if not request.gradient.end_of_step:
-                return
-            table.make_durable()
-            response = pb.ExchangeRowsResponse(counted=self._counted, version=table.version)
-            response.counted.crc32c = checksum.rows_counted(
-                self._counted_context, response.counted, response.version
-            )
-            message = response.SerializeToString()
-            self._counted = pb.RowsCounted()
-        elif request.HasField("fetch"):
-            message = yield from until(table.rows_message, request.fetch, payload, deadline)
-            table.make_durable()  # nobody goes on from what could still be lost
-        elif payload.size:
-            raise CorruptChunkError(
-                "a message has a payload and neither `gradient` nor `fetch`; send it again"
-            )
-        else:
-            return
-        self._shard.traffic.add(sent=len(message))
-        self._call.add_bytes(len(message))
-        self._spans.end()
-        yield message
-
-    def _take(
-        self, gradient: pb.RowGradients, payload: Bytes, deadline: RequestDeadline
-    ) -> Handling:
-        if gradient.trace_parent:
-            self._spans.begin(gradient.trace_parent, gradient.step)
-        counted = self._counted
-        if counted.step != gradient.step or self.is_between_steps:
-            counted = self._counted = pb.RowsCounted(step=gradient.step)
-        self.is_between_steps = False
-        if self._contributor is None:  # whoever only fetches needs no session
-            opening, call = self._opening, self._call
-            call.check(Right.CONTRIBUTE, "table", opening.table)
-            session = self._shard.sessions.check(
-                opening.session, opening.worker_id, call.principal.name
-            )
-            call.session = session.number
-            self._contributor = Contributor(opening.worker_id, session, opening.tenure)
-        if (
-            yield from until(self._table.contribute, self._contributor, gradient, payload, deadline)
-        ):
-            counted.counted_part_count += 1
-        else:
-            counted.duplicate_part_count += 1
-        superseded = self._contributor.superseded
-        counted.superseded_part_count += len(superseded)
-        superseded.clear()
-        self.is_between_steps = gradient.end_of_step
-
 
 def state_messages(
     table: TableSlice,
@@ -365,7 +235,7 @@ def state_messages(
         version: Of every row; asynchronous mode has no use for it.
         deadline: Bounds the wait for it.
         is_wanted: Whether the stream is still read; any thread calls it.
-        count: Told of the bytes of each message.
+        count: Counts the bytes of each message.
 
     Raises:
         DivergedError: training diverged; weights are not finite.

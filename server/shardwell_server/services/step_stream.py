@@ -1,0 +1,265 @@
+"""One call's steps, of a parameter or a table: gradients in, each counted once; answers out.
+
+`StepStream` is the driver of both. A subclass turns messages into contributions, and says which
+answers they are owed. States of a stream: between steps, where it may be opened anew or asked for
+something else, and in a step, from the first part of a gradient until one that ends the step.
+Answers leave in the order in which they became due: those that are ready as messages come, all of
+them before anything that follows a step, and none before what it acknowledges is durable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from shardwell.errors import ArgumentError
+from shardwell.numerics.codec import Bytes
+from shardwell.process.telemetry import StepSpans
+from shardwell.specs.names import check_name
+from shardwell.transport.arena import BATCH_COUNT, shared_message
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import checksum
+from shardwell.wire import messages as framing
+from shardwell.wire.messages import Room
+from shardwell_server.access.rights import Right
+from shardwell_server.services.calls import Call, Handling, Read
+from shardwell_server.shard.deadline import NotYet, until
+from shardwell_server.shard.members import Contributor
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.shard import Shard
+from shardwell_server.shard.table.slice import TableSlice
+
+SliceT = TypeVar("SliceT", ParameterSlice, TableSlice)
+Kind: TypeAlias = Literal["parameter", "table"]
+Request: TypeAlias = tuple[Any, Bytes, int]
+"""A message's header, its payload, and bytes of the message."""
+
+
+class Due(NamedTuple):
+    """An answer that a stream owes."""
+
+    make: Callable[[], bytes]
+    """Makes the message; it may be too early for it."""
+    is_ready: Callable[[], bool] = lambda: True
+    """Whether it would not be too early."""
+    room: Room | None = None
+    """Where its payload goes; None: into the message."""
+
+
+class Recorder:
+    """Records what others see of a call: the bytes that it moves, and spans of its steps.
+
+    Args:
+        shard: The shard, which counts payload and keeps spans.
+        call: The call, whose token may have a quota.
+    """
+
+    def __init__(self, shard: Shard, call: Call) -> None:
+        self.has_begun = False
+        """Whether a step has a span, which `ended` exports."""
+        self._shard = shard
+        self._call = call
+        self._traffic = shard.traffic
+        self._steps: StepSpans
+
+    def opened(self, kind: Kind, name: str, worker_id: str) -> None:
+        """Steps that follow are that worker's, of that parameter or table."""
+        shard = self._shard
+        self._steps = StepSpans(shard.spans, shard.config.shard_index, worker_id, {kind: name})
+
+    def frame(self, *, received: int = 0, sent: int = 0) -> None:
+        """Counts payload."""
+        self._traffic.add(received=received, sent=sent)
+        self._call.moved_bytes += received + sent
+
+    def begun(self, trace_parent: str, step: int) -> None:
+        """A step has come whose worker has a span."""
+        self.has_begun = True
+        self._steps.begin(trace_parent, step)
+
+    def ended(self) -> None:
+        """All of a step is answered. Exports its span, which may take any time."""
+        if self.has_begun:
+            self.has_begun = False
+            self._steps.end()
+
+
+class StepStream(ABC, Generic[SliceT]):
+    """Drives the steps of one call.
+
+    Args:
+        shard: The shard, whose slices they change.
+        call: The call.
+        parse: Finds the requests that a message stands for.
+    """
+
+    _kind: ClassVar[Kind]
+
+    def __init__(
+        self, shard: Shard, call: Call, parse: Callable[[bytes], Iterable[Request]]
+    ) -> None:
+        self._shard = shard
+        self._call = call
+        self._parse = parse
+        self._recorder = Recorder(shard, call)
+        self._slice: SliceT
+        self._opening: Any = None
+        """The message that opened the stream; None: none has."""
+        self._contributor: Contributor[Any] | None = None
+        """The worker, once it has sent a gradient."""
+        self._may_be_short = False
+        """Whether what is asked of the slice may take less time than a thread to be woken."""
+        self._is_between_steps = True
+        self._pending: deque[Due] = deque()
+        self._batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
+        self._is_spread = shard.core_threads.count > 1
+        """Whether other threads may count its parts and make its answers."""
+        self._beside: dict[int, Future[bool]] = {}
+        """Parts of the message that is being served which other threads count, by index."""
+        self._made: deque[Future[tuple[bytes, int]]] = deque()
+        """Answers that other threads make, those that are due first."""
+
+    # What a subclass does.
+
+    @abstractmethod
+    def _opened(self) -> bool:
+        """Takes the slice and the message that opened the stream; whether it may be short."""
+
+    @abstractmethod
+    def _serve(self, request: Any, payload: Bytes) -> Handling:
+        """Does what a request asks for; what it is answered becomes due."""
+
+    def _count_beside(self, requests: Sequence[Request]) -> None:
+        """Has threads that are free count parts of a message, where parts are independent."""
+
+    # The driver.
+
+    def exchange(self) -> Handling:
+        """Does what each message asks for; the stream goes on from step to step."""
+        try:
+            while True:
+                message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
+                if message is None:
+                    break
+                requests = list(self._parse(message))
+                if self._is_spread and len(requests) > 1:
+                    self._count_beside(requests)
+                for request, payload, _ in requests:
+                    if self._is_between_steps and self._pending:
+                        yield from self._answers(all_=True)  # of the step before
+                    if self._opening is None or request.HasField("open"):
+                        self._open(request)
+                    yield from self._serve(request, payload)
+                del message, request, payload, requests  # not to be held while answers wait
+                if self._pending:
+                    yield from self._answers(all_=self._is_between_steps)
+                if self._is_between_steps:
+                    if self._recorder.has_begun:
+                        self._recorder.ended()
+                    self._call.is_short = self._may_be_short  # whatever this step was
+            if self._pending:
+                yield from self._answers(all_=True)
+        finally:
+            if self._beside or self._made:
+                self._end_beside()
+
+    def _open(self, request: Any) -> None:
+        """Binds what a message opens, of which nothing is asked yet but that it may be read."""
+        self._check_between_steps("`open`")
+        self._slice = opened(self._kind, self._shard, request, self._call, Right.READ)
+        self._opening, self._contributor = request.open, None
+        self._recorder.opened(self._kind, self._slice.spec.name, request.open.worker_id)
+        self._may_be_short = self._opened()
+
+    def _check_between_steps(self, what: str, *, is_in_step: bool = False) -> None:
+        if is_in_step or not self._is_between_steps:
+            raise ArgumentError(f"{what} came in the middle of a step; end it first")
+
+    def _bind(self) -> Contributor[Any]:
+        """The worker whose gradients come; one that only reads needs neither right nor session.
+
+        Raises:
+            AccessDeniedError, ShardUnavailableError: it may not, or its session is not known.
+        """
+        opening, call = self._opening, self._call
+        call.check(Right.CONTRIBUTE, self._kind, self._slice.spec.name)
+        session = self._shard.sessions.check(
+            opening.session, opening.worker_id, call.principal.name
+        )
+        call.session = session.number
+        self._contributor = Contributor(opening.worker_id, session, opening.tenure)
+        return self._contributor
+
+    def _answers(self, *, all_: bool) -> Handling:
+        """The answers that are due, in order: those that are ready, or all."""
+        pending, batch, holds = self._pending, self._batch, False
+        while pending:
+            first = pending[0]
+            if (holds or not all_) and not first.is_ready():
+                if not all_:
+                    break
+                yield from batch.rest()
+            begun = self._made.popleft() if self._made else None
+            if self._is_spread and len(pending) > 1 and not self._made:
+                self._make_beside()
+            message, size_bytes = yield from until(_answer, first, begun=begun)
+            self._slice.make_durable()  # it acknowledges a gradient, or others go on from it
+            pending.popleft()
+            self._recorder.frame(sent=size_bytes)
+            is_shared = first.room is not None
+            if holds or is_shared:
+                yield from batch.add(message, waits=is_shared)
+            else:
+                yield message
+            holds = is_shared
+        if holds:
+            yield from batch.rest()
+
+    def _make_beside(self) -> None:
+        """Has threads that are free make answers behind the next, as far as they are ready."""
+        if self._call.is_short:
+            return
+        for each in itertools.islice(self._pending, 1, None):
+            if each.room is None or not each.is_ready():
+                return
+            future = self._shard.core_threads.offer(_answer, each)
+            if future is None:
+                return
+            self._made.append(future)
+
+    def _end_beside(self) -> None:
+        """Returns when no other thread works for this call."""
+        beside: list[Future[Any]] = [*self._beside.values(), *self._made]
+        self._beside.clear()
+        self._made.clear()
+        for future in beside:
+            error = None if future.cancel() else future.exception()
+            if isinstance(error, NotYet):
+                error.forget()
+
+
+def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> Any:
+    """The slice of the parameter or table that a stream's first message names."""
+    if not request.HasField("open"):
+        raise ArgumentError("a stream's first message must have `open`; it is missing")
+    opening = request.open
+    checksum.check_sealed(opening)
+    shard.check_identity(opening.shard)
+    check_name("worker_id", opening.worker_id)
+    name = getattr(opening, kind)
+    call.check(right, kind, name)
+    registry: Any = shard.parameters if kind == "parameter" else shard.tables
+    return registry.opened(name, opening.incarnation)
+
+
+def _answer(due: Due) -> tuple[bytes, int]:
+    """An answer as it leaves, and its size with its payload."""
+    message, room = due.make(), due.room
+    if room is None:
+        return message, len(message)
+    shared, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)
+    return shared, len(message)
