@@ -27,8 +27,7 @@ from shardwell.parameter.membership import find_spec
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
-from shardwell.process.closeable import Closing
-from shardwell.process.connected import Connected
+from shardwell.process.connected import Closing, Connected
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope

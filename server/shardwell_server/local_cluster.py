@@ -22,7 +22,7 @@ from pathlib import Path
 from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell.process.html_table import Link, html_table
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess

@@ -50,7 +50,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell.process.local_paths import local_path
 from shardwell.process.owner import OwnerProcess
 from shardwell.specs.deadlines import check_timeout

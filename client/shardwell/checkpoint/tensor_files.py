@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
 

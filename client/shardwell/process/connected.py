@@ -1,8 +1,8 @@
-"""What has connections and threads of its process, and so can be neither copied nor pickled."""
+"""What holds connections and threads of its process: it is closed, and never copied or pickled."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from typing_extensions import override
 
@@ -28,3 +28,17 @@ class Connected:
             f"{type(self).__name__} can't be copied or pickled: its connections are those of this "
             f"process; {self._elsewhere}"
         )
+
+
+class Closing:
+    """A context manager that closes itself on exit, whether the block failed or not."""
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

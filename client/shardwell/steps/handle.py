@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from typing_extensions import override
 
-from shardwell.process.closeable import Closing
-from shardwell.process.connected import Connected
+from shardwell.process.connected import Closing, Connected
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.reports import Report, parse_line
 from shardwell_server.processes import PARENT_FLAG, ChildProcess, describe_exit

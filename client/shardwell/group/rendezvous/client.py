@@ -33,7 +33,7 @@ from shardwell.errors import (
     WorkerUnreachableError,
 )
 from shardwell.group.rendezvous.notices import WaitingNotices
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell.process.ending import has_main_ended
 from shardwell.specs.deadlines import less_margin
 from shardwell.specs.names import format_ranks, parse_target

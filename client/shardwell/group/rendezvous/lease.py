@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
 from shardwell.group.rendezvous.client import Rendezvous
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell.process.ending import named
 from shardwell.v1 import group_pb2 as pb
 

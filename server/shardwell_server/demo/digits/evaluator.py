@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 import shardwell
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell_server.demo.digits.samples import Samples
 from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
 

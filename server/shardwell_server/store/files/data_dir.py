@@ -18,7 +18,7 @@ from typing import Any
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell.process.closeable import Closing
+from shardwell.process.connected import Closing
 from shardwell_server.config import ShardConfig
 from shardwell_server.store.files.presence import identity_of, is_at
 
