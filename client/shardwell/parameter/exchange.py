@@ -153,6 +153,7 @@ class Transfer(StepTransfer[ShardSlice]):
 
     _opening_type = types_pb2.StreamOpen
     _answer_type = pb.ExchangeResponse
+    _shares = True
 
     def __init__(
         self,
@@ -478,9 +479,9 @@ class Transfer(StepTransfer[ShardSlice]):
         item_size = self._codec.codec.item_size
         first, last = line.first, line.stop - 1
         begin, stop = stretch or (first, line.stop)
-        batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
-        places = None
+        places = batch = None
         if arena is not None:  # all chunks before the last have one size
+            batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
             before = (begin - first) * room_bytes(part.chunks[first].size * item_size)
             places = Places(arena.memory, before)
         start = checksum.gradient(self._gradient_context, common)
@@ -523,10 +524,14 @@ class Transfer(StepTransfer[ShardSlice]):
             shared_bytes = chunk.shared.size
             self._traffic.add_sent(len(message) + shared_bytes, where.size, shared_bytes)
             at_ns = spans.add(SPAN_KIND_ENCODE, name, work.step, index, peer, at_ns)
-            yield from batch.add(message, waits=shared_bytes > 0)
+            if batch is None:
+                yield message
+            else:
+                yield from batch.add(message, waits=shared_bytes > 0)
             if leaves:
                 spans.add(SPAN_KIND_SEND, name, work.step, index, peer, at_ns)
-        yield from batch.rest()
+        if batch is not None:
+            yield from batch.rest()
 
     @override
     def _explain(self, line: Line, error: NonFiniteError) -> None:

@@ -102,6 +102,8 @@ class StepTransfer(Generic[PartT]):
 
     _opening_type: Callable[..., Any]
     _answer_type: type[Any]
+    _shares = False
+    """Whether payloads may lie in memory that a shard of this machine shares."""
 
     def __init__(
         self,
@@ -153,8 +155,9 @@ class StepTransfer(Generic[PartT]):
                 for stretch, (stream, opens) in zip(stretches, opened, strict=True):
                     line = Line(*stretch, stream, streams.call_group, opens)
                     lines.append(line)
-                    room_bytes = 0 if streams.only_reads else self._room_bytes(*stretch)
-                    if room_bytes:
+                    if not self._shares or streams.only_reads:
+                        continue
+                    if room_bytes := self._room_bytes(*stretch):
                         line.arena = stream.arena(room_bytes, attempts.rest_s)
                         line.is_shared = line.arena is not None and line.arena.has_room(room_bytes)
                 yield lines
@@ -166,8 +169,7 @@ class StepTransfer(Generic[PartT]):
 
     def _room_bytes(self, part: PartT, first: int, stop: int) -> int:
         """What an arena needs for units [first, stop); 0: nothing is shared."""
-        del part, first, stop
-        return 0
+        raise NotImplementedError
 
     def _receive(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,8 @@ class TableSteps:
             DivergedError: the step has ended, and the rows are not finite.
             ShardwellError: see `Table.put_row_gradients`.
         """
-        self._take_seat(attempts)
+        if not self._has_seat:
+            self._take_seat(attempts)
         put = RowPut(
             ids,
             sums,
@@ -106,10 +108,10 @@ class TableSteps:
         try:
             begun = self._view.begin_step(ids.ids)
             try:
-                self._run(put, fetch, attempts)
+                attempts.run(partial(self._transfer.attempt, put, fetch, attempts))
             except DivergedError as error:  # of a step that is counted, so all of it is to be
                 diverged = error
-                self._run(put, None, attempts)
+                attempts.run(partial(self._transfer.attempt, put, None, attempts))
             if diverged is None:
                 take()
             self._end(begun, None if diverged else fetch)
@@ -124,17 +126,15 @@ class TableSteps:
 
     def abandon(self, attempts: Attempts) -> int:
         """See `Table.abandon_step`."""
-        self._take_seat(attempts)
+        if not self._has_seat:
+            self._take_seat(attempts)
         no_ids = ShardedIds(np.empty(0, np.int64), [0] * (self._opening.shard_count + 1))
         put = RowPut(no_ids, None, step=self._view.next_step, sample_count=0, row_count_max=1)
         self._begun, self.is_begun = _Begun(None, set()), True
         begun = self._view.begin_step(None)
-        self._run(put, None, attempts)
+        attempts.run(partial(self._transfer.attempt, put, None, attempts))
         self._end(begun, None)
         return put.step
-
-    def _run(self, put: RowPut, fetch: RowFetch | None, attempts: Attempts) -> None:
-        attempts.run(lambda: self._transfer.attempt(put, fetch, attempts))
 
     def _end(self, begun: Moment, fetch: RowFetch | None) -> None:
         if fetch is None or not fetch.ids.ids.size:
@@ -172,13 +172,12 @@ class TableSteps:
         What an earlier process of this worker had sent may have been counted since the table was
         opened. The step stays the one of then: sent again, it counts once.
         """
-        if not self._has_seat:
-            opened_at = self._view.next_step
-            joined = self._opening.take_seat(opened_at, attempts)
-            if joined.next_step == opened_at + 1:
-                joined = joined._replace(next_step=opened_at, is_begun=True)
-            self._resume(joined)
-            self._has_seat = True
+        opened_at = self._view.next_step
+        joined = self._opening.take_seat(opened_at, attempts)
+        if joined.next_step == opened_at + 1:
+            joined = joined._replace(next_step=opened_at, is_begun=True)
+        self._resume(joined)
+        self._has_seat = True
 
     def _resume(self, joined: Joined) -> int:
         """Goes on where the shards say."""

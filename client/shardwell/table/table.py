@@ -368,15 +368,15 @@ class Table(Handle[TableSpec]):
     ) -> tuple[RowBatch, RowSums, int]:
         """Checks everything that can be checked before anything is sent."""
         batch = self._batch(ids)
-        values = as_gradients(gradients, batch.shape, self.dim, self.name)
+        values = as_gradients(gradients, batch.shape, self.spec.dim, self.name)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         sums = RowSums(batch, values, self.name, allow_non_finite=self.spec.allow_non_finite)
         return batch, sums, count
 
     def _room(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
         """The result for ids of a shape, and the same memory as (n, dim)."""
-        rows = as_row_output(out, (*shape, self.dim))
-        return rows, rows.reshape(-1, self.dim)
+        rows = as_row_output(out, (*shape, self.spec.dim))
+        return rows, rows.reshape(-1, self.spec.dim)
 
     def _min_version(self, min_version: int) -> int:
         found = check_integer("min_version", min_version, 0, STEP_MAX)

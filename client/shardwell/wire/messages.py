@@ -165,10 +165,10 @@ def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[Head
         CorruptChunkError: the bytes are no such message, or a batch with something besides.
     """
     header, payload = parse(header_type, message)
-    batch = _batch(header, payload)
-    if not batch:
+    if not getattr(header, "batch", None):
         yield header, payload, len(message)
-    for each in batch:
+        return
+    for each in _batch(header, payload):
         inner, payload = parse(header_type, each)
         if _batch(inner, payload):
             raise CorruptChunkError("a batch in a batch; send the message again")
@@ -187,7 +187,7 @@ def split(header_type: type[Message], message: bytes) -> Sequence[bytes]:
 
 
 def _batch(header: Any, payload: Bytes) -> Sequence[bytes]:
-    batch: Sequence[bytes] = getattr(header, "batch", ())  # of rows none is made
+    batch: Sequence[bytes] = header.batch
     if batch and (payload.size or len(header.ListFields()) > 1 or len(batch) > BATCH_COUNT_MAX):
         raise CorruptChunkError(
             f"a batch of {len(batch)} messages; expected at most {BATCH_COUNT_MAX}, and nothing "
