@@ -26,25 +26,6 @@ now_ns = time.monotonic_ns
 """The clock of all spans."""
 
 
-class Spanned:
-    """See `Spans.spanned`. Written out, as a generator costs three times as much."""
-
-    __slots__ = ("_begin_ns", "_kind", "_spans", "_step", "_subject")
-
-    def __init__(self, spans: Spans, kind: int, subject: str, step: int) -> None:
-        self._spans = spans
-        self._kind = kind
-        self._subject = subject
-        self._step = step
-        self._begin_ns = now_ns()
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *reason: object) -> None:
-        self._spans.add(self._kind, self._subject, self._step, ALL_CHUNKS, "", self._begin_ns)
-
-
 class Spans:
     """The last spans of one client or shard. Any thread may use it."""
 
@@ -65,10 +46,6 @@ class Spans:
         end_ns = now_ns()
         self._kept.append((kind, subject, step, chunk, peer, begin_ns, end_ns))
         return end_ns
-
-    def spanned(self, kind: int, subject: str, step: int) -> Spanned:
-        """For a block, which is noted however it ends."""
-        return Spanned(self, kind, subject, step)
 
     def add_long(self, kind: int, subject: str, begin_ns: int) -> None:
         """The same of no step or chunk, and only if it took as long as is worth looking at."""
