@@ -38,7 +38,7 @@ class OwnerProcess:
         Raises:
             ForkedError: this process was forked from the one that made it.
         """
-        if not self.is_here:
+        if os.getpid() != self._process_id:
             raise ForkedError(
                 f"this {self._what} was made in process {self._process_id} and can't be used in "
                 f"process {os.getpid()}, which was forked from it; make one in this process"

@@ -36,29 +36,8 @@ _OF_STEP = (
 _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
 
 
-class NoSpan:
-    """Where nobody wants one."""
-
-    trace_parent = ""
-    """What tells others whose doing theirs is; empty: nobody's."""
-
-    def __enter__(self) -> NoSpan:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return
-
-
-_NO_SPAN = NoSpan()
-
-
-def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> NoSpan:
-    """A span for a block, with what is noted in it, in the caller's context.
+def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> CallSpan | None:
+    """A span for a block, with what is noted in it, in the caller's context; None: nobody wants it.
 
     Args:
         verb: What is called: "exchange"; empty: nothing that is to have a span.
@@ -67,9 +46,7 @@ def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) ->
         where: {"parameter": its name}, or {"table": its name}.
     """
     otel = sys.modules.get(_MODULE) if verb else None
-    if otel is None:
-        return _NO_SPAN
-    return _CallSpan(otel, verb, spans, worker_id, where)
+    return None if otel is None else CallSpan(otel, verb, spans, worker_id, where)
 
 
 @contextlib.contextmanager
@@ -81,7 +58,9 @@ def _apart() -> Iterator[None]:
         _LOG.debug("OpenTelemetry failed", exc_info=error)
 
 
-class _CallSpan(NoSpan):
+class CallSpan:
+    """See `call_span`."""
+
     def __init__(
         self, otel: Any, verb: str, spans: Spans, worker_id: str, where: dict[str, str]
     ) -> None:
@@ -95,8 +74,10 @@ class _CallSpan(NoSpan):
         }
         self._span: Any = None
         self._begin_ns = 0
+        self.trace_parent = ""
+        """What tells others whose doing theirs is; empty: nobody's."""
 
-    def __enter__(self) -> NoSpan:
+    def __enter__(self) -> CallSpan:
         with _apart():
             self._begin()
         return self

@@ -7,6 +7,7 @@ passed; and once `close` was called, that is the reason of any failure.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class CallScope:
 
     def __init__(self, shards: Shards, timeout_s: float, what: str, **where: Any) -> None:
         self._shards = shards
-        self._timeout_s = timeout_s
+        self._worker_id = shards.worker_id
+        self._timeout_s = check_timeout(timeout_s)
         self._what = what
         self._where = where
         self._turn_lock = threading.Lock()
@@ -102,10 +104,13 @@ class CallScope:
             ShardwellError: whatever `body` raises.
         """
         __tracebackhide__ = True  # of notebooks and of pytest
-        bound_s = self._bound_s(timeout_s)
-        with call_span(verb, self._shards.spans, self._shards.worker_id, self._where) as span:
+        self.check_open()
+        bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
+        span = call_span(verb, self._shards.spans, self._worker_id, self._where)
+        with contextlib.nullcontext() if span is None else span:
+            trace_parent = "" if span is None else span.trace_parent
             call = partial(
-                self._attempted, body, bound_s, in_turn=in_turn, trace_parent=span.trace_parent
+                self._attempted, body, bound_s, in_turn=in_turn, trace_parent=trace_parent
             )
             tell = partial(self._tell_wait, verb, bound_s) if verb else None
             look = partial(self._shards.look_for_silence, f"{verb or 'a call'} of {self._what}")
@@ -119,7 +124,8 @@ class CallScope:
         in_turn: bool | JointTurn = False,
     ) -> Future[ResultT]:
         """The same without waiting; errors of `body` come in the future."""
-        bound_s = self._bound_s(timeout_s)
+        self.check_open()
+        bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
         call = partial(self._attempted, body, bound_s, in_turn=in_turn)
         return self._shards.threads.start(call, bound_s, scope=self)
 
@@ -139,10 +145,6 @@ class CallScope:
         """Lets no call begin and ends those under way, soon. From any thread; safe to repeat."""
         self.is_closed = True
         self._shards.threads.cancel_scope(self)
-
-    def _bound_s(self, timeout_s: float | None) -> float:
-        self.check_open()
-        return check_timeout(self._timeout_s if timeout_s is None else timeout_s)
 
     def _tell_wait(self, verb: str, timeout_s: float, waited_s: float) -> None:
         """Logs that a call takes long."""
@@ -170,7 +172,7 @@ class CallScope:
         joint = in_turn if isinstance(in_turn, JointTurn) else None
         if joint is not None:
             joint.enter(self._turn_lock, partial(self._await_turn, attempts))
-        elif in_turn:
+        elif in_turn and not self._turn_lock.acquire(blocking=False):
             self._await_turn(attempts, self._turn_lock)
         try:
             self.check_open()

@@ -76,7 +76,9 @@ class Attempts:
         self.timeout_s = timeout_s
         """What the caller gave the call, all attempts together."""
         self._surroundings = surroundings
-        self._began_s = surroundings.now_s()
+        self._now_s = surroundings.now_s
+        self._began_s = self._now_s()
+        self._until_s = self._began_s + timeout_s
         self._attempt_began_s = self._began_s
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
@@ -90,12 +92,12 @@ class Attempts:
     @property
     def remaining_s(self) -> float:
         """Until the deadline; not above 0 once it has passed."""
-        return self._began_s + self.timeout_s - self._surroundings.now_s()
+        return self._until_s - self._now_s()
 
     @property
     def rest_s(self) -> float:
         """For something that is tried whatever the time: what remains, or a moment."""
-        return max(self.remaining_s, _REST_S_MIN)
+        return max(self._until_s - self._now_s(), _REST_S_MIN)
 
     def run(self, attempt: Callable[[], ResultT]) -> ResultT:
         """The result of the first attempt that has one; may be used for parts of a call in turn.
@@ -113,7 +115,7 @@ class Attempts:
             ShardwellError: whatever else an attempt raises, at once.
         """
         while True:
-            self._attempt_began_s = self._surroundings.now_s()
+            self._attempt_began_s = self._now_s()
             try:
                 return attempt()
             except ShardUnavailableError as error:
@@ -148,7 +150,7 @@ class Attempts:
 
     def _await(self, lost: ShardwellError) -> None:
         """Returns when the shard answers again."""
-        if self._surroundings.now_s() - self._attempt_began_s > PAUSE_S_MAX:
+        if self._now_s() - self._attempt_began_s > PAUSE_S_MAX:
             self._pause_bound_s = PAUSE_S_FIRST  # it was there for a while: this is another failure
         if isinstance(lost, SessionUnknownError):
             self._pause_bound_s = min(self._pause_bound_s, UNKNOWN_PAUSE_S_MAX)
@@ -176,7 +178,7 @@ class Attempts:
             where = self._surroundings.describe(error.shard_index)
             if where not in message:
                 message = f"{where}: {message}"
-        waited_s = self._surroundings.now_s() - self._began_s
+        waited_s = self._now_s() - self._began_s
         is_said = "timeout_s" in message or isinstance(error, AuthenticationError)
         advice = "" if is_said else "; raise timeout_s to wait longer"
         told = type(error)(

@@ -16,7 +16,7 @@ Invariants:
     gRPC or its locks do: then it is told DeadlineError, and the thread is left to itself.
   - A signal is handled within SIGNAL_INTERVAL_S, whenever and in whatever thread it comes.
   - A call that was cancelled has ended before its caller goes on, unless it had to be abandoned.
-  - What cancels (`holding`) runs on one thread of its own, never on the caller's.
+  - What cancels (`cancelled_by`) runs on one thread of its own, never on the caller's.
   - A process that was forked has none of the threads: each call in it is refused at once.
 """
 
@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardwell.errors import (
     ClosedError,
@@ -73,94 +73,12 @@ class _Outcome(NamedTuple):
     error: BaseException | None
 
 
-class Cancellable:
-    """A call, or a part of one, that may be told to end. Any thread but a caller's may do so."""
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-        """Set once; what waits inside the call looks at it."""
-        self.is_expired = False
-        """Whether it was cancelled because its time was over."""
-        self._lock = threading.Lock()
-        self._acts: list[Callable[[], None]] = []
-
-    def cancel(self) -> None:
-        """Ends what it waits for. Safe to repeat."""
-        with self._lock:
-            self.cancelled.set()
-            acts = list(self._acts)
-        for act in acts:
-            act()
-
-    def holding(self, act: Callable[[], None]) -> Holding:
-        """While the block runs, or at once if it is too late, `act` is what cancels."""
-        return Holding(self, act)
-
-    def hold(self, act: Callable[[], None]) -> None:
-        """From now on, or at once if it is too late, `act` is what cancels."""
-        with self._lock:
-            self._acts.append(act)
-            is_late = self.cancelled.is_set()
-        if is_late:
-            act()
-
-    def forget(self, act: Callable[[], None]) -> None:
-        """It is not, any more."""
-        with self._lock:
-            self._acts.remove(act)
-
-
-class Holding:
-    """See `Cancellable.holding`. Each call has some: no generator, which takes twice as long."""
-
-    __slots__ = ("_act", "_call")
-
-    def __init__(self, call: Cancellable, act: Callable[[], None]) -> None:
-        self._call = call
-        self._act = act
-
-    def __enter__(self) -> None:
-        self._call.hold(self._act)
-
-    def __exit__(self, *reason: object) -> None:
-        self._call.forget(self._act)
-
-
-class CallPart(Cancellable):
-    """A part of a call, on a thread of its own: cancelled with the call, or alone.
+class Call:
+    """A call under way, or a part of one. Any thread but a caller's may cancel it.
 
     Args:
-        call: The whole; None: there is none.
-    """
-
-    def __init__(self, call: Cancellable | None) -> None:
-        super().__init__()
-        self._call = call
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While the block runs, this thread runs the part."""
-        with _NOTHING if self._call is None else self._call.holding(self._end):
-            before = current_call()
-            _current.call = self
-            try:
-                yield
-            finally:
-                _current.call = before
-
-    def _end(self) -> None:
-        """The whole was cancelled."""
-        assert self._call is not None
-        self.is_expired = self._call.is_expired
-        self.cancel()
-
-
-class Call(Cancellable, Generic[ResultT]):
-    """One call under way; made by `CallThreads`.
-
-    Args:
-        body: What it does.
-        timeout_s: How long it may take.
+        body: What it does; a part, which is run elsewhere, has none.
+        timeout_s: How long it may take; a part is cancelled with the whole.
         deliver: Receives the outcome, on the call's thread.
         scope: What it is a call of, if anything.
         is_awaited: Whether `deliver` does nothing but hand over to who waits.
@@ -168,14 +86,13 @@ class Call(Cancellable, Generic[ResultT]):
 
     def __init__(
         self,
-        body: Callable[[], ResultT],
-        timeout_s: float,
-        deliver: Callable[[_Outcome], None],
-        scope: object,
+        body: Callable[[], Any] = lambda: None,
+        timeout_s: float = math.inf,
+        deliver: Callable[[_Outcome], None] = lambda _: None,
+        scope: object = None,
         *,
         is_awaited: bool = False,
     ) -> None:
-        super().__init__()
         self.body = body
         self.deliver = deliver
         self.scope = scope
@@ -184,24 +101,94 @@ class Call(Cancellable, Generic[ResultT]):
         """When it is cancelled, by time.monotonic()."""
         self.has_ended = False
         """Whether its outcome is on its way, or there."""
+        self.cancelled = threading.Event()
+        """Set once; what waits inside the call looks at it."""
+        self.is_expired = False
+        """Whether it was cancelled because its time was over."""
+        self.lock = threading.Lock()
+        """Held to change `acts`, and to cancel."""
+        self.acts: list[Callable[[], None]] = []
+        """What cancels it now; see `cancelled_by`."""
+
+    def cancel(self) -> None:
+        """Ends what it waits for. Safe to repeat."""
+        with self.lock:
+            self.cancelled.set()
+            acts = list(self.acts)
+        for act in acts:
+            act()
 
 
 _current = threading.local()
 
 
-def current_call() -> Cancellable | None:
+def current_call() -> Call | None:
     """The call, or the part of one, that this thread runs."""
-    call: Cancellable | None = getattr(_current, "call", None)
+    call: Call | None = getattr(_current, "call", None)
     return call
 
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+class cancelled_by:  # noqa: N801 (read as a verb, as contextlib's are)
+    """While the block runs, `act` ends what it waits for, if its call is cancelled.
+
+    At once, if the call was cancelled before. Written out, as a generator costs twice as much.
+
+    Args:
+        act: Does not block for long; may be called by any thread, and more than once.
+        call: Which call; that of this thread where none is given, if it runs one.
+    """
+
+    __slots__ = ("_act", "_call")
+
+    def __init__(self, act: Callable[[], None], call: Call | None = None) -> None:
+        self._act = act
+        self._call: Call | None = call or getattr(_current, "call", None)
+
+    def __enter__(self) -> None:
+        call = self._call
+        if call is None:
+            return
+        with call.lock:
+            call.acts.append(self._act)
+            is_late = call.cancelled.is_set()
+        if is_late:
+            self._act()
+
+    def __exit__(self, *reason: object) -> None:
+        if self._call is not None:
+            with self._call.lock:
+                self._call.acts.remove(self._act)
 
 
-def cancelled_by(act: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """While the block runs, `act` ends what it waits for, if this thread's call is cancelled."""
-    call = current_call()
-    return _NOTHING if call is None else call.holding(act)
+class CallPart(Call):
+    """A part of a call, on a thread of its own: cancelled with the call, or alone.
+
+    Args:
+        whole: The call; None: there is none.
+    """
+
+    def __init__(self, whole: Call | None) -> None:
+        super().__init__()
+        self._whole = whole
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While the block runs, this thread runs the part."""
+        before = current_call()
+        with contextlib.ExitStack() as block:
+            if self._whole is not None:
+                block.enter_context(cancelled_by(self._end, self._whole))
+            _current.call = self
+            try:
+                yield
+            finally:
+                _current.call = before
+
+    def _end(self) -> None:
+        """The whole was cancelled."""
+        assert self._whole is not None
+        self.is_expired = self._whole.is_expired
+        self.cancel()
 
 
 class CallThreads:
@@ -330,7 +317,7 @@ class CallThreads:
         self.owner.check()
         if self._threads.is_ended:
             raise ClosedError(self.closed or closed_text(f"the {self._name}", "connect again"))
-        if self._threads.running_count >= CALL_COUNT_MAX:
+        if len(self._threads.running) >= CALL_COUNT_MAX:
             raise LimitError(
                 f"limit call_count_max={CALL_COUNT_MAX}: as many calls of this {self._name} are "
                 "under way; wait for some of them"
@@ -354,13 +341,14 @@ class _Threads:
         """Whether no call is to begin."""
         self.are_gone = False
         """Whether no thread will take what is queued from now on."""
-        self.queued: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.queued: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         """Calls to be run; None ends the threads. `look` is to be called after each."""
         self._name = name
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         """For each that is put there, a spare looks whether it is to wait for a call."""
         self._lock = threading.Lock()
-        self._running: set[Call[Any]] = set()
+        self.running: set[Call] = set()
+        """Calls that are under way; a thread of these changes it, with the lock held."""
         self._one_waits = False
         """Whether a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
@@ -370,11 +358,6 @@ class _Threads:
         """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
         first becomes late. A call that ends does not change it, so calls of like timeouts, one
         after another, wake that thread once a timeout, and not once each."""
-
-    @property
-    def running_count(self) -> int:
-        """Calls that are under way."""
-        return len(self._running)
 
     def start(self) -> None:
         """Starts a thread that cancels, and one that waits for a call."""
@@ -400,7 +383,7 @@ class _Threads:
     def cancel(self, scope: object = None) -> None:
         """Ends all calls that have begun, or those of a scope."""
         with self._lock:
-            calls = [call for call in self._running if scope in (None, call.scope)]
+            calls = [call for call in self.running if scope in (None, call.scope)]
         for call in calls:
             _tried(call.cancel)
 
@@ -437,7 +420,7 @@ class _Threads:
             _current.call = None
             call.has_ended = True
             with self._lock:
-                self._running.discard(call)
+                self.running.discard(call)
                 # Before its caller can make the next one, which is then this thread's.
                 waits = call.is_awaited and not self._one_waits
                 self._one_waits |= waits
@@ -453,7 +436,7 @@ class _Threads:
                     with contextlib.suppress(InvalidStateError):  # who queued it did
                         _refuse(call)
 
-    def _next_call(self, *, waits: bool) -> Call[Any] | None:
+    def _next_call(self, *, waits: bool) -> Call | None:
         """Waits for a call, and sees to it that another thread waits for the next; None: end.
 
         Args:
@@ -470,7 +453,7 @@ class _Threads:
                 self._woken.put(None)
             if call is None:
                 return None
-            self._running.add(call)
+            self.running.add(call)
             is_last = not self._spare_count
             is_first_late = call.late_s < self._look_s
             self._look_s = min(call.late_s, self._look_s)
@@ -521,7 +504,7 @@ class _Threads:
     def _cancel_late(self) -> None:
         now_s = time.monotonic()
         with self._lock:
-            waiting = [call for call in self._running if not call.is_expired]
+            waiting = [call for call in self.running if not call.is_expired]
             late = [call for call in waiting if call.late_s <= now_s]
             self._look_s = min(
                 (call.late_s for call in waiting if call.late_s > now_s), default=math.inf
@@ -554,7 +537,7 @@ def _awaited(
     return outcomes.get(timeout=max(rest_s, 0.0))
 
 
-def _outcome_of(call: Call[Any]) -> _Outcome:
+def _outcome_of(call: Call) -> _Outcome:
     """Runs a call."""
     if call.cancelled.is_set():
         return _not_begun()
@@ -568,7 +551,7 @@ def _not_begun() -> _Outcome:
     return _Outcome(None, ClosedError("the call was given up before it began"))
 
 
-def _refuse(call: Call[Any]) -> None:
+def _refuse(call: Call) -> None:
     """Ends a call that no thread will run."""
     call.has_ended = True
     call.deliver(_not_begun())

@@ -11,7 +11,7 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from shardwell.threads.asking import ask_all, batches
-from shardwell.threads.calls import CallPart, Cancellable, cancelled_by, current_call
+from shardwell.threads.calls import Call, CallPart, cancelled_by, current_call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -49,7 +49,7 @@ def test_a_failure_cancels_the_others_and_is_the_one_that_is_raised(failing: int
 
 @pytest.mark.parametrize("is_expired", [False, True])
 def test_all_are_cancelled_with_the_call_and_know_why(is_expired: bool) -> None:
-    call = Cancellable()
+    call = Call()
     began = threading.Barrier(9)
 
     def ask(_: int) -> bool:
