@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -413,25 +413,6 @@ def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:
         return response_type.FromString(answer)
     except DecodeError:
         return None
-
-
-class ToldOf:
-    """Tells shards that are on this machine, as far as is known, how the block ended."""
-
-    __slots__ = ("_channels",)
-
-    def __init__(self, channels: Iterable[ShardChannel]) -> None:
-        self._channels = channels
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        away = None
-        if isinstance(error, ShardUnavailableError) and not isinstance(error, SessionUnknownError):
-            away = error.shard_index  # and who does not know a session has answered
-        for channel in self._channels:
-            channel.note_end(is_away=channel.shard_index == away)
 
 
 def went_on_elsewhere(

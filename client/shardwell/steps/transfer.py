@@ -29,7 +29,7 @@ from shardwell.errors import CorruptChunkError, NonFiniteError
 from shardwell.numerics.codec import Bytes
 from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel, ToldOf
+from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.transport.arena import Arena
@@ -148,7 +148,7 @@ class StepTransfer(Generic[PartT]):
         lines: list[Line[PartT]] = []
         begin_ns, rest_s = now_ns(), attempts.rest_s
         try:
-            with ToldOf(channels), self._pool.borrowed(rest_s) as streams:
+            with self._pool.borrowed(rest_s) as streams:
                 subject = (self._name, self.incarnation, self.tenure)
                 streams.only_reads = reads and streams.is_new
                 opened = streams.streams(channels, subject, rest_s)

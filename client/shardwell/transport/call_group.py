@@ -44,6 +44,8 @@ class CallGroup:
         self._calls: list[Any] = []
         self._first: tuple[ShardEndpoint, grpc.RpcError] | None = None
         self._is_cancelled = False
+        self.has_ended = False
+        """Whether a call is known to have ended."""
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> CallGroup:
@@ -131,6 +133,7 @@ class CallGroup:
         return [future.result() for future in futures]
 
     def _ended(self, channel: ShardEndpoint, call: Any) -> None:
+        self.has_ended = True
         if call.is_active():  # another call failed before this one was added
             call.cancel()
             return

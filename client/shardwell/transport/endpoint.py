@@ -43,6 +43,8 @@ _LOOKING = threading.Lock()
 """For who looks whether they are there, which takes them for a moment."""
 _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
+_AWAY_COUNT = 2
+"""Calls that fail in a row for want of the shard, before this machine is left alone."""
 SAID_S = 60.0
 """How often it is logged that a token is not believed, or that the shard does not answer."""
 
@@ -78,6 +80,8 @@ class ShardEndpoint:
         """Memory to be shared with the shard, if it is on this machine."""
         self.unix = Neighbour("", is_wanted=same_host)
         """Where it takes streams of this machine."""
+        self.away_count = 0
+        """Calls with streams that failed in a row for want of the shard."""
         self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
         this = weakref.ref(self)  # which the connections are not to keep
 
@@ -158,10 +162,16 @@ class ShardEndpoint:
         self.unix.note_reached()
         return connection
 
-    def note_end(self, *, is_away: bool) -> None:
-        """A call has ended that may have used this machine; `is_away`: for want of the shard."""
-        self.arenas.server.note_end(is_away=is_away)
-        self.unix.note_end(is_away=is_away)
+    def note_away(self) -> None:
+        """A call has failed for want of the shard.
+
+        When that happens again before another call succeeds, this machine is left alone for a
+        while: the shard may be on another one, and its namesake here.
+        """
+        self.away_count += 1
+        if self.away_count >= _AWAY_COUNT:
+            self.arenas.server.pause()
+            self.unix.pause()
 
     def _authorization(self) -> str:
         """What calls bring now; empty: nothing."""

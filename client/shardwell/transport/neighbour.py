@@ -10,7 +10,6 @@ _RESTART_S = 1.0
 """For so long nothing is tried with a server that was there, and may be being started again."""
 _RESTART_COUNT = 60
 """So often in a row, that is; then it has gone elsewhere."""
-_AWAY_COUNT = 2
 
 
 class Neighbour:
@@ -26,7 +25,6 @@ class Neighbour:
         """See Args; may be set once it is known."""
         self._is_wanted = is_wanted
         self._next_try_s = 0.0
-        self._away_count = 0
         self._restart_count = 0
         """How often it may still be missing before it is no neighbour."""
 
@@ -47,13 +45,3 @@ class Neighbour:
         """Nobody listens there: it is being started again, or on another machine."""
         self.pause(_RESTART_S if self._restart_count else PAUSE_S)
         self._restart_count = max(self._restart_count - 1, 0)
-
-    def note_end(self, *, is_away: bool) -> None:
-        """A call has ended that may have used it; `is_away`: for want of the server.
-
-        When that happens again, it is left alone for a while: the server may be on another machine,
-        and its namesake here.
-        """
-        self._away_count = self._away_count + 1 if is_away else 0
-        if self._away_count >= _AWAY_COUNT:
-            self.pause()

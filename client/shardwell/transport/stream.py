@@ -8,8 +8,8 @@ any failure it is dead, and the next step opens another.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import grpc
 
@@ -17,6 +17,16 @@ from shardwell.transport.arena import Arena
 from shardwell.transport.call_group import CallGroup
 from shardwell.transport.endpoint import ShardEndpoint
 from shardwell.transport.unix_call import UnixCall
+
+
+class Submit(Protocol):
+    """What sends messages over a stream."""
+
+    def __call__(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
+        """Sends them, each made as it leaves.
+
+        On another thread, or on this one where they and their answers are few and small.
+        """
 
 
 class ShardStream:
@@ -39,28 +49,30 @@ class ShardStream:
         connection: int = 0,
     ) -> None:
         self.channel = channel
-        self.failure: BaseException | None = None
-        """What went wrong while messages were made, if anything."""
         # Holds at most one step's messages and the end: the caller waits for the answers.
         self._work: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
         self._arena: Arena | None = None
         self._unix_call = unix_call
         self._call: Any = unix_call or channel.stream(method, connection)(self._messages())
+        # Bound once: on this machine no layer lies between a message and its socket.
+        self.submit: Submit = self._submit if unix_call is None else unix_call.send
+        """For one thread at a time; see `Submit`."""
+        self.read: Callable[[], bytes] = self._read if unix_call is None else unix_call.read
+        """Returns the next answer; blocks. Raises grpc.RpcError when the stream has failed."""
         if not self._call.add_callback(self._end_messages):
             self._end_messages()
         call_group.add(channel, self._call)
 
-    def submit(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
-        """Sends messages; they are made one by one as they leave, on another thread.
+    def _submit(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
+        del is_short  # gRPC writes on a thread of its own
+        self._work.put(messages)
 
-        Args:
-            messages: To be sent.
-            is_short: Whether they and their answers are few and small; this thread may send them.
-        """
-        if self._unix_call is None:
-            self._work.put(messages)
-        else:
-            self._unix_call.send(messages, self._failed, is_short=is_short)
+    def _read(self) -> bytes:
+        answer = next(self._call, None)
+        if answer is None:
+            raise StreamEndedError
+        return answer  # type: ignore[no-any-return]
 
     def arena(self, wanted_bytes: int, timeout_s: float) -> Arena | None:
         """Memory that the shard shares, for so many bytes of payloads; None: there is none.
@@ -74,19 +86,6 @@ class ShardStream:
             self._arena = self.channel.arenas.arena(wanted_bytes, timeout_s) or self._arena
         return self._arena
 
-    def read(self) -> bytes:
-        """The next answer; blocks.
-
-        Raises:
-            grpc.RpcError: the stream has failed.
-        """
-        if self._unix_call is not None:
-            return self._unix_call.read()
-        answer = next(self._call, None)
-        if answer is None:
-            raise StreamEndedError
-        return answer  # type: ignore[no-any-return]
-
     @property
     def is_open(self) -> bool:
         """Whether the stream is alive, as a look shows; for who may read it."""
@@ -95,9 +94,9 @@ class ShardStream:
         return bool(self._call.is_active())
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it is known to be dead, without looking."""
-        return not self._call.is_active()
+    def failure(self) -> BaseException | None:
+        """What went wrong while messages were made, if anything."""
+        return self._failure if self._unix_call is None else self._unix_call.failure
 
     def close(self) -> None:
         """Ends the stream at once. Safe to repeat, from any thread."""
@@ -109,12 +108,9 @@ class ShardStream:
             try:
                 yield from messages
             except Exception as error:
-                self._failed(error)
+                self._failure = error
                 self._call.cancel()
                 return
-
-    def _failed(self, error: Exception) -> None:
-        self.failure = error
 
     def _end_messages(self) -> None:
         self._arena = None  # whoever keeps the stream, or its error, keeps no memory with it

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from shardwell.errors import ClosedError, DeadlineError
+from shardwell.errors import (
+    ClosedError,
+    DeadlineError,
+    SessionUnknownError,
+    ShardUnavailableError,
+)
 from shardwell.threads.calls import cancelled_by, current_call
 from shardwell.transport.call_group import CallGroup
 from shardwell.transport.endpoint import ShardEndpoint
@@ -34,25 +40,13 @@ Each open stream counts in the shard's stream_count_max."""
 
 
 class Connections:
-    """Which of a client's connections its calls use now. Any thread may use it."""
+    """Which of a client's connections its calls use now, and the lock of its idle sets."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: Counter[int] = Counter()
-
-    def take(self, known: Sequence[int]) -> int:
-        """The one for another call: one that nobody uses, of those that are `known` if there is."""
-        with self._lock:
-            choice: int = min(
-                (*reversed(known), *range(CONNECTION_COUNT_MAX)), key=self._users.__getitem__
-            )
-            self._users[choice] += 1
-            return choice
-
-    def give_back(self, connection: int) -> None:
-        """The call has ended."""
-        with self._lock:
-            self._users[connection] -= 1
+        self.lock = threading.Lock()
+        """Held to change `users`, and by `IdleStreams`."""
+        self.users: Counter[int] = Counter()
+        """Calls by number of connection."""
 
 
 class StreamSet:
@@ -65,21 +59,28 @@ class StreamSet:
         method: What they are calls of, as gRPC names it.
         channels: Every shard that there may be a stream to.
         connection: Which one its streams go over, where they are over gRPC.
+        is_here: Whether its streams go over Unix sockets.
     """
 
-    def __init__(self, method: str, channels: Sequence[ShardEndpoint], connection: int) -> None:
+    def __init__(
+        self, method: str, channels: Sequence[ShardEndpoint], connection: int, *, is_here: bool
+    ) -> None:
         self.connection = connection
         """The number of the connection."""
+        self.is_here = is_here
+        """Whether it was made for shards of this machine."""
         self.call_group = CallGroup()
         self.only_reads = False
         """Whether it is not to be kept: nobody's step needs it, and its place may be another's."""
         self._method = method
         self._channels = channels
-        self._unix_calls = UnixCalls() if self._are_neighbours() else None
+        self._unix_calls = UnixCalls() if is_here else None
         """Of all streams; None: they are over gRPC."""
         self._streams: dict[int, ShardStream] = {}
         self._opened: dict[int, Hashable] = {}
         """What each was used for last."""
+        self._used: Sequence[ShardEndpoint] = ()
+        """Shards of the call under way."""
         self._closed = False
 
     def streams(
@@ -98,12 +99,14 @@ class StreamSet:
         Raises:
             ClosedError: the set was closed.
         """
+        self._used = channels
         try:
             for channel in channels:
-                self._open(channel, timeout_s)
+                if channel.shard_index not in self._streams:
+                    self._open(channel, timeout_s)
         except OSError as error:  # then none of them is used
             _LOG.debug("a call goes over gRPC: %s", error)
-            self._unix_calls = None
+            self._unix_calls, self.is_here = None, False
             self._end_streams()
             self._opened.clear()
             self._streams, self.call_group = {}, CallGroup()
@@ -117,8 +120,6 @@ class StreamSet:
         return found
 
     def _open(self, channel: ShardEndpoint, timeout_s: float) -> None:
-        if channel.shard_index in self._streams:
-            return
         unix_call = None
         if self._unix_calls is not None:
             unix_call = channel.unix_call(self._method, self._unix_calls, timeout_s)
@@ -130,14 +131,6 @@ class StreamSet:
             stream.close()
             raise ClosedError("the call was given up")
 
-    def _are_neighbours(self) -> bool:
-        return all(channel.unix.is_there for channel in self._channels)
-
-    @property
-    def is_as_wanted(self) -> bool:
-        """Whether a new set would be as this one, on this machine or over gRPC."""
-        return (self._unix_calls is not None) == self._are_neighbours()
-
     @property
     def is_new(self) -> bool:
         """Whether it has no stream yet."""
@@ -147,18 +140,25 @@ class StreamSet:
     def is_open(self) -> bool:
         """Whether all streams are alive, as a look at each shows."""
         if self._unix_calls is not None and not self._unix_calls.has_news:
-            return not self.has_ended
+            return not self.call_group.has_ended
         return all(stream.is_open for stream in self._streams.values())
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether one is known to be dead, without looking."""
-        return any(stream.has_ended for stream in self._streams.values())
 
     @property
     def failure(self) -> BaseException | None:
         """What went wrong while messages were made, if anything."""
         return next((stream.failure for stream in self._streams.values() if stream.failure), None)
+
+    def note_outcome(self, error: BaseException | None) -> None:
+        """Has shards that were used know how the call ended; see `ShardEndpoint.note_away`."""
+        away = None
+        if isinstance(error, ShardUnavailableError) and not isinstance(error, SessionUnknownError):
+            away = error.shard_index  # a shard that does not know a session has answered
+        for channel in self._used:
+            if channel.shard_index == away:
+                channel.note_away()
+            else:
+                channel.away_count = 0
+        self._used = ()
 
     def close(self) -> None:
         """Ends all streams, and lets none be opened. From any thread; safe to repeat."""
@@ -185,7 +185,6 @@ class IdleStreams:
         self._connections = connections
         self._method = method
         self._channels = channels
-        self._lock = threading.Lock()
         self._sets: list[StreamSet] = []
         self._is_closed = False
 
@@ -194,33 +193,42 @@ class IdleStreams:
 
         On a connection that no other call uses, if there is; to be given back.
         """
+        is_here = all(channel.unix.is_there for channel in self._channels)
+        users = self._connections.users
         while True:
-            with self._lock:
-                connection = self._connections.take([each.connection for each in self._sets])
+            with self._connections.lock:
+                known = reversed([each.connection for each in self._sets])
+                connection = min((*known, *range(CONNECTION_COUNT_MAX)), key=users.__getitem__)
+                users[connection] += 1
                 kept = [each for each in self._sets if each.connection == connection]
                 if not kept:
-                    return StreamSet(self._method, self._channels, connection)
-                self._sets.remove(kept[-1])
-            if kept[-1].is_open and kept[-1].is_as_wanted:
-                return kept[-1]
-            kept[-1].close()
-            self.give_back(kept[-1])
+                    return StreamSet(self._method, self._channels, connection, is_here=is_here)
+                streams = kept[-1]
+                self._sets.remove(streams)
+            if streams.is_here == is_here and streams.is_open:
+                return streams
+            self.give_back(streams, is_wanted=False)
 
-    def give_back(self, streams: StreamSet) -> None:
-        """Its connection is nobody's now, whether it is kept or not."""
-        self._connections.give_back(streams.connection)
+    def give_back(self, streams: StreamSet, *, is_wanted: bool) -> None:
+        """Its connection is free; closes the set, or keeps it for another call.
 
-    def keep(self, streams: StreamSet) -> bool:
-        """Keeps a set for another call; False if there are enough, or it was closed."""
-        with self._lock:
-            if self._is_closed or len(self._sets) >= IDLE_STREAM_SET_COUNT_MAX:
-                return False
-            self._sets.append(streams)
-            return True
+        Args:
+            streams: The set.
+            is_wanted: Whether to keep it, if there are not enough.
+        """
+        with self._connections.lock:
+            self._connections.users[streams.connection] -= 1
+            is_kept = (
+                is_wanted and not self._is_closed and len(self._sets) < IDLE_STREAM_SET_COUNT_MAX
+            )
+            if is_kept:
+                self._sets.append(streams)
+        if not is_kept:
+            streams.close()
 
     def close(self) -> None:
         """Ends what is kept, and keeps nothing any more. Safe to repeat."""
-        with self._lock:
+        with self._connections.lock:
             self._is_closed = True
             sets, self._sets = self._sets, []
         for streams in sets:
@@ -246,7 +254,7 @@ class StreamPool:
         **where: Any,
     ) -> None:
         self._idle = idle
-        self._count_max = count_max
+        self._count_max = math.inf if count_max is None else count_max
         self._what = what
         self._where = where
         self._free = threading.Condition()
@@ -263,52 +271,52 @@ class StreamPool:
             DeadlineError: as many calls as there can be are under way, and none ended in time.
             BaseException: why messages could not be made, instead of what came of that.
         """
-        with (
-            contextlib.nullcontext()
-            if self._count_max is None
-            else self._room(self._count_max, timeout_s)
-        ):
-            streams = self._idle.take()
+        with self._free:
+            if self._busy_count >= self._count_max:
+                self._await_room(timeout_s)
+            self._busy_count += 1
+        try:
+            streams, is_wanted = self._idle.take(), False
             try:
                 with cancelled_by(streams.close):
                     yield streams
-            except BaseException:
-                streams.close()
+                streams.note_outcome(None)
+                # Whoever takes it looks whether it is alive.
+                is_wanted = not (streams.call_group.has_ended or streams.only_reads)
+            except BaseException as error:
+                streams.note_outcome(streams.failure or error)
                 if streams.failure is not None:
                     raise streams.failure from None
                 raise
             finally:
-                self._idle.give_back(streams)
-            if (
-                streams.has_ended or streams.only_reads or not self._idle.keep(streams)
-            ):  # whoever takes it looks
-                streams.close()
+                self._idle.give_back(streams, is_wanted=is_wanted)
+        finally:
+            with self._free:
+                self._busy_count -= 1
+                self._free.notify()
 
-    @contextlib.contextmanager
-    def _room(self, count_max: int, timeout_s: float) -> Iterator[None]:
+    def _await_room(self, timeout_s: float) -> None:
+        """Waits until another call has ended.
+
+        Raises:
+            DeadlineError, ClosedError: none did in time, or this one was cancelled.
+        """
         call = current_call()
 
         def is_over() -> bool:
             return call is not None and call.cancelled.is_set()
 
-        with cancelled_by(self._wake), self._free:
+        with cancelled_by(self._wake):
             if not self._free.wait_for(
-                lambda: is_over() or self._busy_count < count_max, timeout_s
+                lambda: is_over() or self._busy_count < self._count_max, timeout_s
             ):
                 raise DeadlineError(
-                    f"{count_max} calls of other threads on {self._what} took longer "
+                    f"{self._count_max} calls of other threads on {self._what} took longer "
                     f"than {timeout_s:.3g} s; raise timeout_s, or call from fewer threads",
                     **self._where,
                 )
             if is_over():
                 raise ClosedError("the call was given up")
-            self._busy_count += 1
-        try:
-            yield
-        finally:
-            with self._free:
-                self._busy_count -= 1
-                self._free.notify()
 
     def _wake(self) -> None:
         with self._free:

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -158,27 +159,27 @@ class UnixCall:
         self._calls = calls
         self._lock = threading.Lock()
         self._ended: UnixCallError | None = None
+        self.failure: BaseException | None = None
+        """What went wrong while messages were made, if anything."""
+        self.is_full = False
+        """Whether no more answers are taken before one is read."""
         self._callbacks: list[Callable[[], None]] = []
-        self._writer: queue.SimpleQueue[_Writing | None] | None = None
+        self._writer: queue.SimpleQueue[Callable[[], None] | None] | None = None
         first = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
         opening = first.SerializeToString()
         connection.send(head(FrameKind.OPEN, len(opening)) + opening)  # a new one has room for it
         calls.add(connection.fileno(), self)
 
-    def send(
-        self, messages: Iterator[bytes], failed: Callable[[Exception], None], *, is_short: bool
-    ) -> None:
+    def send(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
         """Sends messages.
 
         Args:
-            messages: Made one by one as they leave.
-            failed: Called when one can't be made; the call is cancelled then.
+            messages: Made one by one as they leave; when one can't be, the call is cancelled.
             is_short: Whether all of them and their answers are less than a socket's buffer and are
                 made in less time than a thread needs to be woken; then this thread sends them.
         """
-        writing = _Writing(self, messages, failed)
         if is_short:
-            writing.run()
+            self._write(messages)
             return
         with self._lock:
             if self._ended is not None:
@@ -186,7 +187,17 @@ class UnixCall:
             if self._writer is None:
                 self._writer = _started_writer()
                 weakref.finalize(self, self._writer.put, None).atexit = False
-            self._writer.put(writing)
+            self._writer.put(partial(self._write, messages))
+
+    def _write(self, messages: Iterator[bytes]) -> None:
+        """Sends them all; returns early where nobody takes them."""
+        try:
+            for message in messages:
+                if not write_frame(self._connection, FrameKind.MESSAGE, message):
+                    return
+        except Exception as error:
+            self.failure = error
+            self.cancel()
 
     def read(self) -> bytes:
         """The next answer; blocks.
@@ -198,19 +209,17 @@ class UnixCall:
             if self._ended is not None:
                 raise self._ended
             self._calls.wait()
-        if self.is_full and self._ended is None:
-            self._calls.resume(self._connection.fileno())
-        return self._answers.popleft()
+        answer = self._answers.popleft()
+        if self.is_full and len(self._answers) < _ANSWER_COUNT_MAX:
+            self.is_full = False
+            if self._ended is None:
+                self._calls.resume(self.file)
+        return answer
 
     @property
     def has_come(self) -> bool:
         """Whether `read` would not wait."""
         return bool(self._answers) or self._ended is not None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more answers are taken before one is read."""
-        return len(self._answers) >= _ANSWER_COUNT_MAX
 
     def receive(self, *, all_: bool = False) -> bool:
         """Takes what has come, without waiting; False: nothing more will.
@@ -224,6 +233,7 @@ class UnixCall:
                 for kind, contents in self._frames.feed(piece):
                     if kind == FrameKind.MESSAGE:
                         self._answers.append(contents)
+                        self.is_full = len(self._answers) >= _ANSWER_COUNT_MAX
                     else:
                         self._end(ending_of(contents))
                 if not piece:
@@ -235,10 +245,6 @@ class UnixCall:
         except (OSError, DecodeError, CorruptChunkError) as error:
             self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, str(error)))
         return self._ended is None
-
-    def write(self, message: bytes) -> bool:
-        """Sends one message; blocks as long as there is no room. False: nobody takes it now."""
-        return write_frame(self._connection, FrameKind.MESSAGE, message)
 
     # As gRPC's calls.
 
@@ -285,38 +291,17 @@ class UnixCall:
             act()
 
 
-class _Writing:
-    """Messages that are being sent."""
-
-    def __init__(
-        self, call: UnixCall, messages: Iterator[bytes], failed: Callable[[Exception], None]
-    ) -> None:
-        self._call = call
-        self._messages = messages
-        self._failed = failed
-
-    def run(self) -> None:
-        """Sends them all; returns early where nobody takes them."""
-        try:
-            for message in self._messages:
-                if not self._call.write(message):
-                    return
-        except Exception as error:
-            self._failed(error)
-            self._call.cancel()
-
-
-def _started_writer() -> queue.SimpleQueue[_Writing | None]:
-    """What a thread sends, one after another; None ends it."""
-    work: queue.SimpleQueue[_Writing | None] = queue.SimpleQueue()
-    threading.Thread(target=_write, args=(work,), name="shardwell-writer", daemon=True).start()
+def _started_writer() -> queue.SimpleQueue[Callable[[], None] | None]:
+    """What a thread does, one after another; None ends it."""
+    work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    threading.Thread(target=_work, args=(work,), name="shardwell-writer", daemon=True).start()
     return work
 
 
-def _write(work: queue.SimpleQueue[_Writing | None]) -> None:
-    while (writing := work.get()) is not None:
-        writing.run()
-        del writing  # while it waits, it holds no call
+def _work(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (act := work.get()) is not None:
+        act()
+        del act  # while it waits, it holds no call
 
 
 def ending_of(contents: bytes) -> UnixCallError:

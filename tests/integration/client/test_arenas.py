@@ -36,6 +36,7 @@ from shardwell.process.shared_memory import IS_SUPPORTED, OwnMemory
 from shardwell.transport import arena
 from shardwell.transport import arena_offers as arenas
 from shardwell.transport.stream import ShardStream
+from shardwell.transport.unix_call import UnixCall
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
@@ -719,13 +720,13 @@ def test_large_steps_leave_in_fewer_messages(cluster, connect) -> None:
     net = client.parameter("net", size=size, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(size, np.float32))
     sent: list[bytes] = []
-    real = ShardStream.submit
+    real = UnixCall.send
 
-    def counted(self: ShardStream, messages: Any, **options: Any) -> None:
+    def counted(self: UnixCall, messages: Any, **options: Any) -> None:
         real(self, (sent.append(message) or message for message in messages), **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardStream, "submit", counted)
+        patch.setattr(UnixCall, "send", counted)
         net.exchange(np.ones(size, np.float32))
     assert len(sent) == chunk_count // 2
     assert sum(len(pb.ExchangeRequest.FromString(each).batch) or 1 for each in sent) == chunk_count
@@ -798,15 +799,15 @@ def test_a_stream_that_is_cancelled_when_its_answer_is_there(cluster, connect, m
     client = connect(cluster(1, chunk_size_bytes=1 << 20), "w0")
     net = client.parameter("net", size=200_000, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(net.size, np.float32))
-    real = ShardStream.read
+    real = UnixCall.read
 
-    def read(stream: ShardStream) -> bytes:
-        answer = real(stream)
-        stream.close()
+    def read(call: UnixCall) -> bytes:
+        answer = real(call)
+        call.cancel()
         gc.collect()
         return answer
 
-    monkeypatch.setattr(ShardStream, "read", read)
+    monkeypatch.setattr(UnixCall, "read", read)
     assert net.exchange(np.ones(net.size, np.float32))[-1] == -1
     assert client.traffic.shared_bytes == 2 * 2 * net.size
 

@@ -370,7 +370,7 @@ class Incoming:
         elif link is None:
             yield from self._call
         else:
-            link.send(iter([request.SerializeToString()]), lambda _: None, is_short=True)
+            link.send(iter([request.SerializeToString()]), is_short=True)
             self._inbox.add(link.file, self)
 
     def _read(self) -> None:
