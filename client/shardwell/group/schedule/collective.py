@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardwell.errors import CorruptChunkError, ShardwellError
-from shardwell.group.schedule.arithmetic import ChunkArithmetic, Total
+from shardwell.group.schedule.arithmetic import ChunkArithmetic
 from shardwell.group.schedule.plan import Plan, Role
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.placement.slices import Slice
@@ -66,18 +66,44 @@ def no_room(rank: int, size_bytes: int) -> Room | None:
     return None
 
 
-class _Sum:
+class Sum:
     """A chunk for which this rank adds what more than one other sends."""
 
-    def __init__(self, total: Float32) -> None:
-        self.total = total
+    def __init__(self, awaited_count: int) -> None:
+        self.awaited_count = awaited_count
+        """Contributions that have not come."""
+        self.total: Float32 | None = None
+        """Once the first is added."""
         self.added_count = 0
         self.early: dict[int, tuple[int, Bytes]] = {}
         """By rank: scale exponent and checked values of what came before its turn."""
 
 
+class Job(NamedTuple):
+    """What is to be done for one chunk, and no other: `Collective.made` does it."""
+
+    chunk_index: int
+    """Its place in the plan."""
+    where: Slice
+    """Its range."""
+    role: Role
+    """This rank's for it."""
+    arrival: Arrival | None
+    """What came; None: the chunk enters here."""
+    total: Sum | None
+    """What it is added to, where more than one rank sends."""
+    targets: tuple[int, ...]
+    """Who is sent a message when it is done."""
+    rooms: list[Room | None]
+    """Where their payloads go."""
+
+
 class Collective:
-    """For one thread.
+    """For one thread, but for `made`, which any thread may call.
+
+    A chunk enters, or a message comes, on one thread: `begin` and `admit` decide all that depends
+    on other chunks. What is left is a job on one chunk, and jobs on different chunks may be done
+    beside each other; those on one chunk are done in the order in which they were decided.
 
     Args:
         plan: This rank's.
@@ -98,7 +124,7 @@ class Collective:
         self._arithmetic = arithmetic
         self._window_row_count = window_row_count
         self._entered_count = 0
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, Sum] = {}
         self._seen: set[tuple[int, int, int]] = set()
         self._due_of_row = [0] * plan.row_count
         for _, segment, row in plan.chunks:
@@ -109,7 +135,7 @@ class Collective:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has entered, received and written everything."""
+        """Whether this rank has entered and received everything, and all jobs are decided."""
         return not self._due_count and self._entered_count == len(self._plan.entering)
 
     @property
@@ -133,119 +159,156 @@ class Collective:
         return tuple(rank for rank in sorted(due) if due[rank] > seen.get(rank, 0))
 
     def enter(self) -> list[Sending]:
-        """Lets the next chunk of this rank's enter."""
-        index = self._plan.entering[self._entered_count]
-        self._entered_count += 1
-        where, role = self._chunk(index)
-        if role.collects:
-            return self._finish(index, where, role, None)
-        assert role.inflow is not None
-        assert role.inflow.target is not None
-        (room,) = rooms = self._rooms((role.inflow.target,), where)
-        message = self._arithmetic.contribution(index, where, room)
-        return _sendings((role.inflow.target,), [message], rooms, where)
+        """Lets the next chunk of this rank's enter; returns what is to be sent because of it."""
+        return self.made(self.begin(), self._arithmetic)
 
     def receive(self, arrival: Arrival) -> list[Sending]:
         """Takes a message; returns what is to be sent because of it.
 
         Raises:
-            CorruptChunkError: it has no place in this call.
+            CorruptChunkError: it has no place in this call; it has changed nothing.
         """
+        where, role = self._place(arrival)
+        stored = self._stored(arrival, where, self._arithmetic)
+        return self.made(self._admitted(arrival, where, role), self._arithmetic, stored)
+
+    def begin(self) -> Job:
+        """The next chunk of this rank's enters."""
+        index = self._plan.entering[self._entered_count]
+        self._entered_count += 1
+        where, segment, _ = self._plan.chunks[index]
+        role = self._plan.roles[segment]
+        targets = role.receivers
+        return Job(index, where, role, None, None, targets, self._rooms(targets, where))
+
+    def admit(self, arrival: Arrival) -> Job:
+        """A message that was not looked at comes: `made` does that, and then the call fails.
+
+        Raises:
+            CorruptChunkError: it has no place in this call; it has changed nothing.
+        """
+        return self._admitted(arrival, *self._place(arrival))
+
+    def _admitted(self, arrival: Arrival, where: Slice, role: Role) -> Job:
+        """The job of a message that is due."""
         header = arrival.header
-        index, stage = header.chunk.chunk_index, header.stage
-        try:
-            intact = self._arithmetic.checked(header, arrival.payload)
-        except CorruptChunkError as error:
-            raise self._refused(arrival, error.message) from None
+        index = header.chunk.chunk_index
+        total: Sum | None = None
+        targets: tuple[int, ...] = ()
+        if header.stage == pb.STAGE_FINAL:
+            assert role.outflow is not None
+            targets = role.outflow.targets
+        else:
+            assert role.inflow is not None
+            source_count = len(role.inflow.sources)
+            if source_count > 1:
+                total = self._sums.get(index)
+                if total is None:
+                    total = self._sums[index] = Sum(source_count)
+                total.awaited_count -= 1
+            if total is None or not total.awaited_count:
+                self._sums.pop(index, None)
+                targets = role.receivers
+        self._seen.add((arrival.rank, index, header.stage))
+        self._due_count -= 1
+        self._due_of_row[self._plan.chunks[index][2]] -= 1
+        self._complete_rows()
+        return Job(index, where, role, arrival, total, targets, self._rooms(targets, where))
+
+    def made(
+        self, job: Job, arithmetic: ChunkArithmetic, stored: Bytes | None = None
+    ) -> list[Sending]:
+        """Does a job; returns what is to be sent because of it. On any thread.
+
+        Args:
+            job: What `begin` or `admit` has decided.
+            arithmetic: Over this rank's array; no other thread's at the same time.
+            stored: The values of the arrival, if they were looked at.
+
+        Raises:
+            CorruptChunkError: the arrival was damaged.
+        """
+        index, where, role, arrival, under_way, targets, rooms = job
+        if arrival is None:
+            if role.collects:
+                messages = arithmetic.finish(index, where, None, rooms)
+            else:
+                messages = [arithmetic.contribution(index, where, rooms[0])]
+            return _sendings(targets, messages, rooms, where)
+        if stored is None:
+            stored = self._stored(arrival, where, arithmetic)
+        header = arrival.header
+        exponent = header.chunk.scale_exponent
+        if header.stage == pb.STAGE_FINAL:
+            arithmetic.store(exponent, stored, where, rooms)
+            if not targets:
+                return []
+            messages = arithmetic.forwarded(header, stored, arrival.message, rooms)
+            return _sendings(targets, messages, rooms, where)
+        assert role.inflow is not None
+        if under_way is None:
+            total = arithmetic.combine(exponent, stored, where)
+        else:
+            total = _added(under_way, role.inflow.sources, arrival, stored, where, arithmetic)
+            if under_way.added_count < len(role.inflow.sources):
+                return []
+        if role.inflow.target is None:
+            messages = arithmetic.finish(index, where, total, rooms)
+        else:
+            messages = [arithmetic.partial(index, where, total, rooms[0])]
+        return _sendings(targets, messages, rooms, where)
+
+    def _place(self, arrival: Arrival) -> tuple[Slice, Role]:
+        """Which chunk a message is for, and this rank's role for it.
+
+        Raises:
+            CorruptChunkError: it was damaged, if it has no place; or none is due from its sender.
+        """
+        index, stage = arrival.header.chunk.chunk_index, arrival.header.stage
         if index >= len(self._plan.chunks):
-            raise self._refused(arrival, f"the array has {len(self._plan.chunks)} chunks")
-        where, role = self._chunk(index)
+            raise self._misplaced(arrival, f"the array has {len(self._plan.chunks)} chunks")
+        where, segment, _ = self._plan.chunks[index]
+        role = self._plan.roles[segment]
         is_final = stage == pb.STAGE_FINAL
         sources = () if role.inflow is None else role.inflow.sources
         if is_final:
             expected = role.outflow is not None and role.outflow.source == arrival.rank
         else:
             expected = stage == pb.STAGE_PARTIAL and arrival.rank in sources
-        key = (arrival.rank, index, stage)
-        if not expected or key in self._seen:
-            raise self._refused(arrival, "it came before" if expected else "none is due from it")
+        if not expected:
+            raise self._misplaced(arrival, "none is due from it")
+        if (arrival.rank, index, stage) in self._seen:
+            raise self._misplaced(arrival, "it came before")
         if is_final and any(
             (source, index, pb.STAGE_PARTIAL) not in self._seen for source in sources
         ):
-            raise self._refused(arrival, "it is final before all have contributed")
+            raise self._misplaced(arrival, "it is final before all have contributed")
+        return where, role
+
+    def _misplaced(self, arrival: Arrival, why: str) -> CorruptChunkError:
+        """The error for a message without a place; of one that was damaged, that is the reason."""
         try:
-            stored = self._arithmetic.opened(intact, where)
+            self._arithmetic.checked(arrival.header, arrival.payload)
+        except CorruptChunkError as error:
+            why = error.message
+        return self._refused(arrival, why)
+
+    def _stored(self, arrival: Arrival, where: Slice, arithmetic: ChunkArithmetic) -> Bytes:
+        """The values of a message, after all checks.
+
+        Raises:
+            CorruptChunkError: it was damaged, or does not fit its place.
+        """
+        try:
+            return arithmetic.opened(arithmetic.checked(arrival.header, arrival.payload), where)
         except ShardwellError as error:
             raise self._refused(arrival, error.message) from None
-        self._seen.add(key)
-        sendings = (
-            self._take_final(arrival, stored, where, role)
-            if is_final
-            else self._take_partial(arrival, stored, where, role)
-        )
-        self._due_count -= 1
-        self._due_of_row[self._plan.chunks[index][2]] -= 1
-        self._complete_rows()
-        return sendings
-
-    def _take_final(
-        self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
-    ) -> list[Sending]:
-        assert role.outflow is not None
-        targets = role.outflow.targets
-        rooms = self._rooms(targets, where)
-        self._arithmetic.store(arrival.header.chunk.scale_exponent, stored, where, rooms)
-        if not targets:
-            return []
-        messages = self._arithmetic.forwarded(arrival.header, stored, arrival.message, rooms)
-        return _sendings(targets, messages, rooms, where)
-
-    def _take_partial(
-        self, arrival: Arrival, stored: Bytes, where: Slice, role: Role
-    ) -> list[Sending]:
-        assert role.inflow is not None
-        sources, chunk = role.inflow.sources, arrival.header.chunk
-        index, exponent = chunk.chunk_index, chunk.scale_exponent
-        if len(sources) == 1:
-            total = self._arithmetic.combine(exponent, stored, where)
-            return self._pass_on(index, where, role, total)
-        under_way = self._sums.get(index)
-        if under_way is None:
-            under_way = self._sums[index] = _Sum(self._arithmetic.begin(where))
-        if sources[under_way.added_count] != arrival.rank:
-            stored = self._arithmetic.kept(stored)
-        under_way.early[arrival.rank] = (exponent, stored)
-        while under_way.added_count < len(sources):
-            due = under_way.early.pop(sources[under_way.added_count], None)
-            if due is None:
-                return []
-            self._arithmetic.combine(*due, where, under_way.total)
-            under_way.added_count += 1
-        del self._sums[index]
-        return self._pass_on(index, where, role, under_way.total)
-
-    def _pass_on(self, index: int, where: Slice, role: Role, total: Total) -> list[Sending]:
-        assert role.inflow is not None
-        target = role.inflow.target
-        if target is None:
-            return self._finish(index, where, role, total)
-        (room,) = rooms = self._rooms((target,), where)
-        message = self._arithmetic.partial(index, where, total, room)
-        return _sendings((target,), [message], rooms, where)
-
-    def _finish(self, index: int, where: Slice, role: Role, total: Total | None) -> list[Sending]:
-        targets = () if role.outflow is None else role.outflow.targets
-        rooms = self._rooms(targets, where)
-        messages = self._arithmetic.finish(index, where, total, rooms)
-        return _sendings(targets, messages, rooms, where)
 
     def _rooms(self, targets: tuple[int, ...], where: Slice) -> list[Room | None]:
+        if not targets:
+            return []
         size_bytes = self._arithmetic.payload_bytes(where)
         return [self._room_of(target, size_bytes) for target in targets]
-
-    def _chunk(self, index: int) -> tuple[Slice, Role]:
-        where, segment, _ = self._plan.chunks[index]
-        return where, self._plan.roles[segment]
 
     def _complete_rows(self) -> None:
         while (
@@ -261,6 +324,29 @@ class Collective:
             f"chunk {header.chunk.chunk_index} ({stage}) of call {header.call_index} "
             f"({self._plan.operation.value}): {why}"
         )
+
+
+def _added(
+    under_way: Sum,
+    sources: tuple[int, ...],
+    arrival: Arrival,
+    stored: Bytes,
+    where: Slice,
+    arithmetic: ChunkArithmetic,
+) -> Float32:
+    """The sum, to which all is added whose turn has come."""
+    if under_way.total is None:
+        under_way.total = arithmetic.begin(where)
+    if sources[under_way.added_count] != arrival.rank:
+        stored = arithmetic.kept(stored)
+    under_way.early[arrival.rank] = (arrival.header.chunk.scale_exponent, stored)
+    while under_way.added_count < len(sources):
+        due = under_way.early.pop(sources[under_way.added_count], None)
+        if due is None:
+            break
+        arithmetic.combine(*due, where, under_way.total)
+        under_way.added_count += 1
+    return under_way.total
 
 
 def _sendings(

@@ -66,6 +66,13 @@ class Role:
             return self.inflow.target is None
         return self.outflow is not None and self.outflow.source is None
 
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        """Who is sent a chunk when all that this rank adds to it has been added."""
+        if self.inflow is not None and self.inflow.target is not None:
+            return (self.inflow.target,)
+        return () if self.outflow is None else self.outflow.targets
+
     @property
     def senders(self) -> tuple[int, ...]:
         """Who sends a message for a chunk; twice where a rank does so on both ways."""
