@@ -7,7 +7,7 @@ fail with the same error, at once.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numkong
 import numpy as np
@@ -21,7 +21,7 @@ from shardwell.errors import (
 from shardwell.group.agreement.coordinator import failure_of
 from shardwell.group.engine import Call, plan_of
 from shardwell.group.schedule.arithmetic import Reduction
-from shardwell.group.schedule.plan import Operation
+from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.numerics.arguments import as_writable, check_integer, finite_peak
 from shardwell.numerics.codec import CODECS, Float32
@@ -49,6 +49,16 @@ _REDUCTIONS = {
 _NOTHING: Float32 = np.empty(0, np.float32)
 
 
+class CallOptions(NamedTuple):
+    """What a caller asks of a call, beside its array; see `Group.all_reduce`."""
+
+    op: ReductionName | None = None
+    root: int = 0
+    sample_count: int = 1
+    codec: WireName | None = None
+    timeout_s: float | None = None
+
+
 class CallMaker:
     """Makes the calls of one member; see `Group` for what they mean. Any thread may use it."""
 
@@ -66,18 +76,14 @@ class CallMaker:
         size: int,
         operation: Operation | None,
         array: Any,
-        *,
-        op: ReductionName | None = None,
-        root: int = 0,
-        sample_count: int = 1,
-        codec: WireName | None = None,
-        timeout_s: float | None = None,
+        options: CallOptions,
     ) -> Call:
         """A call of rank `rank` among `size`; None for `operation` is a barrier.
 
         Raises:
             ArgumentError: `timeout_s` can't be used. What else is wrong is in the announcement.
         """
+        op, root, sample_count, codec, timeout_s = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
         call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement
@@ -98,7 +104,9 @@ class CallMaker:
                     raise ArgumentError(
                         f'sample_count weights op="mean" alone; got it with op={op!r}'
                     )
-                call.peaks = self._peaks(rank, size, call, operation)
+                call.plan = plan_of(call, operation, self._strategy, rank, range(size))
+                if not self._allow_non_finite:
+                    self._look(call, call.plan)
         except ShardwellError as error:
             told = error
             if not isinstance(error, NonFiniteError):
@@ -125,30 +133,29 @@ class CallMaker:
             may_have_nans=self._allow_non_finite,
         )
 
-    def _peaks(self, rank: int, size: int, call: Call, operation: Operation) -> dict[int, float]:
-        """Checks that what this rank contributes is finite; magnitudes of entering chunks."""
-        if self._allow_non_finite:
-            return {}
-        plan = plan_of(call, operation, self._strategy, rank, range(size))
+    def _look(self, call: Call, plan: Plan) -> None:
+        """Notes the peaks of chunks that enter here, and refuses what is not finite.
+
+        Raises:
+            NonFiniteError: a value is not; of several, the first is named.
+        """
         entering = set(plan.entering)
-        peaks = {}
         for index, (where, _, _) in enumerate(plan.chunks):
             enters = index in entering
             # A sum costs half of finding the largest; what is not finite, it is not either.
             if enters or (
-                operation.reduces
+                plan.operation.reduces
                 and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
             ):
                 peak = finite_peak(
-                    f"array of {operation.value}",
+                    f"array of {plan.operation.value}",
                     call.array[where.offset : where.stop],
                     None,
                     where.offset,
                     remedy="skip or mend the step, or join the group with allow_non_finite=True",
                 )
                 if enters:
-                    peaks[index] = peak
-        return peaks
+                    call.peaks[index] = peak
 
 
 def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:

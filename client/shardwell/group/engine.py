@@ -56,6 +56,8 @@ class Call:
     """How chunks travel."""
     timeout_s: float
     """For the others to call; then again for the data."""
+    plan: Plan | None = None
+    """Its chunks, if all ranks take part; None: it moves none, or can't be made."""
     peaks: dict[int, float] = field(default_factory=dict)
     """Largest magnitudes of chunks that enter here, if all ranks take part."""
     may_have_nans: bool = False
@@ -196,7 +198,9 @@ class Engine:
         # Its own count as this rank knows it: where rank 0 had another, no two ranks' chunks fit.
         sample_counts[place] = call.announcement.sample_count
         call.place = (place, len(ranks))
-        plan = plan_of(call, operation, self._strategy, self._rank, ranks)
+        plan = call.plan
+        if plan is None or len(ranks) < self._size:
+            plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
         weights = MeanFactors(sample_counts)
         arithmetic = ChunkArithmetic(

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
 from shardwell.group.agreement.coordinator import failure_of
-from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker
+from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
@@ -165,7 +165,8 @@ class Group(Connected):
             WorkerLostError: a rank is gone; `rebuild`, or leave.
             ClosedError: the group was closed.
         """
-        self._ended(partial(self._all_reduce, array, op, sample_count, codec, timeout_s))
+        options = CallOptions(op, 0, sample_count, codec, timeout_s)
+        self._ended(partial(self._start, Operation.ALL_REDUCE, array, options))
 
     def all_reduce_async(
         self,
@@ -196,7 +197,8 @@ class Group(Connected):
             else:
                 result.set_exception(error)
 
-        begin = partial(self._all_reduce, array, op, sample_count, codec, timeout_s, waits=False)
+        options = CallOptions(op, 0, sample_count, codec, timeout_s)
+        begin = partial(self._start, Operation.ALL_REDUCE, array, options, waits=False)
         is_callback = self._generation.engine.is_current_thread
         call = begin() if is_callback else self._run(begin, _ENGINE_S)
         call.result.add_done_callback(done)
@@ -216,18 +218,8 @@ class Group(Connected):
 
         See `all_reduce`.
         """
-        self._ended(
-            partial(
-                self._start,
-                Operation.REDUCE,
-                array,
-                op=op,
-                root=root,
-                sample_count=sample_count,
-                codec=codec,
-                timeout_s=timeout_s,
-            )
-        )
+        options = CallOptions(op, root, sample_count, codec, timeout_s)
+        self._ended(partial(self._start, Operation.REDUCE, array, options))
 
     def broadcast(
         self,
@@ -242,16 +234,8 @@ class Group(Connected):
         With a codec that rounds, the root's own array is rounded too, so that all are the same;
         pass codec="fp32" for first weights. See `all_reduce`.
         """
-        self._ended(
-            partial(
-                self._start,
-                Operation.BROADCAST,
-                array,
-                root=root,
-                codec=codec,
-                timeout_s=timeout_s,
-            )
-        )
+        options = CallOptions(root=root, codec=codec, timeout_s=timeout_s)
+        self._ended(partial(self._start, Operation.BROADCAST, array, options))
 
     def reduce_scatter(
         self,
@@ -268,17 +252,8 @@ class Group(Connected):
             This rank's segment, a view: `segment(array)`, but that it is cut among those that take
             part while others are in `join`. The rest of the array stays as it is. See `all_reduce`.
         """
-        call = self._ended(
-            partial(
-                self._start,
-                Operation.REDUCE_SCATTER,
-                array,
-                op=op,
-                sample_count=sample_count,
-                codec=codec,
-                timeout_s=timeout_s,
-            )
-        )
+        options = CallOptions(op, 0, sample_count, codec, timeout_s)
+        call = self._ended(partial(self._start, Operation.REDUCE_SCATTER, array, options))
         where = slice_of(call.array.size, *call.place)
         return call.array[where.offset : where.stop]
 
@@ -291,13 +266,12 @@ class Group(Connected):
         While ranks are in `join` it fails for all: nobody has their segments.
         With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
         """
-        self._ended(
-            partial(self._start, Operation.ALL_GATHER, array, codec=codec, timeout_s=timeout_s)
-        )
+        options = CallOptions(codec=codec, timeout_s=timeout_s)
+        self._ended(partial(self._start, Operation.ALL_GATHER, array, options))
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Blocks until all ranks have called it."""
-        self._ended(partial(self._start, None, _NOTHING, timeout_s=timeout_s))
+        self._ended(partial(self._start, None, _NOTHING, CallOptions(timeout_s=timeout_s)))
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Takes part in no further calls until all ranks have called `join`. Blocks.
@@ -425,32 +399,17 @@ class Group(Connected):
 
     # How a call comes to its engine.
 
-    def _all_reduce(
+    def _start(
         self,
+        operation: Operation | None,
         array: Float32,
-        op: ReductionName,
-        sample_count: int,
-        codec: WireName | None,
-        timeout_s: float | None,
+        options: CallOptions,
         *,
         waits: bool = True,
     ) -> Call:
-        return self._start(
-            Operation.ALL_REDUCE,
-            array,
-            op=op,
-            sample_count=sample_count,
-            codec=codec,
-            timeout_s=timeout_s,
-            waits=waits,
-        )
-
-    def _start(
-        self, operation: Operation | None, array: Float32, *, waits: bool = True, **options: Any
-    ) -> Call:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
         generation = self._generation
-        call = self._calls.collective(generation.rank, generation.size, operation, array, **options)
+        call = self._calls.collective(generation.rank, generation.size, operation, array, options)
         return self._submitted(call, generation, waits=waits)
 
     def _submitted(

@@ -21,7 +21,7 @@ MakeError = Callable[[], ShardwellError]
 
 
 class Mailbox:
-    """Any thread may fill it; `await_verdict` and `take` are for one thread."""
+    """Any thread may fill it; `await_verdict`, `take` and `come` are for one thread."""
 
     def __init__(self, size: int) -> None:
         # What can be under way on one link, twice over: see `group/schedule/collective.py`.
@@ -150,6 +150,13 @@ class Mailbox:
             return None
         self._note_taken(arrival.rank)
         return arrival
+
+    def come(self, call_index: int) -> Arrival | None:
+        """As `take`, of what has come; None: nothing has."""
+        arrivals = self._arrivals_of(call_index)
+        if arrivals.empty() and self.inbox.is_taken:
+            self.inbox.read(0.0)
+        return None if arrivals.empty() else self.take(call_index, 0.0)
 
     def _next(
         self, arrivals: queue.SimpleQueue[Arrival | None], timeout_s: float
