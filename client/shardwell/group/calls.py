@@ -6,6 +6,7 @@ fail with the same error, at once.
 
 from __future__ import annotations
 
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -28,11 +29,14 @@ from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
 from shardwell.specs.deadlines import check_timeout, wait_milliseconds
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, WireName
+from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
 
 JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""
 REPLACEMENT_WAIT_S_MAX = 3600.0
+_SPREAD_ELEMENT_COUNT = 1 << 20
+"""One thread looks at fewer values sooner than others would be awake."""
 _KINDS = {
     Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
     Operation.REDUCE: pb.OPERATION_REDUCE,
@@ -63,8 +67,15 @@ class CallMaker:
     """Makes the calls of one member; see `Group` for what they mean. Any thread may use it."""
 
     def __init__(
-        self, strategy: Strategy, codec: WireName, *, timeout_s: float, allow_non_finite: bool
+        self,
+        strategy: Strategy,
+        codec: WireName,
+        threads: CoreThreads,
+        *,
+        timeout_s: float,
+        allow_non_finite: bool,
     ) -> None:
+        self._threads = threads
         self._strategy = strategy
         self._codec = codec
         self._timeout_s = timeout_s
@@ -140,22 +151,35 @@ class CallMaker:
             NonFiniteError: a value is not; of several, the first is named.
         """
         entering = set(plan.entering)
-        for index, (where, _, _) in enumerate(plan.chunks):
-            enters = index in entering
-            # A sum costs half of finding the largest; what is not finite, it is not either.
-            if enters or (
-                plan.operation.reduces
-                and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
-            ):
-                peak = finite_peak(
-                    f"array of {plan.operation.value}",
-                    call.array[where.offset : where.stop],
-                    None,
-                    where.offset,
-                    remedy="skip or mend the step, or join the group with allow_non_finite=True",
-                )
-                if enters:
-                    call.peaks[index] = peak
+        if self._threads.count < 2 or call.array.size < _SPREAD_ELEMENT_COUNT:
+            for index, (where, _, _) in enumerate(plan.chunks):
+                enters = index in entering
+                # A sum costs half of finding the largest; what is not finite, it is not either.
+                if enters or (
+                    plan.operation.reduces
+                    and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
+                ):
+                    self._look_at(call, plan, index, enters=enters)
+            return
+        # No sum here: numkong keeps Python's lock while it adds.
+        with self._threads.spread() as spread:
+            for index in range(len(plan.chunks)):
+                enters = index in entering
+                if enters or plan.operation.reduces:
+                    spread.give(partial(self._look_at, enters=enters), call, plan, index)
+
+    def _look_at(self, call: Call, plan: Plan, index: int, *, enters: bool) -> None:
+        """The same of one chunk, on any thread."""
+        where, _, _ = plan.chunks[index]
+        peak = finite_peak(
+            f"array of {plan.operation.value}",
+            call.array[where.offset : where.stop],
+            None,
+            where.offset,
+            remedy="skip or mend the step, or join the group with allow_non_finite=True",
+        )
+        if enters:
+            call.peaks[index] = peak
 
 
 def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from shardwell.errors import (
     DeadlineError,
@@ -23,19 +24,22 @@ from shardwell.errors import (
 from shardwell.group.agreement.coordinator import Agreement, error_of, failure_of
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction, chunk_element_count
-from shardwell.group.schedule.collective import Collective, Sending
+from shardwell.group.schedule.collective import Arrival, Collective, Job, Sending
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import Outgoing
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.specs.deadlines import wait_within
+from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 
 _VERDICT_S_MIN = 1.0
 """Calls with a shorter deadline have rank 0's verdict so late at the latest: without one, all would
 lose the generation, for a moment of a busy machine."""
+_SPREAD_ELEMENT_COUNT = 128 * 1024
+"""One thread does chunks of fewer elements sooner than others would be awake."""
 _ENDING_S = 2.0
 """How long rank 0 may take to tell all why the generation is over; not beyond the deadline."""
 
@@ -71,6 +75,18 @@ class Call:
     def is_join(self) -> bool:
         """Whether it has no place among the other calls."""
         return self.announcement.operation == pb.OPERATION_JOIN
+
+
+class _Moving(NamedTuple):
+    """A call whose chunks move."""
+
+    call: Call
+    call_index: int
+    """As rank 0 says it."""
+    ranks: list[int]
+    """Those that take part."""
+    collective: Collective
+    deadline_s: float
 
 
 class Links(Protocol):
@@ -109,8 +125,10 @@ class Engine:
         traffic: Traffic,
         *,
         context_of: ContextOf,
+        threads: CoreThreads,
     ) -> None:
         self._context_of = context_of
+        self._threads = threads
         self._rank = rank
         self._size = size
         self._strategy = strategy
@@ -203,7 +221,8 @@ class Engine:
             plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
         weights = MeanFactors(sample_counts)
-        arithmetic = ChunkArithmetic(
+        arithmetic = partial(
+            ChunkArithmetic,
             call.array,
             call_index=verdict.call_index,
             context=self._context_of(call.announcement, ranks, sample_counts),
@@ -216,9 +235,17 @@ class Engine:
         )
         deadline_s = time.monotonic() + wait_within(call.timeout_s)
         targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}
+        arithmetics = [arithmetic()]
         collective = Collective(
-            plan, arithmetic, room_of=lambda target, size_bytes: targets[target].room(size_bytes)
+            plan,
+            arithmetics[0],
+            room_of=lambda target, size_bytes: targets[target].room(size_bytes),
         )
+        moving = _Moving(call, verdict.call_index, ranks, collective, deadline_s)
+        if self._threads.count > 1 and plan.chunks[0][0].size >= _SPREAD_ELEMENT_COUNT:
+            arithmetics += [
+                arithmetic() for _ in range(min(self._threads.count, len(plan.chunks)) - 1)
+            ]
         for source in plan.sources:
             self._links.listen_to(ranks[source])
         while not collective.is_done:
@@ -226,24 +253,74 @@ class Engine:
                 for target, link in targets.items():
                     if not link.await_room(deadline_s - time.monotonic()):
                         raise self._late(call, "room for more chunks to", (ranks[target],))
-            if collective.may_enter:
+            if len(arithmetics) > 1:
+                _send(targets, self._made_beside(moving, arithmetics))
+            elif collective.may_enter:
                 _send(targets, collective.enter())
-                continue
-            arrival = self._mailbox.take(verdict.call_index, deadline_s - time.monotonic())
-            if arrival is None:
-                late = tuple(ranks[peer] for peer in collective.awaited_ranks)
-                raise self._late(call, "chunks of", late)
-            if arrival.rank not in ranks:
-                raise InternalError(f"rank {arrival.rank} takes no part in {_name(call)}")
-            count = arrival.header.chunk.element_count
-            size_bytes = len(arrival.message) + arrival.shared_bytes
-            self._traffic.add_received(size_bytes, count, arrival.shared_bytes)
-            place = ranks.index(arrival.rank)
-            sendings = collective.receive(arrival._replace(rank=place))
-            if arrival.release is not None:
-                arrival.release()
-            _send(targets, sendings)
+            else:
+                arrival = self._arrival(moving)
+                sendings = collective.receive(arrival)
+                if arrival.release is not None:
+                    arrival.release()
+                _send(targets, sendings)
         self._mailbox.forget(verdict.call_index)
+
+    def _arrival(self, moving: _Moving) -> Arrival:
+        """The next chunk that comes.
+
+        Raises:
+            WorkersMissingError: none has, until the deadline.
+        """
+        call, index, ranks, collective, deadline_s = moving
+        arrival = self._mailbox.take(index, deadline_s - time.monotonic())
+        if arrival is None:
+            late = tuple(ranks[peer] for peer in collective.awaited_ranks)
+            raise self._late(call, "chunks of", late)
+        return self._counted(arrival, moving)
+
+    def _counted(self, arrival: Arrival, moving: _Moving) -> Arrival:
+        """A chunk that came, with its sender's place among those that take part."""
+        if arrival.rank not in moving.ranks:
+            raise InternalError(f"rank {arrival.rank} takes no part in {_name(moving.call)}")
+        count = arrival.header.chunk.element_count
+        size_bytes = len(arrival.message) + arrival.shared_bytes
+        self._traffic.add_received(size_bytes, count, arrival.shared_bytes)
+        return arrival._replace(rank=moving.ranks.index(arrival.rank))
+
+    def _made_beside(
+        self, moving: _Moving, arithmetics: Sequence[ChunkArithmetic]
+    ) -> list[Sending]:
+        """Does what can be done now for as many chunks as there are threads; what is to be sent.
+
+        Waits for what comes while there is nothing else, and never while a thread works.
+
+        Args:
+            moving: The call.
+            arithmetics: One for each chunk.
+        """
+        collective = moving.collective
+        made: list[tuple[Job, list[Sending]]] = []
+        by_chunk: dict[int, list[tuple[Job, list[Sending]]]] = {}
+        while len(by_chunk) < len(arithmetics):
+            if collective.may_enter:
+                job = collective.begin()
+            elif not made:
+                job = collective.admit(self._arrival(moving))
+            elif (come := self._mailbox.come(moving.call_index)) is not None:
+                job = collective.admit(self._counted(come, moving))
+            else:
+                break
+            made.append((job, []))
+            by_chunk.setdefault(job.chunk_index, []).append(made[-1])
+        *others, last = zip(arithmetics, by_chunk.values(), strict=False)
+        with self._threads.spread() as spread:
+            for arithmetic, jobs in others:
+                spread.give(_make, collective, arithmetic, jobs)
+            _make(collective, *last)
+        for job, _ in made:  # in the order in which they came: see `Incoming`
+            if job.arrival is not None and job.arrival.release is not None:
+                job.arrival.release()
+        return [sending for _, sendings in made for sending in sendings]
 
     def _late(self, call: Call, what: str, late: tuple[int, ...]) -> WorkersMissingError:
         """The deadline of a call's data has passed."""
@@ -270,6 +347,14 @@ def plan_of(
         element_count=call.array.size,
         chunk_element_count=chunk_element_count(call.codec_name),
     )
+
+
+def _make(
+    collective: Collective, arithmetic: ChunkArithmetic, jobs: Sequence[tuple[Job, list[Sending]]]
+) -> None:
+    """Does the jobs of one chunk, one after the other."""
+    for job, sendings in jobs:
+        sendings += collective.made(job, arithmetic)
 
 
 def _send(targets: dict[int, Outgoing], sendings: list[Sending]) -> None:

@@ -40,6 +40,7 @@ from shardwell.group.transport.peers import (
     Received,
 )
 from shardwell.process.shared_memory import SharedMemory
+from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
@@ -67,6 +68,7 @@ class Generation:
         traffic: Traffic,
         same_host: bool,
         tls: TlsFiles | None,
+        threads: CoreThreads,
     ) -> None:
         self.number = number
         self.rank = rank
@@ -103,6 +105,7 @@ class Generation:
             self,
             traffic,
             context_of=partial(checksum.peer_context, group, number),
+            threads=threads,
         )
         self._announcing = threading.Lock()
 

@@ -69,11 +69,10 @@ class Group(Connected):
         name: str,
         membership: Membership,
         threads: CallThreads,
+        calls: CallMaker,
         *,
         strategy: Strategy,
-        codec: WireName,
         timeout_s: float,
-        allow_non_finite: bool,
         traffic: Traffic,
         tls: Tls | None,
         token_file: str | None,
@@ -91,9 +90,7 @@ class Group(Connected):
         self._membership = membership
         self._threads = threads
         self._timeout_s = timeout_s
-        self._calls = CallMaker(
-            strategy, codec, timeout_s=timeout_s, allow_non_finite=allow_non_finite
-        )
+        self._calls = calls
         self._under_way = _CallsUnderWay(name)
         self._closed = False
         self._rebuilding = threading.Lock()

@@ -29,6 +29,7 @@ from shardwell.errors import (
     WorkerLostError,
 )
 from shardwell.group.agreement.coordinator import expired, failure_of, lost, rebuilding
+from shardwell.group.calls import CallMaker
 from shardwell.group.generation import TELLING_S, Generation
 from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
@@ -46,6 +47,7 @@ from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import WIRE_CODECS, WireName
 from shardwell.threads.calls import CallThreads
+from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.traffic import Traffic
 from shardwell.transport.arena import same_host_setting
 from shardwell.v1 import group_pb2
@@ -75,6 +77,7 @@ def join_group(
     tls: TlsArgument = None,
     token_file: TokenFileArgument = None,
     insecure: bool | None = None,
+    threads: int | None = None,
 ) -> Group:
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
@@ -116,6 +119,8 @@ def join_group(
         insecure: Listen without TLS where other machines reach this one, so that whoever shares
             the network may read and change what the group sums. Default: whether
             $SHARDWELL_INSECURE is 1; else that is refused.
+        threads: Threads that a call may use for chunks beside each other: see `shardwell.connect`.
+            Ranks may differ; the bits do not depend on it.
 
     Raises:
         ArgumentError: an argument, or what a launcher says, can't be used; or this worker would
@@ -168,7 +173,8 @@ def join_group(
             f"members of a group listen and call: tls needs ca, cert and key; got {files.tls!r}"
         )
 
-    threads = CallThreads("group")
+    core_threads = CoreThreads(thread_count(threads))
+    call_threads = CallThreads("group")
 
     def joined() -> Group:
         membership = _Membership(
@@ -180,6 +186,7 @@ def join_group(
             advertise=advertise,
             same_host=same_host_setting(is_wanted=same_host),
             credentials=credentials,
+            threads=core_threads,
         )
         try:
             membership.join(join_timeout_s)
@@ -187,11 +194,16 @@ def join_group(
             return Group(
                 arguments.name,
                 membership,
-                threads,
+                call_threads,
+                CallMaker(
+                    strategy,
+                    codec,
+                    core_threads,
+                    timeout_s=timeout_s,
+                    allow_non_finite=allow_non_finite,
+                ),
                 strategy=strategy,
-                codec=codec,
                 timeout_s=timeout_s,
-                allow_non_finite=allow_non_finite,
                 traffic=traffic,
                 tls=None if files is None else files.tls,
                 token_file=None if credentials.token is None else credentials.token.path,
@@ -201,9 +213,9 @@ def join_group(
             raise
 
     try:
-        return threads.run(joined, join_timeout_s)
+        return call_threads.run(joined, join_timeout_s)
     except Exception:  # after Ctrl-C a group may have come, which ends them when it has left
-        threads.close()
+        call_threads.close()
         raise
 
 
@@ -327,7 +339,9 @@ class _Membership:
         advertise: str | None,
         same_host: str,
         credentials: Credentials,
+        threads: CoreThreads,
     ) -> None:
+        self._threads = threads
         self._same_host = same_host
         self._tls = credentials.tls
         self._spec = spec
@@ -412,6 +426,7 @@ class _Membership:
                 self._rendezvous.leave(self._spec.name, self._member.member_id)
         self._rendezvous.close()
         self._server.close()
+        self._threads.close()
 
     def _begun(self, formed: Formed) -> Generation:
         generation = Generation(
@@ -423,6 +438,7 @@ class _Membership:
             traffic=self._traffic,
             same_host=self._same_host != "off",
             tls=self._tls,
+            threads=self._threads,
         )
         self._server.begin(generation)
         self.generation = generation

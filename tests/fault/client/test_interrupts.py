@@ -23,7 +23,10 @@ PATIENCE_S = 150.0
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["parameters", "tables", "connections", "checkpoints", "groups"])
+@pytest.mark.parametrize(
+    "kind",
+    ["parameters", "tables", "connections", "checkpoints", "groups", "groups of threads"],
+)
 def test_a_client_works_after_each_interrupt(cluster, kind: str) -> None:
     # Each its own cluster: a step of these workers needs no other worker.
     running = [cluster(2, chunk_size_bytes=4096) for _ in range(PROCESS_COUNT)]

@@ -22,6 +22,8 @@ from harness.threads import in_background
 
 LEASE_S = 2.0
 LONG = 400_000
+LONG_FOR_THREADS = 4_000_000
+"""Of many chunks, each large enough for a thread of its own."""
 STRATEGIES = ("ring", "tree", "centralized")
 
 Start = Callable[..., list[GroupProcess]]
@@ -79,10 +81,11 @@ def exact(members: list[GroupProcess]) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_killed_in_the_middle_of_an_all_reduce(target, start, strategy, victim) -> None:
-    members = start(target, range(3), 3, strategy=strategy)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_killed_in_the_middle_of_an_all_reduce(target, start, strategy, victim, threads) -> None:
+    members = start(target, range(3), 3, strategy=strategy, threads=threads)
     for member in members:
-        member.begin("sum", size=LONG)
+        member.begin("sum", size=LONG if threads == 1 else LONG_FOR_THREADS)
     members[victim].await_step()
     kill(members.pop(victim))
     lost(members, victim)
@@ -280,12 +283,13 @@ def test_killed_in_join(target, start) -> None:
     rebuilt(members)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_in_the_middle_of_a_call(target, start, victim) -> None:
-    members = start(target, range(3), 3)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_ctrl_c_in_the_middle_of_a_call(target, start, victim, threads) -> None:
+    members = start(target, range(3), 3, threads=threads)
     for member in members:
-        member.begin("sum", size=LONG)
+        member.begin("sum", size=LONG if threads == 1 else LONG_FOR_THREADS)
     members[victim].await_step()
     members[victim].send(signal.SIGINT)
     interrupted = members.pop(victim)

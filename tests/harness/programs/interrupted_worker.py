@@ -167,34 +167,47 @@ def checkpoints(client: shardwell.Client, interrupts: Interrupts, count: int) ->
         }
 
 
-def groups(_: shardwell.Client, interrupts: Interrupts, count: int) -> dict[str, Any]:
+def groups(
+    _: shardwell.Client, interrupts: Interrupts, count: int, size: int = 2, threads: int = 1
+) -> dict[str, Any]:
     """All-reduces of two ranks, of which the other one is a thread that nobody interrupts.
 
     It goes on until a sum says that it is the last.
     """
+    given: dict[str, Any] = {"rendezvous": TARGET, "codec": "fp32", "threads": threads}
     sums: list[float] = []
 
     def other() -> None:
-        with shardwell.join_group("g", rank=1, size=2, rendezvous=TARGET, codec="fp32") as group:
-            array = np.zeros(2, np.float32)
+        with shardwell.join_group("g", rank=1, size=2, **given) as group:
+            array = np.zeros(size, np.float32)
             while array[1] == 0.0:
-                array[:] = 1.0, 0.0
+                array[:] = 1.0
+                array[1] = 0.0
                 group.all_reduce(array)
-                sums.append(float(array[0]))
+                sums.extend({float(array[0]), float(array[2:].min(initial=3.0))})
 
     beside = threading.Thread(target=other)
     beside.start()
-    with shardwell.join_group("g", rank=0, size=2, rendezvous=TARGET, codec="fp32") as group:
+    with shardwell.join_group("g", rank=0, size=2, **given) as group:
         while interrupts.count < count:
-            array = np.array([2.0, 0.0], np.float32)
+            array = np.full(size, 2.0, np.float32)
+            array[1] = 0.0
             interrupts.during(lambda: group.all_reduce(array))  # noqa: B023
-        array = np.array([2.0, 1.0], np.float32)
+        array = np.full(size, 2.0, np.float32)
+        array[1] = 1.0
         group.all_reduce(array)
         beside.join(AFTERWARDS_S)
     return {
-        "found": [array.tolist(), sorted(set(sums)), beside.is_alive()],
+        "found": [array[:2].tolist(), sorted(set(sums)), beside.is_alive()],
         "expected": [[3.0, 1.0], [3.0], False],
     }
+
+
+def groups_of_threads(
+    client: shardwell.Client, interrupts: Interrupts, count: int
+) -> dict[str, Any]:
+    """The same with chunks that several threads work on."""
+    return groups(client, interrupts, count, 2_000_000, 4)
 
 
 KINDS = {
@@ -203,6 +216,7 @@ KINDS = {
     "connections": (connections, 0.06),
     "checkpoints": (checkpoints, 0.06),
     "groups": (groups, 0.01),
+    "groups of threads": (groups_of_threads, 0.03),
 }
 """What is done, and the longest that a call may run before it is interrupted, in seconds."""
 
