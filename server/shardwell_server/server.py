@@ -38,6 +38,7 @@ from shardwell_server.admin.troubles import troubles
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
+from shardwell_server.services.guard import Guard
 from shardwell_server.services.health import HealthService
 from shardwell_server.services.name_service import NAME_SERVICE_NAME, NameService
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
@@ -135,7 +136,7 @@ class ShardServer:
             stream_count=lambda: self._streams.count,
             arena_bytes=lambda: self._arenas.mapped_bytes,
             refusals=lambda: dict(self._calls.refusal_counts),
-            turned_away_s=lambda: self._calls.turned_away_s,
+            turned_away_s=lambda: self._guard.turned_away_s,
             damages=lambda: list(self._damages),
             data_dir=None if data_dir is None else data_dir.path,
             groups=self._meetings.describe,
@@ -152,12 +153,12 @@ class ShardServer:
         self.shard.usages.set_quotas(self._access.quotas())
         self._streams = OpenStreams(limits.stream_count_max)
         self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
+        note = no_audit if self._audit is None else self._audit.note
+        self._guard = Guard(self._access, self.shard.usages, note)
         self._calls = Calls(
             self._threads,
             self._streams,
-            access=self._access,
-            usages=self.shard.usages,
-            note=no_audit if self._audit is None else self._audit.note,
+            guard=self._guard,
             shard_index=config.shard_index,
             answer_bytes_max=limits.answer_bytes_max,
         )

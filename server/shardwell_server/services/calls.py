@@ -2,13 +2,13 @@
 
 A handler is a generator that yields what it needs, and goes on when it is there:
 
-    message = yield Read.NEXT        the next message, in the middle of a step; None: there is none
-    message = yield Read.NEXT_STEP   the same, where nothing is under way: the call may end here
-    yield answer                     bytes, which are written to the caller
-    yield NotYet(...)                see `shard.deadline`: it goes on when it is to look again
-    yield LONG                       it takes long with what it has, though its call `is_short`
-    yield HELD                       until the call ends, which closes the generator
-    return response                  of a call that has one
+    message = yield Needs.NEXT        the next message, in the middle of a step; None: there is none
+    message = yield Needs.NEXT_STEP   the same, where nothing is under way: the call may end here
+    yield answer                      bytes, which are written to the caller
+    yield NotYet(...)                 see `shard.deadline`: it goes on when it is to look again
+    yield Needs.LONG                  it takes long with what it has, though its call `is_short`
+    yield Needs.HELD                  until the call ends, which closes the generator
+    return response                   of a call that has one
 
 From one yield to the next it runs on a thread of `WorkThreads`, and may use processor and disk.
 Between them a call has no thread, whether it waits for its client, for other workers or for the
@@ -26,33 +26,30 @@ import threading
 import time
 import urllib.parse
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from shardwell.connection.credentials import authorization_of
 from shardwell.connection.error_codes import to_status
 from shardwell.connection.handlers import parsed, status_of
 from shardwell.errors import (
-    AccessDeniedError,
     ArgumentError,
-    AuthenticationError,
     LimitError,
     SessionEndedError,
     ShardUnavailableError,
     ShardwellError,
 )
 from shardwell.wire import checksum
-from shardwell_server.access.access import Access
 from shardwell_server.access.audit import Note, no_audit
 from shardwell_server.access.rights import ANYBODY, Right
+from shardwell_server.services.guard import Guard
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.deadline import NotYet
-from shardwell_server.shard.quotas import CALL_BYTES, Usage, Usages
+from shardwell_server.shard.quotas import CALL_BYTES, Usage
 
 _LOG = logging.getLogger("shardwell_server")
 _BATCH_BYTES = 256 * 1024
@@ -71,28 +68,36 @@ _GRANTED_COUNT_MAX = 4096
 """Rights that a call is known to have; others are looked at each time."""
 
 
-class Read(enum.Enum):
-    """A handler wants a message."""
+class Needs(enum.Enum):
+    """What a handler goes on with, but for `NotYet`."""
 
     NEXT = enum.auto()
+    """A message."""
     NEXT_STEP = enum.auto()
-
-
-class Held(enum.Enum):
-    """A handler wants nothing but that its call stays open."""
-
+    """A message, where nothing is under way."""
     HELD = enum.auto()
-
-
-class Long(enum.Enum):
-    """A handler will take long with what it has, though its call `is_short`."""
-
+    """Nothing but that its call stays open."""
     LONG = enum.auto()
+    """A thread: it will take long with what it has, though its call `is_short`."""
 
 
-HELD = Held.HELD
-LONG = Long.LONG
-Handling: TypeAlias = Generator["bytes | NotYet | Read | Held | Long", "bytes | None", Any]
+Handling: TypeAlias = Generator["bytes | NotYet | Needs", "bytes | None", Any]
+
+
+class Rpc(NamedTuple):
+    """One of the calls that a service has."""
+
+    name: str
+    begin: Callable[..., Any]
+    """The handler, given the call; before it the request, if there is one."""
+    has_request: bool
+    """Whether it has one message, which comes at once."""
+    is_stream: bool
+    """Whether it counts as a stream."""
+    is_urgent: bool
+    """Whether it waits for no rate."""
+    is_counted: bool
+    """Whether it is one of the calls that its token may have open."""
 
 
 class Call:
@@ -100,16 +105,16 @@ class Call:
 
     Args:
         context: gRPC's.
-        method: Name of the RPC.
+        rpc: Which one it is.
         note: Takes lines of the audit log.
     """
 
-    def __init__(
-        self, context: grpc.aio.ServicerContext[Any, Any], method: str, note: Note = no_audit
-    ) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc, note: Note) -> None:
         self.context = context
         """gRPC's."""
-        self.method = method
+        self.rpc = rpc
+        """Which one it is."""
+        self.method = rpc.name
         """Name of the RPC."""
         self.principal = ANYBODY
         """Who makes it."""
@@ -223,11 +228,6 @@ class _Step(NamedTuple):
     error: Exception | None = None
 
 
-def _method_of(handler: Callable[..., Any]) -> str:
-    """The RPC's name, by that of its handler."""
-    return "".join(word.capitalize() for word in handler.__name__.split("_"))
-
-
 def _sealed_once(response: Any) -> bytes:
     """The bytes of a response; its CRC is computed here, unless its handler has, on a thread."""
     is_sealed = getattr(response, checksum.CRC_FIELD, 0)
@@ -252,36 +252,15 @@ def _go_on(handling: Handling, message: bytes | None) -> _Step:
     return _Step(answers)
 
 
-class _GoneIsCancelled:
-    """Takes gRPC's errors for what they mean: the caller has gone, which may be told later."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, grpc.aio.AbortError):
-            return  # it has ended as it was asked to
-        if isinstance(error, grpc.aio.BaseError):
-            raise asyncio.CancelledError from None
-
-
-_GONE_IS_CANCELLED = _GoneIsCancelled()
-
-
 class _AnswerRoom:
     """Bytes of answers that are being written. For the loop's thread."""
 
     def __init__(self, bytes_max: int) -> None:
+        self.is_full = False
+        """Whether there is no room for one more, which may be of any size."""
         self._bytes_max = bytes_max
         self._bytes = 0
         self._freed = asyncio.Event()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no room for one more, which may be of any size."""
-        return self._bytes >= self._bytes_max
 
     async def enter(self) -> None:
         """Returns when there is room.
@@ -304,11 +283,12 @@ class _AnswerRoom:
     async def write(self, context: grpc.aio.ServicerContext[Any, Any], answer: bytes) -> None:
         """Returns when gRPC has taken it for its line, which it does as its reader reads."""
         self._bytes += len(answer)
+        self.is_full = self._bytes >= self._bytes_max
         try:
-            with _GONE_IS_CANCELLED:
-                await context.write(answer)
+            await context.write(answer)
         finally:
             self._bytes -= len(answer)
+            self.is_full = self._bytes >= self._bytes_max
             self._freed.set()
 
 
@@ -318,9 +298,7 @@ class Calls:
     Args:
         threads: Where handlers run.
         streams: Counts calls that are streams.
-        access: Who is let in.
-        usages: What the owners of tokens use.
-        note: Takes lines of the audit log.
+        guard: Lets callers in, or not.
         shard_index: Which shard answers, for the errors.
         answer_bytes_max: Bytes of answers that wait to be written, except one a thread.
     """
@@ -330,25 +308,19 @@ class Calls:
         threads: WorkThreads,
         streams: OpenStreams,
         *,
-        access: Access,
-        usages: Usages,
-        note: Note = no_audit,
+        guard: Guard,
         shard_index: int,
         answer_bytes_max: int,
     ) -> None:
         self._threads = threads
         self._streams = streams
-        self._access = access
-        self._usages = usages
-        self._note = note
+        self._guard = guard
         self._shard_index = shard_index
         self._room = _AnswerRoom(answer_bytes_max)
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
         self.refusal_counts: Counter[str] = Counter()
         """Calls that ended with an error, by its name; any thread may read it."""
-        self.turned_away_s: float | None = None
-        """When somebody was refused last for want of a token or right; None: nobody was."""
 
     def wake_all(self) -> None:
         """Has all calls look again that wait for other workers: the shard stops, say."""
@@ -379,9 +351,7 @@ class Calls:
     def end_those_without_token(self) -> None:
         """Ends calls whose token has ended meanwhile, or changed: their client has another one."""
         for call in list(self._open):
-            try:
-                self._access.check_still(call.principal)
-            except AuthenticationError as error:
+            if (error := self._guard.expiry(call)) is not None:
                 call.end(error)
 
     def end_those_of_session(self, session: int, call: Call, error: ShardwellError) -> None:
@@ -415,100 +385,83 @@ class Calls:
         An urgent one waits for no rate: others' seats depend on it. One that is not counted is none
         of the calls that a token may have open, as each session has one at the most.
         """
-        begin = parsed(handler, request_type)
-
-        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(
-                context,
-                handler,
-                begin,
-                has_request=True,
-                is_urgent=is_urgent,
-                is_counted=is_counted,
-            )
-
-        # Whose one message is read here: gRPC would wait for it before anybody knows who calls.
-        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
+        return self._handler(
+            handler, request_type, is_stream=False, is_urgent=is_urgent, is_counted=is_counted
+        )
 
     def held(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One request, and no answer as long as the call is open; it is not counted as a stream."""
-        begin = parsed(handler, request_type)
-
-        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, begin, has_request=True, is_urgent=True)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
+        return self._handler(
+            handler, request_type, has_answers=True, is_stream=False, is_urgent=True
+        )
 
     def answers(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One request, a stream of answers."""
-        begin = parsed(handler, request_type)
-
-        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, begin, is_stream=True, has_request=True)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
+        return self._handler(handler, request_type, has_answers=True)
 
     def messages(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
         """A stream of messages, one response."""
-
-        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._served(context, handler, handler, is_stream=True)
-
-        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
+        return self._handler(handler)
 
     def both(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
         """A stream of messages, a stream of answers."""
+        return self._handler(handler, has_answers=True)
 
-        async def serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._served(context, handler, handler, is_stream=True)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
+    def _handler(
+        self,
+        handler: Callable[..., Any],
+        request_type: Any = None,
+        *,
+        has_answers: bool = False,
+        is_stream: bool = True,
+        is_urgent: bool = False,
+        is_counted: bool = True,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """What serves an RPC, whose name is that of its handler."""
+        rpc = Rpc(
+            "".join(word.capitalize() for word in handler.__name__.split("_")),
+            handler if request_type is None else parsed(handler, request_type),
+            has_request=request_type is not None,
+            is_stream=is_stream,
+            is_urgent=is_urgent,
+            is_counted=is_counted,
+        )
+        # Also one message is read here: gRPC would wait for it before anybody knows who calls.
+        serve = partial(self._served, rpc)
+        if has_answers:
+            return grpc.stream_stream_rpc_method_handler(serve)
+        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
 
     # How they run.
 
     async def _served(
-        self,
-        context: grpc.aio.ServicerContext[Any, Any],
-        handler: Callable[..., Any],
-        begin: Callable[..., Any],
-        *,
-        is_stream: bool = False,
-        has_request: bool = False,
-        is_urgent: bool = False,
-        is_counted: bool = True,
+        self, rpc: Rpc, messages: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Any:
-        """The response; or the call has ended with the status that stands for its error.
-
-        Args:
-            context: gRPC's.
-            handler: Whose name says which RPC it is.
-            begin: Given the call; before it the request, if it has one.
-            is_stream: Whether it counts as a stream.
-            has_request: Whether it has one message, which comes at once.
-            is_urgent: Whether it waits for no rate.
-            is_counted: Whether it is one of the calls that its token may have open.
-        """
-        call = Call(context, _method_of(handler), self._note)
+        """The response; or the call has ended with the status that stands for its error."""
+        call = Call(context, rpc, self._guard.note)
         self._open.add(call)
         try:
-            if self._access.asks:
-                await self._identify(call, is_urgent=is_urgent, is_counted=is_counted)
-            if has_request:
-                begin = partial(begin, await self._request(call))
-            if is_stream:
+            await self._guard.enter(call)
+            begin = partial(rpc.begin, await self._request(call)) if rpc.has_request else rpc.begin
+            if rpc.is_stream:
                 await self._streams.enter(call)
-            response = await self._run(call, begin, is_stream=is_stream)
-            if not (is_stream or is_urgent) and response is not None:
+                response = begin(call)  # that only makes the generator
+            else:
+                response = await self._threads.run(partial(begin, call))
+            if isinstance(response, Generator):
+                response = await self._run(call, response)
+            if not (rpc.is_stream or rpc.is_urgent) and response is not None:
                 call.moved_bytes += response.ByteSize()
-                await self._paced(call, free_bytes=CALL_BYTES)  # it has paid for so many
+                await self._guard.pace(call, free_bytes=CALL_BYTES)  # it has paid for so many
             return response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            # gRPC's error says that the caller has gone, which the task may learn later.
             if call.ending is None:
-                raise
+                raise asyncio.CancelledError from None
             await self._abort(call, call.ending)
         except Exception as error:
             await self._abort(call, error)
@@ -516,37 +469,7 @@ class Calls:
             call.note_end()
             self._open.discard(call)
             self._streams.leave(call)
-            if call.is_counted and call.usage is not None:
-                call.usage.add("calls", -1)
-
-    async def _identify(self, call: Call, *, is_urgent: bool, is_counted: bool) -> None:
-        """Finds out who makes a call, and counts it; returns when it may begin.
-
-        Raises:
-            AuthenticationError: nobody who is let in.
-            LimitError: the token's quota is used up.
-        """
-        metadata: Any = call.context.invocation_metadata()
-        call.principal = principal = self._access.principal(authorization_of(metadata))
-        if principal.name:
-            call.usage = usage = self._usages.of(principal.name, principal.quota)
-            if not is_urgent:
-                usage.check_rate()
-            if is_counted:
-                usage.take("calls")
-                call.is_counted = True
-            delay_s = usage.delay_s(CALL_BYTES)
-            if delay_s > 0 and not is_urgent:
-                await asyncio.sleep(delay_s)
-
-    async def _paced(self, call: Call, *, free_bytes: int = 0) -> None:
-        """Counts what has passed, and returns when no more of it has than the quota allows."""
-        if call.usage is None or call.usage.quota.bytes_per_s is None:
-            return
-        delay_s = call.usage.delay_s(max(call.moved_bytes, CALL_BYTES) - free_bytes)
-        call.moved_bytes = 0
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)
+            self._guard.leave(call)
 
     async def _request(self, call: Call) -> bytes:
         """The message of a call that has one.
@@ -557,8 +480,7 @@ class Calls:
         """
         try:
             async with asyncio.timeout(_REQUEST_S):
-                with _GONE_IS_CANCELLED:
-                    message = await call.context.read()
+                message = await call.context.read()
         except TimeoutError:
             raise ShardUnavailableError(
                 f"the request of {call.method} did not come within {_REQUEST_S:g} s; call again"
@@ -569,12 +491,9 @@ class Calls:
         call.moved_bytes += len(request)
         return request
 
-    async def _run(self, call: Call, begin: Callable[[Call], Any], *, is_stream: bool) -> Any:
-        # Of a stream that only makes the generator.
-        begun = begin(call) if is_stream else await self._threads.run(lambda: begin(call))
-        if not isinstance(begun, Generator):
-            return begun
-        handling: Handling = begun
+    async def _run(self, call: Call, handling: Handling) -> Any:
+        """What the handler returns; see the top of this file."""
+        is_stream = call.rpc.is_stream
         message: bytes | None = None
         runs = False
         needs: Any = None
@@ -594,8 +513,8 @@ class Calls:
                     )
                 has_moved = message is not None or bool(step.answers)
                 runs, message, needs = False, None, step.needs
-                if is_stream and has_moved:
-                    await self._paced(call)
+                if call.usage is not None and is_stream and has_moved:
+                    await self._guard.pace(call)
                 while step.answers:
                     await self._room.write(call.context, step.answers.popleft())
                 if step.error is not None:
@@ -603,10 +522,21 @@ class Calls:
                 if step.has_ended:
                     return step.response
                 del step
-                if needs is LONG:
+                if needs is Needs.NEXT or needs is Needs.NEXT_STEP:
+                    if needs is Needs.NEXT_STEP:
+                        self._streams.note_idle(call)
+                    try:
+                        message = await call.context.read()
+                    finally:
+                        self._streams.note_busy(call)
+                    message = None if message is grpc.aio.EOF else message
+                elif needs is Needs.LONG:
                     call.is_short = False
+                elif needs is Needs.HELD:
+                    await call.context.send_initial_metadata(())
+                    await asyncio.get_running_loop().create_future()
                 elif needs is not None:
-                    message = await self._what(call, needs)
+                    await self._wait(call, needs)
         finally:
             if isinstance(needs, NotYet):
                 needs.forget()
@@ -619,14 +549,6 @@ class Calls:
             step.needs.forget()
         self._threads.begin(handling.close)
 
-    def _what(self, call: Call, needs: Any) -> Awaitable[bytes | None]:
-        if isinstance(needs, NotYet):
-            return self._wait(call, needs)
-        if isinstance(needs, Read):
-            return self._read(call, needs)
-        assert needs is HELD
-        return self._hold(call)
-
     async def _wait(self, call: Call, too_early: NotYet) -> None:
         """Returns when it may not be too early any more."""
         timer = asyncio.get_running_loop().call_later(
@@ -637,21 +559,6 @@ class Calls:
         finally:
             timer.cancel()
             too_early.forget()
-
-    async def _read(self, call: Call, what: Read) -> bytes | None:
-        if what is Read.NEXT_STEP:
-            self._streams.note_idle(call)
-        try:
-            with _GONE_IS_CANCELLED:
-                message = await call.context.read()
-        finally:
-            self._streams.note_busy(call)
-        return None if message is grpc.aio.EOF else message
-
-    async def _hold(self, call: Call) -> None:
-        with _GONE_IS_CANCELLED:
-            await call.context.send_initial_metadata(())
-        await asyncio.get_running_loop().create_future()
 
     async def _abort(self, call: Call, error: Exception) -> None:
         """Ends a call with the status that stands for `error`."""
@@ -668,13 +575,11 @@ class Calls:
                 place="shard",
                 peer=urllib.parse.unquote(call.context.peer()),
             )
-        if isinstance(error, AuthenticationError | AccessDeniedError):
-            if error is not call.ending:
-                self.turned_away_s = time.monotonic()
-            event = "ended" if error is call.ending else "refused"
-            kind = "parameter" if error.parameter else "table" if error.table else None
-            name = error.parameter or error.table
-            call.note(event, kind=kind, name=name, reason=error.message)
+        self._guard.refused(call, error)
         error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error
-        with _GONE_IS_CANCELLED:
+        try:
             await call.context.abort(status.code, status.details, status.trailing_metadata)
+        except grpc.aio.AbortError:
+            raise  # it has ended as it was asked to
+        except grpc.aio.BaseError:
+            raise asyncio.CancelledError from None

@@ -38,7 +38,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Calls, Handling, Read
+from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import ParameterStream
 from shardwell_server.services.step_stream import Recorder, opened
@@ -158,7 +158,7 @@ class ParameterServerService:
         right = Right.CONTRIBUTE
         array_count = 1
         context, has_ranges = 0, False
-        message = yield Read.NEXT_STEP
+        message = yield Needs.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.InitWeightsRequest, message)
             if parameter is None:
@@ -172,7 +172,7 @@ class ParameterServerService:
             if not request.HasField("chunk"):
                 if payload.size:
                     raise CorruptChunkError("a message has a payload and no `chunk`; send it again")
-                message = yield Read.NEXT
+                message = yield Needs.NEXT
                 continue
             chunk = request.chunk
             start = checksum.first_weights(context, request.array_index)
@@ -203,7 +203,7 @@ class ParameterServerService:
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
             recorder.frame(received=payload.size)
             expected = where.stop
-            message = yield Read.NEXT
+            message = yield Needs.NEXT
         if parameter is None:
             raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
         if not has_ranges:

@@ -20,7 +20,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import LONG, Call, Handling
+from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.services.step_stream import Due, Request, StepStream
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.members import Contributor
@@ -127,7 +127,7 @@ class ParameterStream(StepStream[ParameterSlice]):
         if not self._only_counts and (request.HasField("fetch") or request.HasField("close")):
             self._check_between_steps("`fetch` or `close`", is_in_step=has_gradient)
             if call.is_short and not self._may_be_short:
-                yield LONG
+                yield Needs.LONG
             yield from self._asked(request)
         if not has_gradient:
             if payload.size:
@@ -139,7 +139,7 @@ class ParameterStream(StepStream[ParameterSlice]):
             or gradient.trace_parent  # exporting spans may take any time
             or parameter.snapshots.pending  # what it changes is written to a file for them
         ):
-            yield LONG
+            yield Needs.LONG
         contributor = self._contributor or self._bind()
         chunk, self._step = gradient.chunk, gradient.step
         payload = self._payload(gradient, payload)

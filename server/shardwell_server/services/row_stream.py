@@ -14,7 +14,7 @@ from shardwell.numerics.codec import Bytes
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell_server.services.calls import LONG, Call, Handling
+from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.services.step_stream import Due, Request, StepStream
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
@@ -61,7 +61,7 @@ class RowStream(StepStream[TableSlice]):
             or gradient.trace_parent  # exporting spans may take any time
             or not table.is_free
         ):
-            yield LONG
+            yield Needs.LONG
         self._recorder.frame(received=payload.size)
         deadline = deadline_of(self._shard, self._call, asked.wait_timeout_ms / 1000)
         if request.HasField("fetch"):
@@ -85,15 +85,11 @@ class RowStream(StepStream[TableSlice]):
         contributor.superseded.clear()
         self._is_between_steps = gradient.end_of_step
         if gradient.end_of_step:
-            self._pending.append(Due(self._counted_message))
-
-    def _counted_message(self) -> bytes:
-        """Says what was counted of a step."""
-        response = pb.ExchangeRowsResponse(counted=self._counted, version=self._slice.version)
-        response.counted.crc32c = checksum.rows_counted(
-            self._counted_context, response.counted, response.version
-        )
-        return response.SerializeToString()
+            response = pb.ExchangeRowsResponse(counted=self._counted, version=table.version)
+            response.counted.crc32c = checksum.rows_counted(
+                self._counted_context, response.counted, response.version
+            )
+            self._pending.append(Due(response.SerializeToString))
 
 
 def _parsed(message: bytes) -> Sequence[Request]:

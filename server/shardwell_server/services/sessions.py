@@ -13,7 +13,7 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell.rpc.session import HOST_LENGTH_MAX, PROCESS_LENGTH_MAX, Session
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
-from shardwell_server.services.calls import HELD, Call, Calls, Handling
+from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
@@ -60,7 +60,7 @@ class SessionService:
         token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage)
         call.session = session.number
         try:
-            yield HELD
+            yield Needs.HELD
         finally:
             sessions.leave(session, token)
 

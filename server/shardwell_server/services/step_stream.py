@@ -26,7 +26,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Handling, Read
+from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.shard.deadline import NotYet, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -142,7 +142,7 @@ class StepStream(ABC, Generic[SliceT]):
         """Does what each message asks for; the stream goes on from step to step."""
         try:
             while True:
-                message = yield Read.NEXT_STEP if self._is_between_steps else Read.NEXT
+                message = yield Needs.NEXT_STEP if self._is_between_steps else Needs.NEXT
                 if message is None:
                     break
                 requests = list(self._parse(message))
@@ -206,7 +206,11 @@ class StepStream(ABC, Generic[SliceT]):
             begun = self._made.popleft() if self._made else None
             if self._is_spread and len(pending) > 1 and not self._made:
                 self._make_beside()
-            message, size_bytes = yield from until(_answer, first, begun=begun)
+            if first.room is None:
+                message = yield from until(first.make)
+                size_bytes = len(message)
+            else:
+                message, size_bytes = yield from until(_shared, first, begun=begun)
             self._slice.make_durable()  # it acknowledges a gradient, or others go on from it
             pending.popleft()
             self._recorder.frame(sent=size_bytes)
@@ -226,7 +230,7 @@ class StepStream(ABC, Generic[SliceT]):
         for each in itertools.islice(self._pending, 1, None):
             if each.room is None or not each.is_ready():
                 return
-            future = self._shard.core_threads.offer(_answer, each)
+            future = self._shard.core_threads.offer(_shared, each)
             if future is None:
                 return
             self._made.append(future)
@@ -256,10 +260,8 @@ def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> 
     return registry.opened(name, opening.incarnation)
 
 
-def _answer(due: Due) -> tuple[bytes, int]:
-    """An answer as it leaves, and its size with its payload."""
-    message, room = due.make(), due.room
-    if room is None:
-        return message, len(message)
-    shared, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: room)
-    return shared, len(message)
+def _shared(due: Due) -> tuple[bytes, int]:
+    """An answer whose payload is in its room, and its size with that."""
+    message = due.make()
+    left, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: due.room)
+    return left, len(message)

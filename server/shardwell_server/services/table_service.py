@@ -28,7 +28,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Calls, Handling, Read
+from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
 from shardwell_server.services.row_stream import RowStream
 from shardwell_server.services.step_stream import Recorder
@@ -146,7 +146,7 @@ class TableService:
     def load_rows(self, call: Call) -> Handling:
         loading: _Load | None = None
         recorder = Recorder(self._shard, call)
-        message = yield Read.NEXT_STEP
+        message = yield Needs.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.LoadRowsRequest, message)
             recorder.frame(received=payload.size)
@@ -164,7 +164,7 @@ class TableService:
             elif loading.is_finished:
                 raise ArgumentError("a message came after the one with `finish`")
             loading.take(request, payload)
-            message = yield Read.NEXT
+            message = yield Needs.NEXT
         if loading is None:
             raise ArgumentError("the stream has no message")
         loading.end()

@@ -9,12 +9,12 @@ has cancelled the call.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -47,11 +47,16 @@ _METHODS = {
     if method.client_streaming or not method.server_streaming
 }
 """Those that may be called here: all that have one answer, or whose streams go both ways."""
-Serve: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
+Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 """What serves a call, given gRPC's iterator, which it does not use, and context."""
 
 Pack: TypeAlias = Callable[[Any], bytes]
 """Makes a message of an answer."""
+
+
+async def _unimplemented(messages: Any, context: Any) -> None:
+    """Serves what no service has."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call here")
 
 
 class _Details:
@@ -118,17 +123,15 @@ class UnixStreams:
         for connection in list(self._open):
             connection.abandon()
 
-    def _serve_of(self, method: str) -> tuple[Serve, Pack | None] | None:
-        """What serves a call of that name, and packs its one answer; None: nothing."""
-        if method not in _METHODS:
-            return None
-        for service in self._services:
+    def _serve_of(self, method: str) -> tuple[Serve, Pack | None]:
+        """What serves a call of that name, and packs its one answer."""
+        for service in self._services if method in _METHODS else ():
             handler: Any = service.service(_Details(method))
             if handler is not None:
                 if handler.response_streaming:
                     return handler.stream_stream, None
                 return handler.stream_unary, handler.response_serializer
-        return None
+        return _unimplemented, None
 
     def _entered(self, connection: _Connection) -> None:
         """Counts a connection.
@@ -157,11 +160,11 @@ class _Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        serve_of: Callable[[str], tuple[Serve, Pack | None] | None],
+        serve_of: Callable[[str], tuple[Serve, Pack | None]],
         entered: Callable[[_Connection], None],
         left: Callable[[_Connection], None],
     ) -> None:
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
         """What runs the handler."""
         self.answered_s: float | None = None
         """When it began to wait for another call; None: it does not."""
@@ -300,15 +303,7 @@ class _Connection(asyncio.Protocol):
         trailing_metadata: Sequence[tuple[str, bytes]] = (),
     ) -> None:
         """Ends the call with a status, if there is a line for it."""
-        self._has_aborted = True
-        if self._transport.is_closing():
-            return
-        end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details)
-        for key, value in trailing_metadata:
-            if key == ERROR_DETAIL_KEY:
-                end.error = value
-        told = end.SerializeToString()
-        self._transport.write(head(FrameKind.END, len(told)) + told)
+        self._end(code, details, dict(trailing_metadata).get(ERROR_DETAIL_KEY, b""))
 
     # Its life.
 
@@ -325,28 +320,24 @@ class _Connection(asyncio.Protocol):
         self.answered_s = None
         if self._timer is not None:
             self._timer.cancel()
-        self.task = asyncio.get_running_loop().create_task(self._serve(opening.method))
+        serve, pack = self._serve_of(opening.method)
+        self.task = asyncio.get_running_loop().create_task(serve(None, self))
+        self.task.add_done_callback(partial(self._served, pack))
 
-    async def _serve(self, method: str) -> None:
+    def _served(self, pack: Pack | None, task: asyncio.Task[Any]) -> None:
+        """Sends what the handler has returned; ends the connection unless it takes another call."""
         is_over = True
         try:
-            with contextlib.suppress(asyncio.CancelledError):
-                found = self._serve_of(method)
-                if found is None:
-                    await self.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call here")
-                    return
-                serve, pack = found
-                answer = await serve(None, self)
-                if pack is not None and not self._has_aborted:
-                    is_over = not await self._answered(pack(answer))
+            if not task.cancelled() and pack is not None and not self._has_aborted:
+                is_over = not self._answered(pack(task.result()))
         finally:
             if is_over:
                 self._transport.close()
 
-    async def _answered(self, answer: bytes) -> bool:
+    def _answered(self, answer: bytes) -> bool:
         """Sends the one answer of a call; False: the connection takes no other call."""
         if len(answer) > MESSAGE_SIZE_MAX_BYTES:
-            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "the answer is too long for a frame")
+            self._end(grpc.StatusCode.UNIMPLEMENTED, "the answer is too long for a frame")
             return False
         if self._transport.is_closing():
             return False
@@ -358,3 +349,11 @@ class _Connection(asyncio.Protocol):
         self.answered_s = asyncio.get_running_loop().time()
         self._await_call()
         return True
+
+    def _end(self, code: grpc.StatusCode, details: str, error: bytes = b"") -> None:
+        """Ends the call with a status, if there is a line for it."""
+        self._has_aborted = True
+        if not self._transport.is_closing():
+            end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details, error=error)
+            told = end.SerializeToString()
+            self._transport.write(head(FrameKind.END, len(told)) + told)

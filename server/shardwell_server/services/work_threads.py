@@ -75,8 +75,9 @@ class WorkThreads:
         """Ends all threads when what was begun has ended. From any thread but theirs."""
         with self._lock:
             self._is_closed = True  # from here on there are no more jobs and no more threads
-            for _ in self._threads:
-                self._give(None)
+            self._waiting.extend([None] * len(self._threads))
+            while self._idle:
+                self._idle.pop().put(self._waiting.popleft())
         for thread in self._threads:
             thread.join()
 
@@ -85,20 +86,16 @@ class WorkThreads:
         with self._lock:
             if self._is_closed:
                 return False
-            if not self._give(job) and len(self._threads) < self._count_max:
+            if self._idle:
+                self._idle.pop().put(job)
+                return True
+            self._waiting.append(job)
+            if len(self._threads) < self._count_max:
                 with suppress(RuntimeError, MemoryError):
                     self._start()
             return True
 
     # With the lock held.
-
-    def _give(self, job: _Job | None) -> bool:
-        """Has a thread do it; False: when one is free."""
-        if not self._idle:
-            self._waiting.append(job)
-            return False
-        self._idle.pop().put(job)
-        return True
 
     def _start(self) -> None:
         jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

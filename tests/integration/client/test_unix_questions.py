@@ -197,12 +197,12 @@ def test_an_answer_that_is_lost_is_asked_for_again(cluster, connect, monkeypatch
     """What was asked for has happened, and happens once."""
     real, lost = unix_streams._Connection._answered, [3]
 
-    async def answered(self: Any, answer: bytes) -> bool:
+    def answered(self: Any, answer: bytes) -> bool:
         if lost[0]:
             lost[0] -= 1
             self._transport.abort()
             return False
-        return await real(self, answer)
+        return real(self, answer)
 
     monkeypatch.setattr(unix_questions, "PAUSE_S", 0.0)
     monkeypatch.setattr(unix_streams._Connection, "_answered", answered)

@@ -232,11 +232,14 @@ def test_a_socket_that_only_breaks_calls(cluster, connect, monkeypatch, kind) ->
     """A stream's twice in a row, another once; then it is left alone for a while."""
     tried: list[str] = []
 
-    async def serve(self: Any, method: str) -> None:
-        tried.append(method)
-        self._transport.abort()
+    def serve_of(self: Any, method: str) -> tuple[unix_streams.Serve, None]:
+        async def serve(messages: Any, connection: Any) -> None:
+            tried.append(method)
+            connection.abandon()
 
-    monkeypatch.setattr(unix_streams._Connection, "_serve", serve)
+        return serve, None
+
+    monkeypatch.setattr(unix_streams.UnixStreams, "_serve_of", serve_of)
     client = connect(cluster(1), "w0")
     if kind == "parameter":
         assert opened(client).exchange(np.ones(10, np.float32))[0] == -1

@@ -1,0 +1,88 @@
+"""Who may call, how much and how fast: tokens and their quotas, and the audit log of refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardwell.connection.credentials import authorization_of
+from shardwell.errors import AccessDeniedError, AuthenticationError
+from shardwell_server.access.access import Access
+from shardwell_server.access.audit import Note, no_audit
+from shardwell_server.shard.quotas import CALL_BYTES, Usages
+
+if TYPE_CHECKING:
+    from shardwell_server.services.calls import Call
+
+
+class Guard:
+    """Lets callers in by their tokens, and slows them to their quotas. For the loop's thread.
+
+    Args:
+        access: The tokens that are let in.
+        usages: What the owners of tokens use.
+        note: Takes lines of the audit log.
+    """
+
+    def __init__(self, access: Access, usages: Usages, note: Note = no_audit) -> None:
+        self.note = note
+        """Takes lines of the audit log."""
+        self.turned_away_s: float | None = None
+        """When a call was refused last for want of a token or right; None: none was."""
+        self._access = access
+        self._usages = usages
+
+    async def enter(self, call: Call) -> None:
+        """Finds out who makes a call, and counts it; returns when it may begin.
+
+        Raises:
+            AuthenticationError: its token is none that is let in.
+            LimitError: the token's quota is used up.
+        """
+        if not self._access.asks:
+            return
+        metadata: Any = call.context.invocation_metadata()
+        call.principal = principal = self._access.principal(authorization_of(metadata))
+        if principal.name:
+            call.usage = usage = self._usages.of(principal.name, principal.quota)
+            if not call.rpc.is_urgent:
+                usage.check_rate()
+            if call.rpc.is_counted:
+                usage.take("calls")
+                call.is_counted = True
+            delay_s = usage.delay_s(CALL_BYTES)
+            if delay_s > 0 and not call.rpc.is_urgent:
+                await asyncio.sleep(delay_s)
+
+    async def pace(self, call: Call, *, free_bytes: int = 0) -> None:
+        """Counts what a call has moved; returns when that is no more than its quota allows."""
+        if call.usage is None or call.usage.quota.bytes_per_s is None:
+            return
+        delay_s = call.usage.delay_s(max(call.moved_bytes, CALL_BYTES) - free_bytes)
+        call.moved_bytes = 0
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+    def leave(self, call: Call) -> None:
+        """Does not count a call any more."""
+        if call.is_counted and call.usage is not None:
+            call.usage.add("calls", -1)
+
+    def expiry(self, call: Call) -> AuthenticationError | None:
+        """Why a call that was let in is not any more: its token has ended meanwhile, or changed."""
+        try:
+            self._access.check_still(call.principal)
+        except AuthenticationError as error:
+            return error
+        return None
+
+    def refused(self, call: Call, error: Exception) -> None:
+        """Notes a call that ends for want of a token or right."""
+        if not isinstance(error, AuthenticationError | AccessDeniedError):
+            return
+        if error is not call.ending:
+            self.turned_away_s = time.monotonic()
+        event = "ended" if error is call.ending else "refused"
+        kind = "parameter" if error.parameter else "table" if error.table else None
+        call.note(event, kind=kind, name=error.parameter or error.table, reason=error.message)
