@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from shardwell.errors import LimitError, ShardwellError, StorageError
+from shardwell.numerics import elementwise
 from shardwell_server.store import ChunkRecord, Layout, ParameterStorage, Store, Transition
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -62,12 +63,9 @@ def change(
     parts = [array[start : start + CHUNK_ELEMENT_COUNT] for array in arrays]
     record = ChunkRecord(version, 1, 2, total_factor, 3)
     with storage.change(chunk_index, transition) as changing:
-        size = parts[0].size
-        for begin, end in ((0, size // 3), (size // 3, size)):
-            changing.before(begin, end)
+        for begin, end in changing.blocks(parts[0].size):
             for number, part in enumerate(parts):
                 part[begin:end] = value + number
-            changing.after(begin, end)
         if is_committed:
             changing.commit(record, seat_index, step)
     return record
@@ -76,6 +74,12 @@ def change(
 def add_seat(storage: ParameterStorage, worker_id: str) -> None:
     storage.add_seat()
     storage.log({"kind": "seat", "worker_id": worker_id})
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is written in several blocks."""
+    monkeypatch.setattr(elementwise, "BLOCK_ELEMENT_COUNT", 100)
 
 
 class StoreContract:
@@ -360,9 +364,10 @@ class TestMmapStore(StoreContract):
 
         def fail_half_way() -> None:
             with storage.change(1, transition) as begun:
-                begun.before(0, 100)
-                array[512:612] = 99
-                raise RuntimeError("half way")
+                for start, stop in begun.blocks(CHUNK_ELEMENT_COUNT):
+                    array[512:][start:stop] = 99
+                    if start:
+                        raise RuntimeError("half way")
 
         with pytest.raises(RuntimeError, match="half way"):
             fail_half_way()

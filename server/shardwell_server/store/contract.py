@@ -171,16 +171,10 @@ class ChunkChange(Protocol):
     """One transition of one chunk under way. The caller holds the chunk's lock."""
 
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
-        """(start, stop) of what is written at once of `count` elements, in ascending order."""
+        """(start, stop) of each block of `count` elements, in ascending order, without gaps.
 
-    def before(self, start: int, stop: int) -> None:
-        """To be called before elements [start, stop) of the chunk are written.
-
-        In ascending order, without gaps, from 0 to the chunk's end.
+        A block may be written from the moment that the loop has it until the loop goes on.
         """
-
-    def after(self, start: int, stop: int) -> None:
-        """To be called when they have been written, before the next ones are."""
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         """Makes it all stand: the arrays as written, `record`, and that a seat gave `step`.

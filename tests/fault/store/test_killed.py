@@ -23,6 +23,7 @@ from harness.stories import killed
 from harness.stories.crash import SameMachine
 from harness.stories.images import Image, image_of, in_memory, restore, torn
 from harness.stories.killed import STORIES, WritesOf
+from shardwell.numerics import elementwise
 from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.mmap.store import MmapStore
 from shardwell_server.store.mmap.undo import ENTRY_COUNT_MAX
@@ -120,8 +121,11 @@ def test_parameters_and_accumulators_write_nothing_without_a_name(writes_of: Wri
         assert {written.point for written in writes_of(STORIES[name])} <= killed.all_points()
 
 
-def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
+def test_several_chunks_were_being_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By as many threads as may at once: each chunk is taken back, or stands, by itself."""
+    monkeypatch.setattr(elementwise, "BLOCK_ELEMENT_COUNT", 8)
     size, chunk_size = 80, 16
     path, images = tmp_path / "store", []
     store = MmapStore(
@@ -142,12 +146,12 @@ def test_several_chunks_were_being_changed(tmp_path: Path) -> None:
             index: changes.enter_context(storage.change(index, Transition.CLOSE))
             for index in range(ENTRY_COUNT_MAX)
         }
-        for start in range(0, chunk_size, 8):
-            for index, change in begun.items():
-                change.before(start, start + 8)
-                at = index * chunk_size + start
-                storage.weights[at : at + 8] = index + 1
-                change.after(start, start + 8)
+        blocks = {index: iter(change.blocks(chunk_size)) for index, change in begun.items()}
+        for _ in range(0, chunk_size, 8):
+            for index, of_chunk in blocks.items():
+                start, stop = next(of_chunk)
+                storage.weights[index * chunk_size :][start:stop] = index + 1
+        assert [*itertools.chain(*blocks.values())] == []
         for index in (2, 0):
             begun[index].commit(ChunkRecord(version=1), 0, 0)
             committed.add(index)

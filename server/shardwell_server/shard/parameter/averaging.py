@@ -112,7 +112,7 @@ def add_to_sum(
         codec: How it is written.
         memory: The chunk's, for its sum.
         total: What is in there.
-        change: Told of every block before and after it is written.
+        change: Gives the blocks, one by one.
         shift: See `weighted_mean.shift_for`.
         may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
 
@@ -143,9 +143,7 @@ def add_to_sum(
     none = (None,) * _PAYLOAD
     arrays = (*none, contribution.payload, memory, _first_payload(memory, codec))
     for start, stop in change.blocks(memory.size):
-        change.before(start, stop)
         run(operations, arrays, start, stop)
-        change.after(start, stop)
     return Total(factor if is_plain else 1.0, stays_encoded)
 
 
@@ -214,7 +212,7 @@ def close_step(
         codec: How it is written.
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
-        change: Told of every block before and after it is written.
+        change: Gives the blocks, one by one.
         total: What is in the sum's memory.
         shift: See `weighted_mean.shift_for`.
         sample_total: Samples of all contributions, this one included; of 0 nothing comes: weights
@@ -270,7 +268,6 @@ def _update(
 ) -> None:
     """Updates weights and state with what `mean` computes into GRADIENT."""
     for start, stop in change.blocks(chunk.weights.size):
-        change.before(start, stop)
         for part, updates in rules.operations(
             chunk.offset + start,
             stop - start,
@@ -278,7 +275,6 @@ def _update(
             learning_rate=learning_rate,
         ):
             run(mean + updates, arrays, start + part.start, start + part.stop)
-        change.after(start, stop)
 
 
 # Steps that are full, and close when the norm of their mean is known: clipping.py.
@@ -313,7 +309,7 @@ def close_full_step(
     Args:
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
-        change: Told of every block before and after it is written.
+        change: Gives the blocks, one by one.
         record: Of the chunk: its contributions.
         clip_factor: What the mean is multiplied with.
         learning_rate: Of this update.

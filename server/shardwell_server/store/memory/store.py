@@ -47,12 +47,6 @@ class _MemoryChange:
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
         return ((0, count),)
 
-    def before(self, start: int, stop: int) -> None:
-        pass
-
-    def after(self, start: int, stop: int) -> None:
-        pass
-
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         self._records[self._chunk_index] = record
         if seat_index != NO_SEAT:

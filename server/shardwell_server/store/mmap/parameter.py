@@ -93,7 +93,14 @@ class MmapParameter(MmapStorage):
         self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
         file = opened("records", file_size(chunk_count))
         self._records = ChunkRecords(file, chunk_count, salt, reached)
-        self._stored: list[StoredChunkRecord] = []
+        self._stored = self._records.stored
+        summed = self._parts(self.gradient_sum)
+        self._changing = {
+            Transition.FIRST: summed,
+            Transition.ADD: summed,
+            Transition.CLOSE: self._parts(self.weights, *self.slots),
+        }
+        """The arrays that a transition writes, by chunk."""
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
         size = kept_weights.file_size(layout)
@@ -118,7 +125,7 @@ class MmapParameter(MmapStorage):
             size = made._chunk(made.weights, index).size
             if size not in crcs:  # two sizes at most
                 crcs[size] = made._crcs(index)
-            made._put(index, StoredChunkRecord(0, ChunkRecord(), -1, -1, crcs[size]))
+            made._records.put(index, StoredChunkRecord(0, ChunkRecord(), -1, -1, crcs[size]))
         made._complete(layout)
         return made
 
@@ -135,14 +142,14 @@ class MmapParameter(MmapStorage):
         has_image = is_torn and cls._restore_image(directory, reached)
         made = cls(directory, layout, salt, MappedFile.open, reached)
         made.is_torn, made.has_image = is_torn, has_image
-        made._stored = [made._records.get(index) for index in range(layout.chunk_count)]
+        made._records.read()
         for entry in made._undo.entries:
             pending = entry.pending(layout.chunk_count)
             if pending is None:
                 continue
             index, sequence, transition = pending
             if sequence == made._stored[index].sequence:
-                entry.roll_back(made._changing(index, transition))
+                entry.roll_back(made._changing[transition][index])
                 made.verify(index)
                 made.rolled_back_count += 1
             entry.void()
@@ -254,7 +261,7 @@ class MmapParameter(MmapStorage):
             np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
         if self._kept is not None and source._kept is not None:
             self._kept.copy(source._kept, chunk_index)
-        self._put(chunk_index, source._stored[chunk_index])
+        self._records.put(chunk_index, source._stored[chunk_index])
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):
             step = source._marks.get(seat_index, chunk_index)
@@ -274,7 +281,7 @@ class MmapParameter(MmapStorage):
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         check_not_retired(self)
         stored = self._stored[chunk_index]
-        self._put(
+        self._records.put(
             chunk_index,
             stored._replace(
                 sequence=stored.sequence + 1, record=record, crcs=self._crcs(chunk_index)
@@ -310,19 +317,13 @@ class MmapParameter(MmapStorage):
             0 if array is None else _crc(self._chunk(array, chunk_index)) for array in arrays
         )
 
-    def _changing(self, chunk_index: int, transition: Transition) -> Arrays:
-        """The arrays of a chunk that a transition writes."""
-        if transition is Transition.CLOSE:
-            return [self._chunk(array, chunk_index) for array in (self.weights, *self.slots)]
-        assert self.gradient_sum is not None
-        return [self._chunk(self.gradient_sum, chunk_index)]
-
-    def _put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
-        """Makes a record stand, on disk and then here."""
-        self._records.put(chunk_index, stored)
-        if chunk_index == len(self._stored):
-            self._stored.append(stored)
-        self._stored[chunk_index] = stored
+    def _parts(self, *arrays: Float32 | None) -> list[Arrays]:
+        """Each chunk's parts of arrays, without those that the parameter lacks."""
+        found = [array for array in arrays if array is not None]
+        return [
+            [self._chunk(array, index) for array in found]
+            for index in range(self.layout.chunk_count)
+        ]
 
 
 class _MmapChange:
@@ -342,7 +343,7 @@ class _MmapChange:
         self._of = of
         self._chunk_index = chunk_index
         self._transition = transition
-        self._arrays = of._changing(chunk_index, transition)
+        self._arrays = of._changing[transition][chunk_index]
         self._crcs = [0] * len(self._arrays)
         self._entry: undo.UndoEntry | None = None
         self._is_committed = False
@@ -354,18 +355,15 @@ class _MmapChange:
             self._entry.begin(self._chunk_index, sequence, self._transition)
         return self
 
-    def blocks(self, count: int) -> Iterable[tuple[int, int]]:
-        return blocks(count)  # what is saved is still in the cache when it is changed
-
-    def before(self, start: int, stop: int) -> None:
-        if self._entry is not None:
-            self._entry.save(self._arrays, start, stop)
-
-    def after(self, start: int, stop: int) -> None:
-        self._of._reached("block")
-        crcs = self._crcs
-        for number, array in enumerate(self._arrays):
-            crcs[number] = crc32.iscsi(array[start:stop].view(np.uint8).data, crcs[number])
+    def blocks(self, count: int) -> Iterator[tuple[int, int]]:
+        arrays, crcs, entry = self._arrays, self._crcs, self._entry
+        for start, stop in blocks(count):
+            if entry is not None:
+                entry.save(arrays, start, stop)
+            yield start, stop  # what is saved is still in the cache when it is changed
+            self._of._reached("block")
+            for number, array in enumerate(arrays):
+                crcs[number] = crc32.iscsi(array[start:stop].view(np.uint8).data, crcs[number])
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         old = self._of._stored[self._chunk_index]
@@ -374,7 +372,7 @@ class _MmapChange:
         else:
             crcs = (old.crcs[0], self._crcs[0], *old.crcs[2:])
         stored = StoredChunkRecord(old.sequence + 1, record, seat_index, step, crcs)
-        self._of._put(self._chunk_index, stored)
+        self._of._records.put(self._chunk_index, stored)
         self._is_committed = True
         if seat_index != NO_SEAT:
             self._of._marks.put(seat_index, self._chunk_index, step)

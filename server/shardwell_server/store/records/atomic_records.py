@@ -140,9 +140,11 @@ class ChunkRecords:
         self._records = AtomicRecords(
             file, chunk_count, _CHUNK.size, lambda index: f"chunk {index}", salt, reached
         )
+        self.stored = [StoredChunkRecord(0, ChunkRecord(), -1, -1, ())] * chunk_count
+        """What `put` wrote, or `read` found, by chunk."""
 
     def put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
-        """Makes a record stand."""
+        """Replaces a record on disk, and then in `stored`."""
         record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
         assert not record.is_encoded  # which a file does not tell
         packed = _CHUNK.pack(
@@ -158,13 +160,17 @@ class ChunkRecords:
             *crcs[: 2 + SLOT_COUNT_MAX],
         )
         self._records.put(chunk_index, packed)
+        self.stored[chunk_index] = stored
 
-    def get(self, chunk_index: int) -> StoredChunkRecord:
-        """The current record.
+    def read(self) -> None:
+        """Fills `stored` from the file.
 
         Raises:
-            StorageError: it was damaged.
+            StorageError: a record was damaged.
         """
+        self.stored[:] = map(self._get, range(len(self.stored)))
+
+    def _get(self, chunk_index: int) -> StoredChunkRecord:
         sequence, version, samples, step, factor, count, shift, seat, index, *crcs = _CHUNK.unpack(
             self._records.get(chunk_index)
         )
