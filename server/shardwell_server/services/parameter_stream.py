@@ -84,10 +84,10 @@ class ParameterStream(StepStream[ParameterSlice]):
         parameter = self._found(request, Right.CONTRIBUTE)
         squared_norm = None
         if request.HasField("norm"):
-            norm = parameter.clipped_steps.close(request.step, request.norm)
+            norm = parameter.closing.close(request.step, request.norm)
         else:
             deadline = deadline_of(self._shard, self._call, request.wait_timeout_ms / 1000)
-            measure = parameter.clipped_steps.measure
+            measure = parameter.closing.measure
             squared_norm, norm = yield from until(measure, request.step, deadline)
         # Also what a norm is of, before anybody closes a step with it.
         parameter.make_durable()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from shardwell.errors import ShardUnavailableError
@@ -21,25 +22,16 @@ from shardwell_server.config import ShardConfig
 ResultT = TypeVar("ResultT")
 
 
-class Lock(Protocol):
-    """As threading has them."""
-
-    def acquire(self) -> bool:
-        """Blocks until this thread holds it."""
-
-    def release(self) -> None:
-        """This thread does not hold it any more."""
-
-
 class Changes:
-    """A lock, and the requests that wait for a change of what it guards. A context manager.
+    """A lock, and the requests that wait for a change of what it guards.
 
     Args:
-        lock: What is to be held; default: one of its own, which a thread may take twice.
+        lock: The lock; default: one of its own, which a thread may take twice.
     """
 
-    def __init__(self, lock: Lock | None = None) -> None:
-        self._lock: Lock = lock or threading.RLock()
+    def __init__(self, lock: threading.Lock | None = None) -> None:
+        self.lock: AbstractContextManager[bool] = lock or threading.RLock()
+        """What a thread holds that calls `notify_all` or `wake_next`."""
         self._waiting: dict[Callable[[], None], None] = {}
 
     def notify_all(self) -> None:
@@ -56,12 +48,6 @@ class Changes:
     def forget(self, wake: Callable[[], None]) -> None:
         """Does not call it any more, as far as that has not begun. Any thread."""
         self._waiting.pop(wake, None)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *reason: object) -> None:
-        self._lock.release()
 
 
 class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be made again

@@ -243,6 +243,8 @@ class Seats(ABC, Generic[SeatT]):
     """
 
     def __init__(self, *, worker_count: int, worker_count_max: int, sessions: Liveness) -> None:
+        self.is_sync = worker_count > 0
+        """Whether steps need all workers."""
         self._worker_count = worker_count
         self._worker_count_max = worker_count_max
         self._sessions = sessions
@@ -267,10 +269,21 @@ class Seats(ABC, Generic[SeatT]):
     def restore_seat(self, event: Event, stored: Any) -> SeatT:
         """Gives a worker the next seat, as was logged; `stored` is what the storage has of it."""
 
-    @property
-    def is_sync(self) -> bool:
-        """Whether steps need all workers."""
-        return self._worker_count > 0
+    @abstractmethod
+    def next_step(self, worker_id: str) -> int:
+        """The first step that a worker has not contributed in full, and still can."""
+
+    @abstractmethod
+    def contributed(self, step: int) -> list[str]:
+        """Workers that have contributed all of `step`."""
+
+    @abstractmethod
+    def has_begun(self, step: int) -> bool:
+        """Whether any worker has contributed to `step`."""
+
+    def missing(self, step: int) -> tuple[list[str], int]:
+        """Known workers that have not contributed all of `step`, and how many were never seen."""
+        return self._missing_beside(self.contributed(step))
 
     def remember(self, worker_id: str, session_number: int) -> None:
         """Notes that a worker takes part, so that it can be named when it is missing.
@@ -589,14 +602,11 @@ def step_wait(
     return wait
 
 
-def members_of(
-    seats: Seats[Any], next_step: Callable[[str], int], count_max: int, now_s: float
-) -> list[types_pb2.MemberStatus]:
+def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb2.MemberStatus]:
     """Whoever has a seat, and how it keeps up; of many those that lag most.
 
     Args:
         seats: Of the parameter or table.
-        next_step: The step that a worker is to contribute next.
         count_max: How many are told of.
         now_s: On time.monotonic's clock.
     """
@@ -604,7 +614,7 @@ def members_of(
     found = sorted(seats.seats, key=lambda seat: -seat.lag_s)[:count_max]
     members = []
     for seat in found:
-        step = next_step(seat.worker_id)
+        step = seats.next_step(seat.worker_id)
         member = types_pb2.MemberStatus(worker_id=seat.worker_id, next_step=step)
         if seat.last_s is not None:
             member.idle_s = max(now_s - seat.last_s, 0.0)

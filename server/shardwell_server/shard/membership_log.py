@@ -45,7 +45,7 @@ def _rate_event(from_step: int, learning_rate: float) -> Event:
 
 
 class MembershipLog(ABC, Generic[SeatT]):
-    """Base of both. For one thread at a time, except `learning_rate`.
+    """Base of both. For one thread at a time; any thread may read `rates`.
 
     Args:
         kind: "parameter" or "table".
@@ -74,7 +74,8 @@ class MembershipLog(ABC, Generic[SeatT]):
         self._members = tracker
         self._storage = storage
         self._limits = limits
-        self._rates = LearningRates(learning_rate or 0.0)
+        self.rates = LearningRates(learning_rate or 0.0)
+        """The rate of each update; 0 where the optimizer has none."""
 
     # Taking part.
 
@@ -116,10 +117,6 @@ class MembershipLog(ABC, Generic[SeatT]):
 
     # Learning rates.
 
-    def learning_rate(self, version: int) -> float:
-        """The rate of the update that follows `version` updates; 0 where there is none."""
-        return self._rates.at(version)
-
     def _change_rate(
         self, from_step: int | None, learning_rate: float, *, reached: int, oldest: int
     ) -> None:
@@ -142,16 +139,16 @@ class MembershipLog(ABC, Generic[SeatT]):
                 f"reached step {reached}; ask for a later step, or for none to have it now",
                 **self._where,
             )
-        self._rates.prune(oldest)
+        self.rates.prune(oldest)
         limit = self._limits.learning_rate_change_count_max
-        if len(self._rates) >= limit:
+        if len(self.rates) >= limit:
             raise LimitError(
                 f"limit learning_rate_change_count_max={limit}: {self._kind} {self._name!r} has as "
                 "many changes scheduled; wait until some have taken effect",
                 **self._where,
             )
         self._storage.log(_rate_event(first, learning_rate))
-        self._rates.change(first, learning_rate)
+        self.rates.change(first, learning_rate)
         self._storage.compact(self._events())
 
     # Events.
@@ -162,7 +159,7 @@ class MembershipLog(ABC, Generic[SeatT]):
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         events += self._own_events()
-        events += [_rate_event(from_step, rate) for from_step, rate in self._rates.changes]
+        events += [_rate_event(from_step, rate) for from_step, rate in self.rates.changes]
         return events
 
     @abstractmethod
@@ -193,7 +190,7 @@ class MembershipLog(ABC, Generic[SeatT]):
                         self.incarnation = event["incarnation"]
                     case "learning_rate":
                         rate = rate_of(event["learning_rate"], event.get("factors", ()))
-                        self._rates.change(event["from_step"], rate)
+                        self.rates.change(event["from_step"], rate)
                     case _:
                         self._restore_own(event)
             except (IndexError, KeyError, TypeError, StopIteration) as error:

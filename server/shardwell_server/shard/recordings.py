@@ -67,7 +67,7 @@ class Recordings:
             session: Which.
             end: Ends the call.
         """
-        with self._changed:
+        with self._changed.lock:
             earlier = self._asking.get(session)
             self._asking[session] = end
         if earlier is not None:
@@ -75,13 +75,13 @@ class Recordings:
         try:
             yield
         finally:
-            with self._changed:
+            with self._changed.lock:
                 if self._asking.get(session) is end:
                     del self._asking[session]
 
     def news(self, session: int, deadline: RequestDeadline) -> int:
         """The number of a recording that a session does not know yet; 0 at the deadline."""
-        with self._changed:
+        with self._changed.lock:
             for number, recording in self._open.items():
                 if session not in recording.told:
                     recording.told.add(session)
@@ -102,7 +102,7 @@ class Recordings:
         Raises:
             LimitError: too many are open.
         """
-        with self._changed:
+        with self._changed.lock:
             now_s = time.monotonic()
             if len(self._open) >= RECORDING_COUNT_MAX:
                 self._open = {one: r for one, r in self._open.items() if r.until_s > now_s}
@@ -124,7 +124,7 @@ class Recordings:
         So is what comes faster than it is read; the session counts as one that has not given.
         """
         size = process.ByteSize()
-        with self._changed:
+        with self._changed.lock:
             recording = self._open.get(number)
             if recording is None or session in recording.given or session not in recording.told:
                 return
@@ -137,7 +137,7 @@ class Recordings:
 
     def next(self, number: int, deadline: RequestDeadline) -> pb.ProcessSpans | None:
         """Spans of one more session; None when all have given theirs, or time is over."""
-        with self._changed:
+        with self._changed.lock:
             recording = self._open.get(number)
             if recording is None:
                 return None
@@ -152,12 +152,12 @@ class Recordings:
 
     def stop(self) -> None:
         """Has nobody wait to be told any more. Safe to repeat."""
-        with self._changed:
+        with self._changed.lock:
             self._is_stopping = True
             self._changed.notify_all()
 
     def end(self, number: int) -> set[int]:
         """Closes a recording; the sessions that gave."""
-        with self._changed:
+        with self._changed.lock:
             recording = self._open.pop(number, None)
             return set() if recording is None else recording.given

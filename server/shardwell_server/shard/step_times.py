@@ -59,14 +59,21 @@ class StepTimes:
         self.periods = Durations()
         """From the end of a step to that of the next."""
 
-    def contributed(self, step: int) -> None:
-        """A contribution to a step was counted."""
-        if step in self._begun_s:  # as almost always
-            return
-        with self._lock:
-            self._begun_s.setdefault(step, self._now_s())
-            while len(self._begun_s) > _OPEN_COUNT_MAX:
-                self._forget(min(self._begun_s))
+    def contributed(self, step: int) -> float | None:
+        """A contribution to a step was counted.
+
+        Returns:
+            When the step began; None: with this contribution.
+        """
+        begun_s = self._begun_s.get(step)
+        if begun_s is None:
+            with self._lock:
+                self._begun_s.setdefault(step, self._now_s())
+                while len(self._begun_s) > _OPEN_COUNT_MAX:
+                    oldest = min(self._begun_s)
+                    del self._begun_s[oldest]
+                    self._closed_counts.pop(oldest, None)
+        return begun_s
 
     def closed(self, step: int) -> None:
         """A part has closed a step."""
@@ -80,19 +87,10 @@ class StepTimes:
             if self._last_s is not None:
                 self.periods.add(now_s - self._last_s)
             self._last_s = now_s
-            for each in {*self._begun_s, *self._closed_counts}:
-                if each <= step:
-                    self._forget(each)
-
-    def begun_s(self, step: int) -> float | None:
-        """When a step began; None: nobody has contributed to it."""
-        return self._begun_s.get(step)
+            self._begun_s = {k: v for k, v in self._begun_s.items() if k > step}
+            self._closed_counts = {k: v for k, v in self._closed_counts.items() if k > step}
 
     def open_for_s(self, step: int) -> float | None:
         """How long ago a step began; None: nobody has contributed to it."""
         begun_s = self._begun_s.get(step)
         return None if begun_s is None else max(self._now_s() - begun_s, 0.0)
-
-    def _forget(self, step: int) -> None:
-        self._begun_s.pop(step, None)
-        self._closed_counts.pop(step, None)

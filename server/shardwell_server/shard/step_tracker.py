@@ -162,37 +162,20 @@ class StepTracker(Seats[Seat]):
             )
         return Decision.COUNT if not self.is_sync or step == version else Decision.WAIT
 
-    def completes(self, chunk_index: int) -> bool:
-        """Whether the next contribution to a chunk closes its step."""
-        if self._closes_by_norm:
-            return False
-        return self.records[chunk_index].contribution_count + 1 >= max(self._worker_count, 1)
-
     def is_full(self, chunk_index: int) -> bool:
         """Whether all have contributed to a chunk's step, which is open still."""
         return self.records[chunk_index].contribution_count >= max(self._worker_count, 1)
 
-    def following(
-        self,
-        chunk_index: int,
-        sample_count: int,
-        *,
-        total_factor: float = 0.0,
-        shift: int = 0,
-        is_encoded: bool = False,
-    ) -> ChunkRecord:
-        """Where a chunk will stand with one contribution more; the next version if it completes."""
+    def following(self, chunk_index: int, sample_count: int) -> ChunkRecord:
+        """A chunk's record with one contribution more, as far as it does not depend on the sum.
+
+        The next version, if the contribution closes the chunk's step.
+        """
         now = self.records[chunk_index]
-        if self.completes(chunk_index):
+        count = now.contribution_count + 1
+        if not self._closes_by_norm and count >= max(self._worker_count, 1):
             return ChunkRecord(now.version + 1)
-        return ChunkRecord(
-            now.version,
-            now.contribution_count + 1,
-            now.sample_total + sample_count,
-            total_factor,
-            shift,
-            is_encoded,
-        )
+        return ChunkRecord(now.version, count, now.sample_total + sample_count)
 
     def record(
         self,

@@ -373,4 +373,4 @@ def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
         epoch = made.claim_init("restorer", deadline).epoch
         made.set_first_weights(epoch, made.where, np.zeros(SIZE))
         made.finish_init(epoch)
-        assert made._register.learning_rate(5) == 1.0
+        assert made._register.rates.at(5) == 1.0

@@ -121,9 +121,7 @@ def test_parameters_and_accumulators_write_nothing_without_a_name(writes_of: Wri
         assert {written.point for written in writes_of(STORIES[name])} <= killed.all_points()
 
 
-def test_several_chunks_were_being_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_chunks_were_being_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By as many threads as may at once: each chunk is taken back, or stands, by itself."""
     monkeypatch.setattr(elementwise, "BLOCK_ELEMENT_COUNT", 8)
     size, chunk_size = 80, 16

@@ -481,7 +481,7 @@ def changes_of(line: Line, kind: str, name: str) -> list[tuple[int, float]]:
     """Learning rates and the steps from which they hold, as the shard has them."""
     shard = line.shard
     of = shard.parameters.get(name)._register if kind == "parameter" else shard.tables.get(name)
-    rates = of._rates if kind == "parameter" else of.register._rates
+    rates = of.rates if kind == "parameter" else of.register.rates
     return list(rates.changes)
 
 

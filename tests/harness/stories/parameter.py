@@ -182,7 +182,7 @@ def _contribute(
 
 def _close(name: str, step: int, shard: Shard) -> bool:
     """As a client does that is told the norm, or that it is too late."""
-    steps = shard.parameters.get(name).clipped_steps
+    steps = shard.parameters.get(name).closing
     squared, _ = steps.measure(step, deadline())
     if squared is None:
         return False
@@ -288,6 +288,6 @@ def _state_of(found: ParameterSlice) -> State:
         "spec": found.spec,
         "initialized": register.is_initialized,
         "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in tracker.seats],
-        "rates": [register.learning_rate(tracker.version_min() + ahead) for ahead in range(5)],
+        "rates": [register.rates.at(tracker.version_min() + ahead) for ahead in range(5)],
         "chunks": chunks,
     }

@@ -33,14 +33,14 @@ class Request:
         self.woken_count += 1
 
     def attempt(self, version: int) -> int | None:
-        with self.changes:
+        with self.changes.lock:
             if self.version < version:
                 self.deadline.wait(self.changes)
                 return None
             return self.version
 
     def reach(self, version: int) -> None:
-        with self.changes:
+        with self.changes.lock:
             self.version = version
             self.changes.notify_all()
 
@@ -100,9 +100,9 @@ def test_a_stop_ends_it() -> None:
 @pytest.mark.parametrize(("look_s", "soonest"), [(math.inf, False), (0.0, True)])
 def test_when_to_look_again(look_s: float, soonest: bool) -> None:
     request = Request(60.0)
-    with request.changes, pytest.raises(NotYet) as whole:
+    with request.changes.lock, pytest.raises(NotYet) as whole:
         request.deadline.wait(request.changes)
-    with request.changes, pytest.raises(NotYet) as asked:
+    with request.changes.lock, pytest.raises(NotYet) as asked:
         request.deadline.wait(request.changes, look_s=look_s)
     assert (asked.value.deadline_s < whole.value.deadline_s) is soonest
 
@@ -127,7 +127,7 @@ def test_until_holds_nothing_of_an_attempt() -> None:
 
 def test_a_lock_may_be_its_own() -> None:
     changes = Changes()
-    with changes, changes:
+    with changes.lock, changes.lock:
         changes.notify_all()
 
 

@@ -31,9 +31,9 @@ def give(tracker: StepTracker, seat: Seat, step: int, chunk: int = 0, samples: i
 def test_a_step_closes_with_the_last_worker() -> None:
     steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
-    assert not steps.completes(0)
+    assert steps.following(0, 3).version == 0
     give(steps, first, 0, samples=3)
-    assert steps.completes(0)
+    assert steps.following(0, 4).version == 1
     assert steps.records[0] == ChunkRecord(contribution_count=1, sample_total=3)
     give(steps, second, 0, samples=4)
     assert steps.records[0] == ChunkRecord(version=1)
@@ -80,7 +80,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
     assert not steps.is_sync
     first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
-        assert steps.completes(0)
+        assert steps.following(0, 1).version == step + 1
         give(steps, first, step)
     give(steps, second, 0)
     assert steps.records[0].version == 4

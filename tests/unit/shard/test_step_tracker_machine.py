@@ -122,8 +122,9 @@ class LedgerMachine(RuleBasedStateMachine):
             (chunk, len(self.marks(worker, chunk)) if not self.worker_count else step)
         ]
         closes = not self.worker_count or len(shares) + 1 == self.worker_count
-        assert self.tracker.completes(chunk) == closes
-        self.tracker.record(seat, chunk, step, self.tracker.following(chunk, sample_count))
+        following = self.tracker.following(chunk, sample_count)
+        assert (following.version > self.tracker.records[chunk].version) == closes
+        self.tracker.record(seat, chunk, step, following)
         self.marks(worker, chunk).add(step)
         shares[worker] = sample_count
         self.closed_count[chunk] += closes

@@ -340,7 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert marks == [model.last[worker][index] for worker in model.seats]
                 if model.is_initialized:
                     np.testing.assert_array_equal(state.weights, model.weights[index])
-                    rate = made._register.learning_rate(record.version)
+                    rate = made._register.rates.at(record.version)
                     assert rate == model.rate(record.version)
                 if model.open_step[index]:
                     total = state.gradient_sum * np.float64(record.total_factor)

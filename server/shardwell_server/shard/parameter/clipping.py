@@ -1,4 +1,7 @@
-"""Steps whose mean gradient is clipped by its norm over all shards: they close in two phases.
+"""How the steps of a slice close: chunk by chunk, or by the norm of their mean over all shards.
+
+Each chunk of most parameters closes a step with its last contribution. Where the mean gradient is
+clipped by its norm over all shards, a step closes in two phases.
 
 States of a chunk's step, where n is its contributions:
 
@@ -20,79 +23,128 @@ the first that it is told for a step, and then to the chunks, one by one. Invari
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 
 import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
-from shardwell.numerics.update_rules import TensorRules, clip_factor
-from shardwell.process.spans import Spans, now_ns
-from shardwell.specs.parameter import ParameterSpec
+from shardwell.numerics.update_rules import clip_factor
+from shardwell.process.spans import now_ns
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.register import Register
-from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.step_times import StepTimes
-from shardwell_server.shard.step_tracker import StepTracker
-from shardwell_server.store import NO_SEAT, ChunkRecord, ParameterStorage, Transition
+from shardwell_server.shard.parameter.state import ParameterState
+from shardwell_server.store import NO_SEAT, ChunkRecord, Transition
 
 NORM_SIZE_BYTES = 8
 """Of a step's end in a journal: a float64."""
 
 
-class ClippedSteps:
-    """How the steps of one slice close, if `spec.closes_by_norm`. Any thread may call it.
+class Closing(ABC):
+    """How the steps of one slice close. Any thread may call it.
 
     Args:
-        spec: Of the parameter.
-        chunks: Of the slice.
-        tracker: Where each stands.
-        register: Keeps the norm of the step that is closing.
-        storage: Of the slice.
-        rules: Its optimizer.
-        snapshots: Those of the slice that are under way.
+        state: The slice.
     """
 
-    def __init__(
-        self,
-        spec: ParameterSpec,
-        chunks: Sequence[Chunk],
-        tracker: StepTracker,
-        register: Register,
-        storage: ParameterStorage,
-        rules: TensorRules,
-        snapshots: Snapshots,
-        times: StepTimes,
-        spans: Spans,
-    ) -> None:
-        self._spec = spec
-        self._chunks = chunks
-        self._tracker = tracker
-        self._register = register
-        self._storage = storage
-        self._rules = rules
-        self._snapshots = snapshots
-        self._times = times
-        self._spans = spans
-        self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(chunks)
-        """By chunk: the step, and its mean's."""
+    def __init__(self, state: ParameterState) -> None:
+        self._spec = state.spec
+        self._register = state.register
 
+    @abstractmethod
     def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
         """What is known of a step's norm: the square of this shard's part, and all of it.
 
-        The first is None once a chunk has closed the step; the second as long as the shard was
-        told none, and again when the step is long over.
+        The first is None once a chunk has closed the step; the second as long as the shard knows
+        none, and again when the step is long over.
 
         Raises:
             NotInitializedError, WorkersMissingError: not all have contributed.
             ArgumentError: the parameter is not clipped so.
         """
-        self._check()
+
+    @abstractmethod
+    def close(self, step: int, norm: float) -> float | None:
+        """Closes a step with a norm, or with the one that the shard knew before; returns which.
+
+        None if it has been closed for long.
+
+        Raises:
+            ArgumentError: the norm can't be one, or the parameter is not clipped so.
+            NotInitializedError, StepOrderError: not all have contributed.
+            StorageError: it can't be noted.
+        """
+
+    @abstractmethod
+    def replay(
+        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
+    ) -> bool:
+        """Closes a chunk's step as the journal has it; returns whether it can be closed."""
+
+    @abstractmethod
+    def recovered(self) -> None:
+        """To be called when all was replayed."""
+
+    @abstractmethod
+    def imaged(self) -> None:
+        """To be called when an image has all chunks, before the image is in force."""
+
+
+def closing_of(state: ParameterState) -> Closing:
+    """How the steps of a slice close, as its spec says."""
+    return ByNorm(state) if state.spec.closes_by_norm else ChunkByChunk(state)
+
+
+class ChunkByChunk(Closing):
+    """The last contribution to a chunk closes its step."""
+
+    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
+        raise self._refusal()
+
+    def close(self, step: int, norm: float) -> float | None:
+        raise self._refusal()
+
+    def replay(
+        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
+    ) -> bool:
+        return False
+
+    def recovered(self) -> None:
+        pass
+
+    def imaged(self) -> None:
+        pass
+
+    def _refusal(self) -> ArgumentError:
+        self._register.check_initialized()
+        return ArgumentError(
+            f"parameter {self._spec.name!r} closes steps by itself: it has no clip_norm, or "
+            "one worker, who clips",
+            parameter=self._spec.name,
+        )
+
+
+class ByNorm(Closing):
+    """A step is full with its last contribution, and closes when its norm is known."""
+
+    def __init__(self, state: ParameterState) -> None:
+        super().__init__(state)
+        self._chunks = state.chunks
+        self._tracker = state.tracker
+        self._storage = state.storage
+        self._rules = state.rules
+        self._snapshots = state.snapshots
+        self._times = state.times
+        self._spans = state.spans
+        self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(state.chunks)
+        """By chunk: the step, and its mean's."""
+
+    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
+        self._register.check_initialized()
         for index, chunk in enumerate(self._chunks):
-            with chunk.changed:
+            with chunk.changed.lock:
                 version = self._tracker.records[index].version
                 if version > step:
                     return None, self._register.norm_of(step)
@@ -110,16 +162,7 @@ class ClippedSteps:
         return squared, self._register.norm_of(step)
 
     def close(self, step: int, norm: float) -> float | None:
-        """Closes a step with a norm, or with the one that it was told before; returns which.
-
-        None if it has been closed for long.
-
-        Raises:
-            ArgumentError: the norm can't be one, or the parameter is not clipped so.
-            NotInitializedError, StepOrderError: not all have contributed.
-            StorageError: it can't be noted.
-        """
-        self._check()
+        self._register.check_initialized()
         if norm < 0 or not (math.isfinite(norm) or self._spec.allow_non_finite):
             raise ArgumentError(f"norm must be a finite number of at least 0; got {norm}")
         for index, record in enumerate(list(self._tracker.records)):
@@ -134,11 +177,11 @@ class ClippedSteps:
         if counted is None:
             return None
         for index, chunk in enumerate(self._chunks):
-            with chunk.changed:
+            with chunk.changed.lock:
                 if self._tracker.records[index].version == step:
                     begin_ns = now_ns()
                     chunk.verify()
-                    rate = self._register.learning_rate(step)
+                    rate = self._register.rates.at(step)
                     payload = np.array([counted]).view(np.uint8)
                     self._storage.journal(index, NO_SEAT, step, 0, 0, rate, payload)
                     self._close(chunk, index, counted, rate)
@@ -149,7 +192,6 @@ class ClippedSteps:
     def replay(
         self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
     ) -> bool:
-        """Closes a chunk's step as the journal has it; returns whether it can be closed."""
         is_full = self._tracker.is_full(index)
         if not is_full or self._tracker.records[index].version != step:
             return False
@@ -171,14 +213,8 @@ class ClippedSteps:
         is_full = record.contribution_count >= self._spec.worker_count
         return record.version > step or (record.version == step and is_full)
 
-    def _check(self) -> None:
-        self._register.check_initialized()
-        if not self._spec.closes_by_norm:
-            raise ArgumentError(
-                f"parameter {self._spec.name!r} closes steps by itself: it has no clip_norm, or "
-                "one worker, who clips",
-                parameter=self._spec.name,
-            )
+    def imaged(self) -> None:
+        self._register.keep_norm()
 
     def _close(self, chunk: Chunk, index: int, norm: float, learning_rate: float) -> None:
         """Updates a full chunk, verified; its lock is held."""

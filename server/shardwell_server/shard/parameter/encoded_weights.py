@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
+from shardwell.process.spans import Spans, now_ns
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1.trace_pb2 import SPAN_KIND_ENCODE_WEIGHTS
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
@@ -24,26 +26,27 @@ class EncodedWeights:
 
     Args:
         spec: The parameter.
+        spans: What the shard did last.
         count_max: Messages that are kept.
         former_names: Names that it had; what was kept under them has CRCs of these.
     """
 
     def __init__(
-        self, spec: ParameterSpec, *, count_max: int, former_names: Sequence[str] = ()
+        self,
+        spec: ParameterSpec,
+        spans: Spans,
+        *,
+        count_max: int,
+        former_names: Sequence[str] = (),
     ) -> None:
         self._spec = spec
+        self._spans = spans
         self._former_contexts = [checksum.weights_context(name) for name in former_names]
         self._codec = ChunkCodec.of(spec)
         self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-
-    def get(self, chunk_index: int, version: int) -> bytes | None:
-        """A chunk's message, if it is kept in that version."""
-        with self._lock:
-            kept = self._kept.get(chunk_index)
-        return kept[1] if kept is not None and kept[0] == version else None
 
     def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
         """A chunk's message in the version that it is about to leave, kept here no more.
@@ -87,18 +90,28 @@ class EncodedWeights:
             return False
         return (header.version, header.chunk.chunk_index) == (version, chunk_index)
 
-    def make(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
-        """A chunk's message, kept for the next; the chunk's lock is held.
+    def message(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
+        """A chunk's message in its version, kept for the next; the chunk's lock is held.
 
         Raises:
             DivergedError: training diverged; the weights are not finite.
+            StorageError: an earlier process left a damaged chunk.
         """
+        with self._lock:
+            found, message = self._kept.get(chunk_index, (-1, b""))
+        if found == version:
+            return message
+        begin_ns = now_ns()
+        chunk.verify()
         message = self._encode(chunk, chunk_index, version)
         with self._lock:
             self._kept[chunk_index] = (version, message)
             self._kept.move_to_end(chunk_index)
             if len(self._kept) > self._count_max:
                 self._kept.popitem(last=False)
+        self._spans.add(
+            SPAN_KIND_ENCODE_WEIGHTS, self._spec.name, version - 1, chunk_index, "", begin_ns
+        )
         return message
 
     def forget(self) -> None:

@@ -204,7 +204,7 @@ class Register(MembershipLog[Seat]):
                 event["from_step"] = self._tracker.version_max()
             self._storage.log(event)
             if rate is not None and "from_step" in event:
-                self._rates.change(event["from_step"], rate)
+                self.rates.change(event["from_step"], rate)
         self._first = changed
 
     # Learning rates.
@@ -246,12 +246,12 @@ class Register(MembershipLog[Seat]):
             # A gradient of a step that is over, or that skips one, is nobody's to count.
             if not oldest <= step <= reached + 1:
                 return
-            differs = self._rates.at(step) != learning_rate
+            differs = self.rates.at(step) != learning_rate
             if differs and (step < reached or step in self._brought):
                 whose = self._brought.get(step, (0.0, ""))[1]
                 raise StepOrderError(
                     f"step {step} of parameter {self._name!r} has learning rate "
-                    f"{self._rates.at(step)!r}{whose and f', which {whose!r} has brought'}; the "
+                    f"{self.rates.at(step)!r}{whose and f', which {whose!r} has brought'}; the "
                     f"gradient of {contributor.worker_id!r} brings {learning_rate!r}; give all "
                     "workers the same, or decide with set_learning_rate of the parameter",
                     parameter=self._name,
@@ -321,4 +321,4 @@ class Register(MembershipLog[Seat]):
         from_step = facts.pop("from_step", None)
         self._first.restore(**facts)
         if from_step is not None:
-            self._rates.change(from_step, facts["learning_rate"])
+            self.rates.change(from_step, facts["learning_rate"])

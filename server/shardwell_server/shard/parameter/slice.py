@@ -31,8 +31,6 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import (
     SPAN_KIND_ADD,
-    SPAN_KIND_ENCODE_WEIGHTS,
-    SPAN_KIND_FLUSH,
     SPAN_KIND_UPDATE,
 )
 from shardwell.wire import checksum
@@ -41,7 +39,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Contributor, Liveness, members_of, rest_of, step_wait
+from shardwell_server.shard.members import Contributor, Liveness
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
@@ -50,11 +48,13 @@ from shardwell_server.shard.parameter.averaging import (
     state_overflow,
 )
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, ClippedSteps
+from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, closing_of
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
+from shardwell_server.shard.parameter.reports import Reports
 from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.reports import Reports
+from shardwell_server.shard.parameter.state import ParameterState
+from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import (
@@ -70,7 +70,7 @@ class _BrokenOffError(Exception):
     """An image is not wanted any more."""
 
 
-class ParameterSlice:
+class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterStatus]):
     """See the module. All methods may be called from any thread."""
 
     def __init__(
@@ -92,7 +92,6 @@ class ParameterSlice:
         self.where = where
         self.chunk_element_count = chunk_element_count
         self.storage = storage
-        self._limits = limits
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
         self._keeps_versions = spec.keeps_versions
@@ -103,6 +102,7 @@ class ParameterSlice:
             )
             for index in range(where.chunk_count(chunk_element_count))
         ]
+        self.chunk_count = len(self._chunks)
         self._tracker = StepTracker(
             storage.records(),
             worker_count=spec.worker_count,
@@ -127,102 +127,58 @@ class ParameterSlice:
             count_max=limits.snapshot_count_max,
         )
         """Of this slice, under way."""
-        self.times = StepTimes(len(self._chunks), time.monotonic)
-        """Of its synchronous steps."""
-        self.clipped_steps = ClippedSteps(
-            spec,
-            self._chunks,
-            self._tracker,
-            self._register,
-            storage,
-            self._rules,
-            self.snapshots,
-            self.times,
-            spans,
+        state = ParameterState(
+            spec=spec,
+            storage=storage,
+            tracker=self._tracker,
+            register=self._register,
+            lock=self._register.lock,
+            chunks=self._chunks,
+            rules=self._rules,
+            snapshots=self.snapshots,
+            times=StepTimes(len(self._chunks), time.monotonic),
+            spans=spans,
         )
-        """How steps close that are clipped by their norm."""
+        super().__init__(spec.name, state, limits.abandoned_after_s)
+        self.closing = closing_of(state)
+        """How its steps close."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(
-            spec, count_max=limits.encoded_chunk_count_max, former_names=former_names
+            spec, spans, count_max=limits.encoded_chunk_count_max, former_names=former_names
         )
         self.reports = Reports()
         """What workers report of its steps."""
         self._replay()
         self.times.begin_anew()  # what was replayed was another process's
-        self.clipped_steps.recovered()
+        self.closing.recovered()
         if storage.is_torn:
             for index in range(self.chunk_count):
                 self.verify(index)
 
     # Opening and initializing.
 
-    def join(
-        self,
-        worker_id: str,
-        session_number: int = 0,
-        *,
-        seat_for: Contributor[Seat] | None = None,
-        incarnation: int = 0,
-    ) -> pb.CreateParameterResponse:
-        """Notes that a worker opened the parameter, if it has a name; tells it where it stands.
+    def _meet_incarnation(self, incarnation: int) -> int:
+        return self._register.meet_incarnation(incarnation)
 
-        Args:
-            worker_id: Who; empty: somebody who will not contribute.
-            session_number: Of the worker's session, by which it is known while that is alive; 0: it
-                has none.
-            seat_for: The worker as it asks for its seat, if it does.
-            incarnation: Shard 0's, which is this shard's too if nothing has begun here; 0: not
-                given.
+    def _opened(self, worker_id: str) -> pb.CreateParameterResponse:
+        initialized = self._register.is_initialized  # what is only staged may have any version
+        return pb.CreateParameterResponse(
+            slice_offset=self.where.offset,
+            slice_size=self.where.size,
+            chunk_element_count=self.chunk_element_count,
+            version=self._tracker.version_min() if initialized else 0,
+            next_step=self._tracker.next_step(worker_id) if initialized else 0,
+            initialized=initialized,
+            init_epoch=self._register.committed_epoch,
+            begun=self._register.has_begun,
+        )
 
-        Raises:
-            StepOrderError: the parameter has begun with another incarnation.
-            NotInitializedError, SeatsTakenError, WorkerIdInUseError, LimitError: it asked for a
-                seat and can't have one.
-            StorageError: it can't be noted.
-        """
-        took_over = False
-        with self._register.lock:
-            incarnation = self._register.meet_incarnation(incarnation)
-            if seat_for is not None:
-                took_over = self._seat(seat_for).was_taken_over
-            elif worker_id and session_number:
-                self._tracker.remember(worker_id, session_number)
-            initialized = self._register.is_initialized  # what is only staged may have any version
-            response = pb.CreateParameterResponse(
-                slice_offset=self.where.offset,
-                slice_size=self.where.size,
-                chunk_element_count=self.chunk_element_count,
-                version=self._tracker.version_min() if initialized else 0,
-                next_step=self._tracker.next_step(worker_id) if initialized else 0,
-                initialized=initialized,
-                init_epoch=self._register.committed_epoch,
-                incarnation=incarnation,
-                begun=self._register.has_begun,
-                took_over=took_over,
-                tenure=self._tracker.tenure_of(worker_id),
-                has_seat=self._tracker.has_seat(worker_id),
-            )
-        self.make_durable()  # next_step tells that the steps before it were counted
-        return response
-
-    @property
-    def incarnation(self) -> int:
-        """What tells it from others of its name; 0: it has none yet."""
-        return self._register.incarnation
-
-    def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """See `Seats.living`."""
-        with self._register.lock:
-            return self._tracker.living(but)
-
-    def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
-        with self._register.lock:
-            self._register.end_session(number)
+    def _taken_over(self, seat: Seat) -> None:
+        """All that the last owner was counting is counted on return."""
+        for chunk in self._chunks:
+            with chunk.changed.lock:
+                chunk.changed.notify_all()  # its last owner may wait there
+        seat.forget_checksums()
 
     def claim_init(
         self, worker_id: str, deadline: RequestDeadline, above_epoch: int = 0
@@ -333,49 +289,16 @@ class ParameterSlice:
             return self._tracker.version_min()
 
     @contextlib.contextmanager
-    def handing_over(self) -> Iterator[None]:
-        """Nothing of it changes in the block, and after it; where it fails, all goes on.
-
-        Raises:
-            StorageError: in calls that would change something meanwhile.
-        """
-        self.storage.is_retired = True
-        try:
-            with self._register.lock, self._image_lock:
-                for chunk in self._chunks:
-                    with chunk.changed:
-                        pass  # what was changing it has ended
-                yield
-        except BaseException:
-            self.storage.is_retired = False
-            raise
+    def _at_rest(self) -> Iterator[None]:
+        with self._image_lock:
+            for chunk in self._chunks:
+                with chunk.changed.lock:
+                    pass  # what was changing it has ended
+            yield
 
     # Keeping.
 
-    def make_durable(self) -> None:
-        """Returns when what was counted may be acknowledged.
-
-        Raises:
-            StorageError: the disk failed.
-        """
-        begin_ns = now_ns()
-        self.storage.make_durable()
-        self._spans.add_long(SPAN_KIND_FLUSH, self.spec.name, begin_ns)
-
-    def sync(self) -> None:
-        """Writes the journal to disk.
-
-        Raises:
-            StorageError: the disk failed.
-        """
-        self.storage.sync()
-
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """Writes an image if it is time, and unless the shard is stopping meanwhile.
-
-        Raises:
-            StorageError: the disk failed, or is full.
-        """
         if self.storage.wants_image and self._register.is_initialized:
             with contextlib.suppress(_BrokenOffError):
                 self._write_image(is_stopping)
@@ -385,10 +308,10 @@ class ParameterSlice:
             for index, chunk in enumerate(self._chunks):
                 if is_stopping():
                     raise _BrokenOffError
-                with chunk.changed:
+                with chunk.changed.lock:
                     chunk.verify()
                     add(index)
-            self._register.keep_norm()
+            self.closing.imaged()
 
     def verify(self, chunk_index: int) -> None:
         """Checks a chunk that an earlier process left, ahead of its first use.
@@ -398,7 +321,7 @@ class ParameterSlice:
         """
         if self._register.is_initialized:
             chunk = self._chunks[chunk_index]
-            with chunk.changed:
+            with chunk.changed.lock:
                 chunk.verify()
 
     # Gradients in.
@@ -431,7 +354,9 @@ class ParameterSlice:
         start = checksum.gradient(context, gradient)
         intact = self._codec.check(header, payload, start, thread_scratch())
         index, step = header.chunk_index, gradient.step
-        chunk = self._chunk(index)
+        if index >= len(self._chunks):
+            raise self._no_chunk(index)
+        chunk = self._chunks[index]
         if gradient.sample_count > SAMPLE_COUNT_MAX:
             raise ArgumentError(
                 f"sample_count must be at most {SAMPLE_COUNT_MAX}; got {gradient.sample_count}"
@@ -447,10 +372,12 @@ class ParameterSlice:
             with self._register.lock:
                 contributor.seat = self._seat(contributor)
         seat = contributor.seat
-        rate = self._brought_rate(gradient)
+        rate = None
+        if gradient.HasField("learning_rate") or gradient.rate_factors:
+            rate = self._brought_rate(gradient)
         if rate is not None and self._tracker.is_sync:
             self._register.bring_learning_rate(seat, contributor, step, rate)
-        with chunk.changed:
+        with chunk.changed.lock:
             seat.check(contributor)  # another one may take it over at any time
             decision = self._tracker.decide(
                 seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
@@ -465,7 +392,7 @@ class ParameterSlice:
                 return False
             chunk.verify()
             version = self._tracker.records[index].version
-            learning_rate = self._register.learning_rate(version)
+            learning_rate = self._register.rates.at(version)
             if rate is not None and not self._tracker.is_sync:
                 learning_rate = rate
             decay = self._rules.decay_into_state
@@ -482,9 +409,10 @@ class ParameterSlice:
                 learning_rate,
                 contribution.payload,
             )
-            begun_s = self.times.begun_s(version)
             # What overflows is found where weights are encoded.
-            self._count(chunk, index, contribution, seat, step, learning_rate, header.crc32c)
+            begun_s = self._count(
+                chunk, index, contribution, seat, step, learning_rate, header.crc32c
+            )
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
             if closed or self._tracker.is_full(index):
@@ -496,43 +424,22 @@ class ParameterSlice:
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
 
-    def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float | None:
-        """The learning rate that came with a gradient, if one did.
+    def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
+        """The learning rate that came with a gradient.
 
         Raises:
             ArgumentError: it can't be one, or the optimizer has none.
         """
         if not gradient.HasField("learning_rate"):
-            if gradient.rate_factors:
-                raise ArgumentError("a gradient has rate_factors, and no learning_rate")
-            return None
+            raise ArgumentError("a gradient has rate_factors, and no learning_rate")
         return self.spec.check_rate(rate_of(gradient.learning_rate, gradient.rate_factors))
 
-    def _seat(self, contributor: Contributor[Seat]) -> Seat:
-        """The worker's seat, which is the session's from now on; the register's lock is held.
-
-        When it was taken over, all that its last owner was counting is counted on return.
-
-        Raises:
-            ShardwellError: see `Register.seat`.
-        """
-        seat = self._register.seat(contributor)
-        if seat.was_taken_over:
-            for chunk in self._chunks:
-                with chunk.changed:
-                    chunk.changed.notify_all()  # its last owner may wait there
-            seat.forget_checksums()
-        return seat
-
-    def _chunk(self, index: int) -> Chunk:
-        if index >= len(self._chunks):
-            raise ArgumentError(
-                f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
-                f"{sum(chunk.where.size for chunk in self._chunks)} elements has "
-                f"{len(self._chunks)} chunks",
-                parameter=self.spec.name,
-            )
-        return self._chunks[index]
+    def _no_chunk(self, index: int) -> ArgumentError:
+        return ArgumentError(
+            f"chunk {index} of parameter {self.spec.name!r}: this shard's slice of "
+            f"{self.where.size} elements has {len(self._chunks)} chunks",
+            parameter=self.spec.name,
+        )
 
     def _check_state(
         self,
@@ -582,8 +489,12 @@ class ParameterSlice:
         step: int,
         learning_rate: float,
         crc32c: int | None = None,
-    ) -> None:
-        """Adds a contribution, closes the step if it is the last, and records both."""
+    ) -> float | None:
+        """Adds a contribution, closes the step if it is the last, and records both.
+
+        Returns:
+            When the synchronous step began; None: with this contribution.
+        """
         tracker, codec = self._tracker, self._codec.codec
         record = tracker.records[index]
         total, shift = Total(record.total_factor, record.is_encoded), record.shift
@@ -593,7 +504,8 @@ class ParameterSlice:
         elif needed > shift:
             total = total._replace(factor=math.ldexp(total.factor, shift - needed))
             shift = needed
-        closes = tracker.completes(index)
+        following = tracker.following(index, contribution.sample_count)
+        closes = following.version > record.version
         if closes and self.snapshots.pending:
             self.snapshots.before_close(index, learning_rate)
         if closes and self._keeps_versions:
@@ -629,19 +541,17 @@ class ParameterSlice:
                     shift=shift,
                     may_stay_encoded=self._may_stay_encoded,
                 )
-            following = tracker.following(
-                index,
-                contribution.sample_count,
-                total_factor=total.factor,
-                shift=shift,
-                is_encoded=total.is_encoded,
-            )
+                following = following._replace(
+                    total_factor=total.factor, shift=shift, is_encoded=total.is_encoded
+                )
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)
-        if tracker.is_sync:
-            self.times.contributed(record.version)
-            if closes:
-                self.times.closed(record.version)
+        if not tracker.is_sync:
+            return None
+        begun_s = self.times.contributed(record.version)
+        if closes:
+            self.times.closed(record.version)
+        return begun_s
 
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
@@ -652,7 +562,7 @@ class ParameterSlice:
                 chunk.verify()
                 (norm,) = entry.payload.view(np.float64)
                 rate = entry.learning_rate  # the register may have forgotten it
-                if self.clipped_steps.replay(chunk, index, entry.step, float(norm), rate):
+                if self.closing.replay(chunk, index, entry.step, float(norm), rate):
                     continue
             contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
             seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
@@ -673,11 +583,6 @@ class ParameterSlice:
             self._count(chunk, index, contribution, seat, step, entry.learning_rate)
 
     # Weights out.
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of the slice."""
-        return len(self._chunks)
 
     def is_ready(self, chunk_index: int, min_version: int) -> bool:
         """Whether `weights_message` would not wait."""
@@ -702,7 +607,7 @@ class ParameterSlice:
         """
         self._register.check_initialized()
         chunk = self._chunks[chunk_index]
-        with chunk.changed:
+        with chunk.changed.lock:
             if not self.is_ready(chunk_index, min_version):
                 deadline.wait(chunk.changed)
                 raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
@@ -712,15 +617,7 @@ class ParameterSlice:
                 intact = kept and self._encoded.intact(chunk, chunk_index, max_version, kept)
                 if intact:
                     return intact
-            message = self._encoded.get(chunk_index, version)
-            if message is None:
-                begin_ns = now_ns()
-                chunk.verify()
-                message = self._encoded.make(chunk, chunk_index, version)
-                self._spans.add(
-                    SPAN_KIND_ENCODE_WEIGHTS, self.spec.name, version - 1, chunk_index, "", begin_ns
-                )
-            return message
+            return self._encoded.message(chunk, chunk_index, version)
 
     # The rest.
 
@@ -730,48 +627,24 @@ class ParameterSlice:
     def describe(
         self, name_count_max: int, attending: Mapping[str, Session] | None = None
     ) -> pb.ParameterStatus:
-        """What GetStatus tells of it, with at most so many names of each kind.
-
-        Args:
-            name_count_max: Of workers that have contributed, that are missing, and that are done.
-            attending: Sessions that are connected, by their workers.
-        """
         with self._register.lock:
-            tracker = self._tracker
             initialized = self._register.is_initialized
-            oldest = tracker.version_min() if initialized else 0
-            missing, unknown = tracker.missing(oldest)
-            done = tracker.done_worker_ids
-            rest = rest_of(tracker, self._limits.abandoned_after_s)
-            if rest.is_over:
-                missing, unknown = [], 0
-            elif not tracker.has_begun(oldest):
-                missing = [worker_id for worker_id in missing if worker_id not in done]
-            contributed = tracker.contributed(oldest) if tracker.is_sync else []
-            return pb.ParameterStatus(
+            oldest = self._tracker.version_min() if initialized else 0
+            status = pb.ParameterStatus(
                 spec=self.spec.to_proto(),
                 slice_offset=self.where.offset,
                 slice_size=self.where.size,
                 initialized=initialized,
                 version_min=oldest,
-                version_max=tracker.version_max() if initialized else 0,
-                contributed_worker_ids=contributed[:name_count_max],
-                contributed_worker_count=len(contributed),
-                missing_worker_ids=missing[:name_count_max],
-                missing_worker_count=len(missing),
-                unknown_worker_count=unknown,
+                version_max=self._tracker.version_max() if initialized else 0,
                 counted_chunk_count=sum(chunk.counted_count for chunk in self._chunks),
                 duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
-                learning_rate=self._register.learning_rate(oldest),
-                done_worker_ids=done[:name_count_max],
+                learning_rate=self._register.rates.at(oldest),
                 load_id=self._register.committed_load_id,
-                wait=step_wait(
-                    tracker,
-                    missing[:name_count_max],
-                    attending or {},
-                    None if rest.is_over else self.times.open_for_s(oldest),
-                ),
-                ended=rest.has_ended,
-                abandoned_for_s=rest.abandoned_for_s,
-                members=members_of(tracker, tracker.next_step, name_count_max, time.monotonic()),
             )
+            contributed_count, missing_count = self._add_members(
+                status, oldest, name_count_max, attending
+            )
+            status.contributed_worker_count = contributed_count
+            status.missing_worker_count = missing_count
+            return status

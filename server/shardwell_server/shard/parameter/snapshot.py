@@ -134,7 +134,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
         )
         with self._listed(snapshot):
             for index, chunk in enumerate(self._chunks):
-                with chunk.changed:
+                with chunk.changed.lock:
                     self._check_reachable(snapshot, index)
             yield snapshot
 
@@ -161,7 +161,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
             StorageError: see `Snapshot.read`; or an earlier process left a damaged chunk.
         """
         chunk, records = self._chunks[chunk_index], self._tracker.records
-        with chunk.changed:
+        with chunk.changed.lock:
             if snapshot is not None and not snapshot.is_kept(chunk_index):
                 self._check_reachable(snapshot, chunk_index)
                 if records[chunk_index].version != snapshot.version:
@@ -174,7 +174,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
                 for source, target in zip(chunk.arrays, into, strict=True):
                     np.copyto(target, source)
                 version = records[chunk_index].version
-                rate = self._register.learning_rate(version)
+                rate = self._register.rates.at(version)
                 if snapshot is not None:
                     snapshot.note(chunk_index, rate)
                 return version, rate

@@ -8,49 +8,29 @@ begins, or the shard starts again. The record that ends it is the instant at whi
 from __future__ import annotations
 
 from shardwell.errors import NotInitializedError, StepOrderError
-from shardwell.placement.rows import RowPlacement
 from shardwell.specs.parameter import STEP_MAX
-from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
 from shardwell.wire.rows import check_ids
-from shardwell_server.shard.deadline import Changes
-from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowSlots
-from shardwell_server.shard.table.rows import TableRows
-from shardwell_server.shard.table.step_tracker import TableStepTracker
-from shardwell_server.store import TableStorage
+from shardwell_server.shard.table.state import TableState
 from shardwell_server.store.contract import LOADING
 
 _DROP_ROW_COUNT = 2**20
 
 
 class TableLoading:
-    """Of one table. `changed` is the lock under which it changes."""
+    """Fills one table. Any thread may call it."""
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        storage: TableStorage,
-        placement: RowPlacement,
-        shard_index: int,
-        *,
-        tracker: TableStepTracker,
-        register: TableRegister,
-        rows: TableRows,
-        places: RowSlots,
-        changed: Changes,
-        batch_row_count_max: int,
-    ) -> None:
-        self._spec = spec
-        self._storage = storage
-        self._placement = placement
-        self._shard_index = shard_index
-        self._tracker = tracker
-        self._register = register
-        self._rows = rows
-        self._places = places
-        self._changed = changed
-        self._batch_row_count_max = batch_row_count_max
+    def __init__(self, state: TableState) -> None:
+        self._spec = state.spec
+        self._storage = state.storage
+        self._placement = state.placement
+        self._shard_index = state.shard_index
+        self._tracker = state.tracker
+        self._register = state.register
+        self._rows = state.rows
+        self._places = state.places
+        self._changed = state.changed
+        self._batch_row_count_max = state.layout.rows_per_change_max
         self._number = 0
 
     @property
@@ -84,7 +64,7 @@ class TableLoading:
             StepOrderError: gradients were counted.
             StorageError: it can't be emptied.
         """
-        with self._changed:
+        with self._changed.lock:
             if self._register.has_counted:
                 raise StepOrderError(
                     f"table {self._spec.name!r} has counted gradients on shard "
@@ -125,7 +105,7 @@ class TableLoading:
         state = state.take(order)
         check_ids(state.ids, self._placement, self._shard_index)
         for piece in state.pieces(self._batch_row_count_max):
-            with self._changed:
+            with self._changed.lock:
                 self._check_newest(number)
                 self._rows.load(piece, self._storage.record)
 
@@ -141,7 +121,7 @@ class TableLoading:
             StepOrderError: another load has begun since.
             StorageError: it can't be written.
         """
-        with self._changed:
+        with self._changed.lock:
             self._check_newest(number)
             if learning_rate is not None:
                 from_step = version if self._spec.mode == "sync" else None

@@ -18,7 +18,7 @@ from shardwell_server.store import Event, TableStorage
 
 
 class TableRegister(MembershipLog[Seat]):
-    """See the module. For one thread at a time, except `learning_rate`."""
+    """See the module. For one thread at a time; any thread may read `rates`."""
 
     def __init__(
         self, spec: TableSpec, storage: TableStorage, tracker: TableStepTracker, limits: Limits
@@ -85,7 +85,7 @@ class TableRegister(MembershipLog[Seat]):
 
     def _load_began(self, load_id: int) -> None:
         self.load_id = load_id
-        self._rates = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
+        self.rates = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
 
     def _own_events(self) -> list[Event]:
         return [{"kind": "load", "load_id": self.load_id}] if self.load_id else []

@@ -8,17 +8,12 @@ from typing import NamedTuple
 
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
 from shardwell.wire.rows import rows_per_scan_message_max
-from shardwell_server.shard.deadline import Changes, RequestDeadline
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import table_workers_missing
-from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowSlots
-from shardwell_server.shard.table.rows import TableRows
-from shardwell_server.shard.table.snapshot import TableSnapshot, TableSnapshots, too_late
-from shardwell_server.shard.table.step_tracker import TableStepTracker
-from shardwell_server.store import TableStorage
+from shardwell_server.shard.table.snapshot import TableSnapshot, too_late
+from shardwell_server.shard.table.state import TableState
 
 
 class StateBatch(NamedTuple):
@@ -32,30 +27,19 @@ class StateBatch(NamedTuple):
 
 
 class TableScan:
-    """Of one table. `changed` is the lock under which it changes. Any thread may call it."""
+    """Reads the rows of one table. Any thread may call it."""
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        storage: TableStorage,
-        *,
-        tracker: TableStepTracker,
-        register: TableRegister,
-        rows: TableRows,
-        places: RowSlots,
-        snapshots: TableSnapshots,
-        changed: Changes,
-    ) -> None:
-        self.snapshots = snapshots
+    def __init__(self, state: TableState) -> None:
+        self.snapshots = state.snapshots
         """Those under way."""
-        self._spec = spec
-        self._storage = storage
-        self._tracker = tracker
-        self._register = register
-        self._rows = rows
-        self._places = places
-        self._changed = changed
-        self._batch = rows_per_scan_message_max(spec)
+        self._spec = state.spec
+        self._storage = state.storage
+        self._tracker = state.tracker
+        self._register = state.register
+        self._rows = state.rows
+        self._places = state.places
+        self._changed = state.changed
+        self._batch = rows_per_scan_message_max(state.spec)
 
     def values(self, *, with_values: bool) -> Iterator[tuple[Ids, Float32 | None]]:
         """All rows that exist, a message's worth at a time: ids, and values if they are wanted.
@@ -91,7 +75,7 @@ class TableScan:
             yield None
             return
         with self.snapshots.under_way(version, is_wanted) as snapshot:
-            with self._changed:
+            with self._changed.lock:
                 found = self._tracker.version
                 if found == version and self._is_between_steps():
                     self.begin_snapshots()
@@ -103,7 +87,7 @@ class TableScan:
         """Begins those that wait for the version that was reached now; `changed` is held."""
         version = self._tracker.version
         counts = self._storage.update_counts[: self._places.used]
-        self.snapshots.begin_at(version, counts, self._register.learning_rate(version))
+        self.snapshots.begin_at(version, counts, self._register.rates.at(version))
 
     def _is_between_steps(self) -> bool:
         """Whether rows are as the last step left them; `changed` is held."""
@@ -123,7 +107,7 @@ class TableScan:
             StepOrderError: the table has passed the version.
             WorkersMissingError: the version was not reached in time.
         """
-        with self._changed:
+        with self._changed.lock:
             if snapshot is not None and not snapshot.has_begun:
                 if snapshot.failure is not None:
                     raise snapshot.failure
@@ -144,7 +128,7 @@ class TableScan:
             while start < self._places.used:
                 state = self._rows.states(start, start + self._batch)
                 version = self._tracker.version
-                yield StateBatch(state, version, self._register.learning_rate(version))
+                yield StateBatch(state, version, self._register.rates.at(version))
                 start += self._batch
             return
         for start in range(0, snapshot.place_count, self._batch):

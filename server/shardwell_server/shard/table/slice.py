@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (
     SPAN_KIND_ADD,
     SPAN_KIND_ENCODE_WEIGHTS,
-    SPAN_KIND_FLUSH,
     SPAN_KIND_UPDATE,
 )
 from shardwell.wire import checksum
@@ -45,7 +43,8 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Contributor, Liveness, members_of, rest_of, step_wait
+from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.loading import TableLoading
@@ -55,6 +54,7 @@ from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import NonFiniteSumError, TableRows
 from shardwell_server.shard.table.scan import TableScan
 from shardwell_server.shard.table.snapshot import TableSnapshots
+from shardwell_server.shard.table.state import TableState
 from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
 from shardwell_server.store import TableLayout, TableStorage
 
@@ -63,7 +63,7 @@ _EVICT_ROW_COUNT = 2**20
 """Places that are looked at between one moment and the next in which others may go on."""
 
 
-class TableSlice:
+class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
     """See the module. All methods may be called from any thread.
 
     Args:
@@ -99,7 +99,6 @@ class TableSlice:
         self.spec = spec
         self._spans = spans
         self.layout = layout
-        self._abandoned_after_s = limits.abandoned_after_s
         self.storage = storage
         self._draws_incarnation = shard_index == 0
         self._codec = RowCodec.of(spec)
@@ -107,8 +106,6 @@ class TableSlice:
         self._reader = PartReader(spec, self._codec, placement, shard_index)
         self._lock = threading.Lock()
         self._changed = Changes(self._lock)
-        self.times = StepTimes(1, time.monotonic)
-        """Of its synchronous steps."""
         self._tracker = TableStepTracker(
             storage.record.version,
             worker_count=spec.worker_count,
@@ -117,34 +114,37 @@ class TableSlice:
         )
         self.register = TableRegister(spec, storage, self._tracker, limits)
         """What changes rarely."""
-        self._places = RowSlots(layout, storage, stored_bytes, limits.table_row_count_max)
+        self._places = places = RowSlots(layout, storage, stored_bytes, limits.table_row_count_max)
         snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
         self._rows = TableRows(
             spec,
             placement,
             shard_index,
             storage,
-            self._places,
+            places,
             batch_row_count_max=layout.rows_per_change_max,
             snapshots=snapshots,
         )
-        parts: dict[str, Any] = {
-            "tracker": self._tracker,
-            "register": self.register,
-            "rows": self._rows,
-            "places": self._places,
-            "changed": self._changed,
-        }
-        self.scan = TableScan(spec, storage, snapshots=snapshots, **parts)
-        """Its rows, all of them."""
-        self.loading = TableLoading(
-            spec,
-            storage,
-            placement,
-            shard_index,
-            batch_row_count_max=layout.rows_per_change_max,
-            **parts,
+        state = TableState(
+            spec=spec,
+            layout=layout,
+            storage=storage,
+            placement=placement,
+            shard_index=shard_index,
+            tracker=self._tracker,
+            register=self.register,
+            places=places,
+            rows=self._rows,
+            snapshots=snapshots,
+            changed=self._changed,
+            lock=self._lock,
+            times=StepTimes(1, time.monotonic),
+            spans=spans,
         )
+        super().__init__(spec.name, state, limits.abandoned_after_s)
+        self.scan = TableScan(state)
+        """Its rows, all of them."""
+        self.loading = TableLoading(state)
         """How a checkpoint comes in."""
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
@@ -152,7 +152,7 @@ class TableSlice:
 
     def go_on(self) -> None:
         """Closes a step that an earlier process was closing; damage is told to whoever meets it."""
-        with self._changed, contextlib.suppress(StorageError):
+        with self._lock, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._finish_step()
 
@@ -182,89 +182,36 @@ class TableSlice:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        return self.register.learning_rate(self.version)
+        return self.register.rates.at(self.version)
 
     # Taking part.
 
-    def join(
-        self,
-        worker_id: str,
-        session_number: int = 0,
-        *,
-        seat_for: Contributor[Seat] | None = None,
-        incarnation: int = 0,
-    ) -> pb.OpenTableResponse:
-        """Notes that a worker opened the table, if it has a name; tells it where it stands.
-
-        Args:
-            worker_id: See `ParameterSlice.join`.
-            session_number: The same.
-            seat_for: The same.
-            incarnation: That of other shards, and this one's too if nothing has begun; 0: none.
-
-        Raises:
-            StepOrderError: the table has begun with another incarnation.
-            SeatsTakenError, WorkerIdInUseError, LimitError: it asked for a seat and can't have one.
-            StorageError: it can't be noted.
-        """
-        with self._changed:
-            has_rows = self._places.row_count > 0 or self.loading.is_under_way
-            has_begun = has_rows or self.register.has_counted
-            if self._draws_incarnation and not (incarnation or self.register.incarnation):
-                incarnation = secrets.randbits(63) + 1
-            if incarnation and not (self.register.incarnation and has_begun):
-                self.register.note_incarnation(incarnation)
-            self.register.check_incarnation(incarnation)
-            took_over = False
-            if seat_for is not None:
-                took_over = self._seat(seat_for).was_taken_over
-            elif worker_id and session_number:
-                self._tracker.remember(worker_id, session_number)
-            step, part_count = self._tracker.next_part(worker_id)
-            response = pb.OpenTableResponse(
-                rows_per_message_max=self.rows_per_message_max,
-                version=self.version,
-                next_step=step,
-                counted_part_count=part_count,
-                row_count=self._places.row_count,
-                incarnation=self.register.incarnation,
-                begun=has_begun,
-                took_over=took_over,
-                tenure=self._tracker.tenure_of(worker_id),
-                has_seat=self._tracker.has_seat(worker_id),
-            )
-        self.make_durable()  # next_step tells that what came before it was counted
-        return response
-
-    @property
-    def incarnation(self) -> int:
-        """What tells it from others of its name; 0: it has none yet."""
+    def _meet_incarnation(self, incarnation: int) -> int:
+        if self._draws_incarnation and not (incarnation or self.register.incarnation):
+            incarnation = secrets.randbits(63) + 1
+        if incarnation and not (self.register.incarnation and self._has_begun):
+            self.register.note_incarnation(incarnation)
+        self.register.check_incarnation(incarnation)
         return self.register.incarnation
 
-    def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """See `Seats.living`."""
-        with self._changed:
-            return self._tracker.living(but)
+    @property
+    def _has_begun(self) -> bool:
+        has_rows = self._places.row_count > 0 or self.loading.is_under_way
+        return has_rows or self.register.has_counted
 
-    def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order.
+    def _opened(self, worker_id: str) -> pb.OpenTableResponse:
+        step, part_count = self._tracker.next_part(worker_id)
+        return pb.OpenTableResponse(
+            rows_per_message_max=self.rows_per_message_max,
+            version=self.version,
+            next_step=step,
+            counted_part_count=part_count,
+            row_count=self._places.row_count,
+            begun=self._has_begun,
+        )
 
-        Raises:
-            StorageError: it can't be noted.
-        """
-        with self._changed:
-            self.register.end_session(number)
-
-    @contextlib.contextmanager
-    def handing_over(self) -> Iterator[None]:
-        """See `ParameterSlice.handing_over`."""
-        self.storage.is_retired = True
-        try:
-            with self._changed:
-                yield
-        except BaseException:
-            self.storage.is_retired = False
-            raise
+    def _taken_over(self, seat: Seat) -> None:
+        self._changed.notify_all()
 
     # Gradients in.
 
@@ -292,7 +239,7 @@ class TableSlice:
         """
         begin_ns = now_ns()
         part = self._reader.open(contributor.worker_id, header, payload)
-        with self._changed:
+        with self._lock:
             self.loading.check_committed()
             seat = contributor.seat
             if seat is None:
@@ -312,8 +259,7 @@ class TableSlice:
                 return False
             self._check_sample_count(seat, header)
             version = self.storage.record.version
-            begun_s = self.times.begun_s(version)
-            self._count(seat, part)
+            begun_s = self._count(seat, part)
             self._counted_row_count += part.ids.size
             self._finish_step()
             closed = self.storage.record.version != version
@@ -327,13 +273,6 @@ class TableSlice:
             )
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
-
-    def _seat(self, contributor: Contributor[Seat]) -> Seat:
-        """See `TableRegister.seat`; `_changed` is held."""
-        seat = self.register.seat(contributor)
-        if seat.was_taken_over:
-            self._changed.notify_all()  # its last owner may wait
-        return seat
 
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
@@ -359,8 +298,8 @@ class TableSlice:
             )
         self._sample_counts[seat.index] = (header.step, header.sample_count)
 
-    def _count(self, seat: Seat, part: Part) -> None:
-        """Makes a part stand; `_changed` is held."""
+    def _count(self, seat: Seat, part: Part) -> float | None:
+        """Counts a part; the lock is held. Returns when its step began; None: with this part."""
         ids, gradients, header, peak = part
         if not self.spec.allow_non_finite and not (
             peak + self._rows.decay_peak(ids) < SAFE_MAGNITUDE
@@ -387,7 +326,7 @@ class TableSlice:
         if not ids.size:
             self._rows.settle(following, stored)
         elif self.spec.worker_count < 2:
-            rate = self.register.learning_rate(record.version)
+            rate = self.register.rates.at(record.version)
             self._rows.apply(ids, gradients, rate, following, stored)
         else:
             factor = math.ldexp(float(header.sample_count), -following.shift)
@@ -399,9 +338,10 @@ class TableSlice:
                 advice = f"scale gradients down, and {_ENDING}"
                 raise non_finite_row(self.spec, ids, place, what, advice) from None
         self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
-        if self._tracker.is_sync:
-            self.times.contributed(self._tracker.version)
+        is_sync, version = self._tracker.is_sync, self._tracker.version
+        begun_s = self.times.contributed(version) if is_sync else None
         self._catch_up()
+        return begun_s
 
     def _check_state(self, seat: Seat, part: Part) -> None:
         """Refuses a gradient that would take optimizer state beyond float32, for good.
@@ -410,7 +350,7 @@ class TableSlice:
         """
         if self._tracker.is_sync and not part.header.sample_count:
             return
-        rate = self.register.learning_rate(self.storage.record.version)
+        rate = self.register.rates.at(self.storage.record.version)
         found = self._rows.state_overflow(part.ids, part.gradients, rate)
         if found is not None:
             name, place = found
@@ -442,7 +382,7 @@ class TableSlice:
                 self._rows.close(
                     record.sample_total,
                     record.shift,
-                    self.register.learning_rate(record.version),
+                    self.register.rates.at(record.version),
                     record._replace(
                         version=record.version + 1, contribution_count=0, sample_total=0, shift=0
                     ),
@@ -486,7 +426,7 @@ class TableSlice:
 
     def _wait_for(self, version: int, deadline: RequestDeadline) -> None:
         if self._tracker.is_sync and self.version < version:
-            with self._changed:
+            with self._lock:
                 self._finish_step()
                 if self.version < version:
                     deadline.wait(self._changed)
@@ -503,7 +443,7 @@ class TableSlice:
         """
         count = start = 0
         while start < self._places.used:
-            with self._changed:
+            with self._lock:
                 self.loading.check_committed()
                 older = older_than_step
                 if self._tracker.is_sync:  # with one worker, the open step's rows have no sum
@@ -518,72 +458,33 @@ class TableSlice:
         for start in range(0, self._places.used, batch):
             yield functools.partial(self._rows.verify, start, start + batch)
 
-    def make_durable(self) -> None:
-        """Returns when what was counted may be acknowledged; StorageError if the disk failed."""
-        begin_ns = now_ns()
-        self.storage.make_durable()
-        self._spans.add_long(SPAN_KIND_FLUSH, self.spec.name, begin_ns)
-
-    def sync(self) -> None:
-        """Writes to disk what is not there yet; StorageError if the disk failed."""
-        self.storage.sync()
-
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """Writes an image if it is time, and unless the shard is stopping meanwhile.
-
-        Raises:
-            StorageError: the disk failed, or is full; or a row was damaged.
-        """
         self.storage.make_image(is_stopping)
 
     # The rest.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        with self._changed:
+        with self._lock:
             self.loading.check_committed()
             self.register.change_learning_rate(from_step, learning_rate)
 
     def describe(
         self, name_count_max: int, attending: Mapping[str, Session] | None = None
     ) -> pb.TableStatus:
-        """What GetTableStatus tells of it: see `ParameterSlice.describe`."""
-        missing, unknown = self._tracker.missing(self.version)
-        done = self._tracker.done_worker_ids
-        rest = rest_of(self._tracker, self._abandoned_after_s)
-        if rest.is_over:
-            missing, unknown = [], 0
-        elif not self._tracker.has_begun(self.version):
-            missing = [worker_id for worker_id in missing if worker_id not in done]
-        contributed = self._tracker.contributed(self.version)
         load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
-        return pb.TableStatus(
+        version = self.version
+        status = pb.TableStatus(
             spec=self.spec.to_proto(),
             row_count=self._places.row_count,
             row_capacity=self.storage.reserved_row_count,
             stored_bytes=self.storage.reserved_row_count * self.layout.row_size_bytes,
-            version=self.version,
-            contributed_worker_ids=contributed[:name_count_max],
-            missing_worker_ids=missing[:name_count_max],
-            unknown_worker_count=unknown,
+            version=version,
             counted_row_count=self._counted_row_count,
             duplicate_part_count=self._duplicate_part_count,
             learning_rate=self.learning_rate,
             loading=self.loading.is_under_way,
             load_id=load_id,
             incarnation=self.register.incarnation,
-            done_worker_ids=done[:name_count_max],
-            wait=step_wait(
-                self._tracker,
-                missing[:name_count_max],
-                attending or {},
-                None if rest.is_over else self.times.open_for_s(self.version),
-            ),
-            ended=rest.has_ended,
-            abandoned_for_s=rest.abandoned_for_s,
-            members=members_of(
-                self._tracker,
-                lambda worker_id: self._tracker.next_part(worker_id)[0],
-                name_count_max,
-                time.monotonic(),
-            ),
         )
+        self._add_members(status, version, name_count_max, attending)
+        return status

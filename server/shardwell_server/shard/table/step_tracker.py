@@ -219,6 +219,9 @@ class TableStepTracker(Seats[Seat]):
             return (self.version if self.is_sync else 0), 0
         return self._next_part(seat)
 
+    def next_step(self, worker_id: str) -> int:
+        return self.next_part(worker_id)[0]
+
     def _next_part(self, seat: Seat) -> tuple[int, int]:
         _, step, part_count = seat.position
         if self.is_sync and step < self.version:
@@ -232,7 +235,3 @@ class TableStepTracker(Seats[Seat]):
     def has_begun(self, step: int) -> bool:
         """Whether any worker has contributed to `step`."""
         return any(seat.position[1:] > (step, 0) for seat in self.seats)
-
-    def missing(self, step: int) -> tuple[list[str], int]:
-        """Known workers that have not ended `step`, and how many more were never seen."""
-        return self._missing_beside(self.contributed(step))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shardwell.errors import ArgumentError, LimitError
-from shardwell_server.shard.reports import FIGURE_COUNT_MAX, STEP_COUNT_MAX, Reports
+from shardwell_server.shard.parameter.reports import FIGURE_COUNT_MAX, STEP_COUNT_MAX, Reports
 
 
 def test_a_step_has_the_mean_of_its_workers() -> None:

@@ -1,0 +1,257 @@
+"""What the slices of parameters and of tables have in common: members, hand-over, disk, status.
+
+A slice is what one shard has of a parameter or a table. Its members, rates and events change
+rarely, under the lock of its state; what gradients change is the business of parameter/slice.py and
+table/slice.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shardwell.process.spans import Spans, now_ns
+from shardwell.rpc.session import Session
+from shardwell.v1 import parameter_server_pb2 as parameter_pb
+from shardwell.v1 import table_pb2 as table_pb
+from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
+from shardwell_server.shard.members import (
+    Contributor,
+    Seat,
+    Seats,
+    members_of,
+    rest_of,
+    step_wait,
+)
+from shardwell_server.shard.membership_log import MembershipLog
+from shardwell_server.shard.step_times import StepTimes
+from shardwell_server.store.contract import Storage
+
+SeatT = TypeVar("SeatT", bound=Seat)
+OpenedT = TypeVar("OpenedT", parameter_pb.CreateParameterResponse, table_pb.OpenTableResponse)
+StatusT = TypeVar("StatusT", parameter_pb.ParameterStatus, table_pb.TableStatus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceState(Generic[SeatT]):
+    """What a slice is made of, for the classes that share its work."""
+
+    storage: Storage
+    tracker: Seats[SeatT]
+    """Who has contributed what."""
+    register: MembershipLog[SeatT]
+    """What changes rarely."""
+    lock: AbstractContextManager[bool]
+    """Guards the register, and the seats of the tracker."""
+    times: StepTimes
+    """Of its synchronous steps."""
+    spans: Spans
+
+
+class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
+    """Base of both. All methods may be called from any thread.
+
+    Args:
+        name: Of the parameter or table.
+        state: What it is made of.
+        abandoned_after_s: See `rest_of`.
+    """
+
+    def __init__(self, name: str, state: SliceState[SeatT], abandoned_after_s: float) -> None:
+        self._name = name
+        self._state = state
+        self._abandoned_after_s = abandoned_after_s
+        self.times = state.times
+        """Of its synchronous steps."""
+
+    # Taking part.
+
+    def join(
+        self,
+        worker_id: str,
+        session_number: int = 0,
+        *,
+        seat_for: Contributor[SeatT] | None = None,
+        incarnation: int = 0,
+    ) -> OpenedT:
+        """Notes that a worker opened the parameter or table, if the worker has a name.
+
+        Args:
+            worker_id: The worker; empty: a client that will not contribute.
+            session_number: Of the worker's session, by which it is known while that is alive; 0: it
+                has none.
+            seat_for: The worker as it asks for its seat, if it does.
+            incarnation: That of shard 0 or of other shards, which becomes this shard's if nothing
+                has begun here; 0: not given.
+
+        Returns:
+            Where the slice and the worker are.
+
+        Raises:
+            StepOrderError: it has begun with another incarnation.
+            NotInitializedError, SeatsTakenError, WorkerIdInUseError, LimitError: the worker asked
+                for a seat and can't have one.
+            StorageError: it can't be noted.
+        """
+        tracker = self._state.tracker
+        with self._state.lock:
+            incarnation = self._meet_incarnation(incarnation)
+            took_over = False
+            if seat_for is not None:
+                took_over = self._seat(seat_for).was_taken_over
+            elif worker_id and session_number:
+                tracker.remember(worker_id, session_number)
+            response = self._opened(worker_id)
+            response.incarnation = incarnation
+            response.took_over = took_over
+            response.tenure = tracker.tenure_of(worker_id)
+            response.has_seat = tracker.has_seat(worker_id)
+        self.make_durable()  # next_step tells that the steps before it were counted
+        return response
+
+    @abstractmethod
+    def _meet_incarnation(self, incarnation: int) -> int:
+        """Takes over an incarnation before anything has begun; returns the slice's own.
+
+        Raises:
+            StepOrderError: it has begun with another one.
+            StorageError: it can't be noted.
+        """
+
+    @abstractmethod
+    def _opened(self, worker_id: str) -> OpenedT:
+        """The answer to a worker that joins, but for its seat; the state's lock is held."""
+
+    def _seat(self, contributor: Contributor[SeatT]) -> SeatT:
+        """The worker's seat, which is the session's from now on; the state's lock is held.
+
+        Raises:
+            ShardwellError: see `MembershipLog.seat`.
+        """
+        seat = self._state.register.seat(contributor)
+        if seat.was_taken_over:
+            self._taken_over(seat)
+        return seat
+
+    @abstractmethod
+    def _taken_over(self, seat: SeatT) -> None:
+        """Wakes the requests of a seat's last owner; the state's lock is held."""
+
+    @property
+    def incarnation(self) -> int:
+        """The number that tells it from others of its name; 0: it has none yet."""
+        return self._state.register.incarnation
+
+    def living_members(self, but: int) -> list[tuple[str, int, float]]:
+        """Its workers whose sessions are alive: `Seats.living`."""
+        with self._state.lock:
+            return self._state.tracker.living(but)
+
+    def end_session(self, number: int) -> None:
+        """Notes that a session, by its number, has ended in order.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        with self._state.lock:
+            self._state.register.end_session(number)
+
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Nothing of it changes in the block, and after it; where it fails, all goes on.
+
+        Raises:
+            StorageError: in calls that would change something meanwhile.
+        """
+        storage = self._state.storage
+        storage.is_retired = True
+        try:
+            with self._state.lock, self._at_rest():
+                yield
+        except BaseException:
+            storage.is_retired = False
+            raise
+
+    def _at_rest(self) -> AbstractContextManager[object]:
+        """A block that begins when what the state's lock does not guard has ended its changes."""
+        return contextlib.nullcontext()
+
+    # Keeping.
+
+    def make_durable(self) -> None:
+        """Returns when what was counted may be acknowledged.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        begin_ns = now_ns()
+        self._state.storage.make_durable()
+        self._state.spans.add_long(SPAN_KIND_FLUSH, self._name, begin_ns)
+
+    def sync(self) -> None:
+        """Writes the journal to disk.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self._state.storage.sync()
+
+    @abstractmethod
+    def make_image(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image if it is time, and unless the shard is stopping meanwhile.
+
+        Raises:
+            StorageError: the disk failed, or is full; or what is on it was damaged.
+        """
+
+    # Status.
+
+    @abstractmethod
+    def describe(
+        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+    ) -> StatusT:
+        """What GetStatus or GetTableStatus says of it, with at most so many names of each kind.
+
+        Args:
+            name_count_max: Of workers that have contributed, that are missing, and that are done.
+            attending: Sessions that are connected, by their workers.
+        """
+
+    def _add_members(
+        self,
+        status: StatusT,
+        step: int,
+        name_count_max: int,
+        attending: Mapping[str, Session] | None,
+    ) -> tuple[int, int]:
+        """Adds to a status who takes part, and what the open step waits for.
+
+        Returns:
+            How many workers have contributed to `step`, and how many known ones are missing.
+        """
+        tracker = self._state.tracker
+        missing, unknown = tracker.missing(step)
+        done = tracker.done_worker_ids
+        rest = rest_of(tracker, self._abandoned_after_s)
+        if rest.is_over:
+            missing, unknown = [], 0
+        elif not tracker.has_begun(step):
+            missing = [worker_id for worker_id in missing if worker_id not in done]
+        contributed = tracker.contributed(step) if tracker.is_sync else []
+        named = missing[:name_count_max]
+        open_for_s = None if rest.is_over else self.times.open_for_s(step)
+        status.contributed_worker_ids.extend(contributed[:name_count_max])
+        status.missing_worker_ids.extend(named)
+        status.unknown_worker_count = unknown
+        status.done_worker_ids.extend(done[:name_count_max])
+        status.wait.CopyFrom(step_wait(tracker, named, attending or {}, open_for_s))
+        status.ended = rest.has_ended
+        if rest.abandoned_for_s is not None:
+            status.abandoned_for_s = rest.abandoned_for_s
+        status.members.extend(members_of(tracker, name_count_max, time.monotonic()))
+        return len(contributed), len(missing)
