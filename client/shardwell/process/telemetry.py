@@ -37,7 +37,7 @@ _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
 
 
 def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> CallSpan | None:
-    """A span for a block, with what is noted in it, in the caller's context; None: nobody wants it.
+    """A span for a block, with what is noted in it, in the caller's context; None: none is wanted.
 
     Args:
         verb: What is called: "exchange"; empty: nothing that is to have a span.

@@ -1,6 +1,6 @@
 """One shard, and the ways to it: gRPC connections, Unix sockets, and memory that is shared.
 
-What is said there is for others. A way that does not work now leaves its part to gRPC.
+It knows no request. Where Unix sockets or shared memory fail, gRPC carries everything.
 """
 
 from __future__ import annotations

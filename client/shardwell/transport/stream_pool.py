@@ -111,7 +111,8 @@ class StreamSet:
             self._opened.clear()
             self._streams, self.call_group = {}, CallGroup()
             for channel in channels:
-                self._open(channel, timeout_s)
+                if channel.shard_index not in self._streams:
+                    self._open(channel, timeout_s)
         found = []
         for channel in channels:
             index = channel.shard_index
@@ -149,7 +150,10 @@ class StreamSet:
         return next((stream.failure for stream in self._streams.values() if stream.failure), None)
 
     def note_outcome(self, error: BaseException | None) -> None:
-        """Has shards that were used know how the call ended; see `ShardEndpoint.note_away`."""
+        """Counts a failure for want of a shard; for the call's other shards, counting begins anew.
+
+        See `ShardEndpoint.note_away`.
+        """
         away = None
         if isinstance(error, ShardUnavailableError) and not isinstance(error, SessionUnknownError):
             away = error.shard_index  # a shard that does not know a session has answered
@@ -281,7 +285,7 @@ class StreamPool:
                 with cancelled_by(streams.close):
                     yield streams
                 streams.note_outcome(None)
-                # Whoever takes it looks whether it is alive.
+                # The call that takes it next looks whether it is alive.
                 is_wanted = not (streams.call_group.has_ended or streams.only_reads)
             except BaseException as error:
                 streams.note_outcome(streams.failure or error)

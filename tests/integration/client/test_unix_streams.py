@@ -252,6 +252,28 @@ def test_a_socket_that_only_breaks_calls(cluster, connect, monkeypatch, kind) ->
     assert not any(call.is_active() for call in unix_calls(client))
 
 
+def test_a_socket_that_breaks_every_second_stream(cluster, connect, monkeypatch) -> None:
+    """A step that succeeds between two failures makes counting them begin anew."""
+    real, opened_count = unix_streams._Connection._serve, 0
+
+    async def serve(self: Any, method: str) -> None:
+        nonlocal opened_count
+        if method == EXCHANGE:
+            opened_count += 1
+            if opened_count % 2:
+                self._transport.abort()
+        await real(self, method)
+
+    monkeypatch.setattr(unix_streams._Connection, "_serve", serve)
+    client = connect(cluster(1), "w0")
+    net = opened(client)
+    for step in range(3):
+        assert net.exchange(np.ones(10, np.float32))[0] == -1.0 - step
+        assert opened_count == 2 * (step + 1)
+        for call in unix_calls(client):
+            call.cancel()
+
+
 def test_a_shard_that_does_not_know_the_session_yet(cluster, connect, monkeypatch) -> None:
     """It has answered, so that it is there; however often that is the answer."""
     client = connect(cluster(1), "w0")
