@@ -3,27 +3,72 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 
-class _Side:
-    """What a block is entered by. Written out, as a generator costs three times as much."""
+class _Turns:
+    """Who has the lock, and who waits for it; guarded by `changed`."""
 
-    __slots__ = ("_begin", "_end")
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.reader_count = 0
+        self.waiting_count = 0
+        self.promised_count = 0
+        """Readers that may come in although a writer waits."""
+        self.writes = 0
+        self.is_wanted = False
+        """A writer has the lock, or waits for it."""
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
+
+class _Reading:
+    """A reader's block. Written out, as a generator costs three times as much."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self._turns = turns
 
     def __enter__(self) -> None:
-        self._begin()
+        turns = self._turns
+        with turns.changed:
+            if turns.is_wanted:
+                turns.waiting_count += 1
+                writes = turns.writes
+                while turns.writes == writes:
+                    turns.changed.wait()
+                turns.promised_count -= 1
+            turns.reader_count += 1
 
     def __exit__(self, *reason: object) -> None:
-        self._end()
+        turns = self._turns
+        with turns.changed:
+            turns.reader_count -= 1
+            if not turns.reader_count and turns.is_wanted:
+                turns.changed.notify_all()
+
+
+class _Writing:
+    """The writer's block."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        turns = self._turns
+        with turns.changed:
+            assert not turns.is_wanted, "one writer at a time"
+            turns.is_wanted = True
+            while turns.reader_count or turns.promised_count:
+                turns.changed.wait()
+
+    def __exit__(self, *reason: object) -> None:
+        turns = self._turns
+        with turns.changed:
+            turns.is_wanted = False
+            turns.writes += 1
+            turns.promised_count, turns.waiting_count = turns.waiting_count, 0
+            turns.changed.notify_all()
 
 
 class ReadingLock:
-    """Neither side may take it twice in one thread.
+    """Two context managers, neither of which a thread may enter twice.
 
     A writer that waits goes before new readers, and readers that waited for it go before the next
     writer; so neither side is kept out for ever. Writers are one at a time by another lock, which
@@ -31,54 +76,8 @@ class ReadingLock:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._reader_count = 0
-        self._waiting_count = 0
-        self._promised_count = 0
-        """Readers that may come in although a writer waits."""
-        self._writes = 0
-        self._is_wanted = False
-        """A writer has it, or waits for it."""
-        self._reading = _Side(self._begin_reading, self._end_reading)
-        self._writing = _Side(self._begin_writing, self._end_writing)
-
-    def reading(self) -> _Side:
-        """Shared with other readers; blocks while a writer has it or waits."""
-        return self._reading
-
-    def writing(self) -> _Side:
+        turns = _Turns()
+        self.reading = _Reading(turns)
+        """Shared with other readers; blocks while a writer has the lock or waits."""
+        self.writing = _Writing(turns)
         """Alone; blocks until the readers of now have gone."""
-        return self._writing
-
-    def _begin_reading(self) -> None:
-        with self._changed:
-            if self._is_wanted:
-                self._wait_for_writer()
-            self._reader_count += 1
-
-    def _end_reading(self) -> None:
-        with self._changed:
-            self._reader_count -= 1
-            if not self._reader_count and self._is_wanted:
-                self._changed.notify_all()
-
-    def _wait_for_writer(self) -> None:
-        self._waiting_count += 1
-        writes = self._writes
-        while self._writes == writes:
-            self._changed.wait()
-        self._promised_count -= 1
-
-    def _begin_writing(self) -> None:
-        with self._changed:
-            assert not self._is_wanted, "one writer at a time"
-            self._is_wanted = True
-            while self._reader_count or self._promised_count:
-                self._changed.wait()
-
-    def _end_writing(self) -> None:
-        with self._changed:
-            self._is_wanted = False
-            self._writes += 1
-            self._promised_count, self._waiting_count = self._waiting_count, 0
-            self._changed.notify_all()

@@ -35,8 +35,9 @@ class RowSlots:
         self._storage = storage
         self._stored_bytes = stored_bytes
         self._row_count_max = row_count_max
-        self._used = storage.record.row_used
-        left = np.flatnonzero(storage.update_counts[: self._used] == FREE)
+        self.used = storage.record.row_used
+        """Places from 0 to below it have, or had, a row."""
+        left = np.flatnonzero(storage.update_counts[: self.used] == FREE)
         self._free: Places = np.empty(max(left.size, _SMALLEST_STACK), np.int64)
         self._free[: left.size] = left
         self._free_count = left.size
@@ -45,12 +46,7 @@ class RowSlots:
     @property
     def row_count(self) -> int:
         """Rows that exist."""
-        return self._used - self._free_count
-
-    @property
-    def used(self) -> int:
-        """Places from 0 to below it have, or had, a row."""
-        return self._used
+        return self.used - self._free_count
 
     def plan(self, count: int) -> Places:
         """Places for so many new rows, for which there is room then; `take` makes them theirs.
@@ -69,16 +65,16 @@ class RowSlots:
         reused = min(count, self._free_count)
         places = np.empty(count, np.int64)
         places[:reused] = self._free[self._free_count - reused : self._free_count]
-        needed = self._used + count - reused
-        places[reused:] = np.arange(self._used, needed)
+        needed = self.used + count - reused
+        places[reused:] = np.arange(self.used, needed)
         if needed > self._storage.reserved_row_count:
             self._reserve(needed)
         return places
 
     def take(self, places: Places) -> None:
         """Those of the last `plan` have rows now."""
-        fresh = int(np.count_nonzero(places >= self._used))
-        self._used += fresh
+        fresh = int(np.count_nonzero(places >= self.used))
+        self.used += fresh
         self._free_count -= places.size - fresh
 
     def give_back(self, places: Places) -> None:

@@ -113,7 +113,7 @@ class TableRows:
             StorageError: an earlier process left a damaged row.
         """
         storage = self._storage
-        with self._lock.reading():
+        with self._lock.reading:
             places, missing_count = self._index.locate(ids)
             storage.verify(places[places >= 0] if missing_count else places)
             look_count = 0 if missing_count else GUESS_ELEMENT_COUNT
@@ -139,7 +139,7 @@ class TableRows:
             StorageError: an earlier process left a damaged row.
         """
         storage = self._storage
-        with self._lock.reading():
+        with self._lock.reading:
             counts = storage.update_counts[start : min(stop, storage.record.row_used)]
             places = start + np.flatnonzero(counts != FREE)
             storage.verify(places)
@@ -160,7 +160,7 @@ class TableRows:
             StorageError: an earlier process left a damaged row.
         """
         storage = self._storage
-        with self._lock.reading():
+        with self._lock.reading:
             counts = storage.update_counts[start : min(stop, storage.record.row_used)]
             places = start + np.flatnonzero(counts > 0)
             if claim is not None:
@@ -184,7 +184,7 @@ class TableRows:
         Raises:
             StorageError: an earlier process left a damaged row.
         """
-        with self._lock.reading():
+        with self._lock.reading:
             self._storage.verify(np.arange(start, min(stop, self._storage.record.row_used)))
 
     def decay_peak(self, ids: Ids) -> float:
@@ -421,9 +421,9 @@ class TableRows:
         """A change, and what keeps readers out until it is committed or was taken back."""
 
         def be_alone() -> None:
-            if values:
+            if values and self._snapshots.pending:
                 self._snapshots.before_write(places, self._gather)
-            alone.enter_context(self._lock.writing())
+            alone.enter_context(self._lock.writing)
 
         with (
             contextlib.ExitStack() as alone,

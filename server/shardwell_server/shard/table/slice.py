@@ -371,7 +371,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             if self._tracker.is_sync:
                 self.times.closed(self._tracker.version)
             self._tracker.close()
-            self.scan.begin_snapshots()
+            if self.scan.snapshots.pending:
+                self.scan.begin_snapshots()
             self._changed.notify_all()
 
     def _finish_step(self) -> None:

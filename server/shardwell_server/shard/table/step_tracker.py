@@ -149,7 +149,7 @@ class TableStepTracker(Seats[Seat]):
                 if counted not in (None, crc32c):
                     return Decision.SUPERSEDED
             return Decision.DUPLICATE
-        self._check_step(seat, step)
+        turn = self._turn(seat, step)
         _, expected = self._next_part(seat)
         if part_index != expected:
             raise StepOrderError(
@@ -157,7 +157,7 @@ class TableStepTracker(Seats[Seat]):
                 f"{expected} are counted here; send part {expected}, or abandon the step",
                 worker_id=seat.worker_id,
             )
-        return self._turn(step)
+        return turn
 
     def decide_end(self, seat: Seat, step: int) -> Decision:
         """What to do with the end of `seat`'s step when it abandons the rest of it.
@@ -167,10 +167,14 @@ class TableStepTracker(Seats[Seat]):
         """
         if step < seat.position.step:
             return Decision.DUPLICATE
-        self._check_step(seat, step)
-        return self._turn(step)
+        return self._turn(seat, step)
 
-    def _check_step(self, seat: Seat, step: int) -> None:
+    def _turn(self, seat: Seat, step: int) -> Decision:
+        """Whether `seat`'s next step, which it is to be, counts now or waits.
+
+        Raises:
+            StepOrderError: `step` is another.
+        """
         expected, _ = self._next_part(seat)
         if step != expected:
             reason = "closed without it" if step < expected else "was not its next"
@@ -179,8 +183,6 @@ class TableStepTracker(Seats[Seat]):
                 f"{expected}; open the table again and go on at its next_step",
                 worker_id=seat.worker_id,
             )
-
-    def _turn(self, step: int) -> Decision:
         return Decision.WAIT if self.is_sync and step > self.version else Decision.COUNT
 
     def following(self, seat: Seat, *, ends_step: bool) -> Position:

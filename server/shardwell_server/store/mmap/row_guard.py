@@ -55,7 +55,7 @@ class RowGuard:
         self._directory = directory
         self.table = layout.name
         """For errors."""
-        self._layout = layout
+        self._rows_per_pass = max(_VALUES_PER_PASS // max(layout.dim, *layout.slot_widths, 1), 1)
         self._rows = arrays
         self._checks = RowChecks(layout, salt)
         self._lock = threading.Lock()
@@ -128,11 +128,6 @@ class RowGuard:
                 )
         every = self._rows.of_values if self._rows.sums is None else self._rows.all
         return [array[start:stop] for array in every]
-
-    @property
-    def _rows_per_pass(self) -> int:
-        widest = max(self._layout.dim, *self._layout.slot_widths, 1)
-        return max(_VALUES_PER_PASS // widest, 1)
 
     def check_keys(self, row_used: int) -> None:
         """Checks keys, and which places are free and have no sum; all rows are unverified then.

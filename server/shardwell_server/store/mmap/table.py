@@ -134,7 +134,8 @@ class MmapTable(MmapStorage):
             layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape)
         )
         self._records = TableRecords(fixed("records", file_size(1)), salt, reached)
-        self._stored = StoredTableRecord(0, TableRecord(), None)
+        self.record = TableRecord()
+        self._stored = StoredTableRecord(0, self.record, None)
         self._reserved_row_count = 0
         self._kept = KeptRows(directory / "kept", layout.dim, layout.rows_per_change_max, salt)
         self._image_lock = threading.Lock()
@@ -164,7 +165,8 @@ class MmapTable(MmapStorage):
         made = cls(directory, layout, salt, "open", reached)
         made.has_image = has_image
         made._stored = made._records.get(layout.row_capacity)
-        row_used = made._stored.record.row_used
+        made.record = made._stored.record
+        row_used = made.record.row_used
         made._reserved_row_count = row_used
         for file, stride in made._row_files:
             if is_torn:
@@ -202,10 +204,6 @@ class MmapTable(MmapStorage):
             "version": self.record.version,
             "taken_back_row_count": self.rolled_back_count,
         }
-
-    @property
-    def record(self) -> TableRecord:
-        return self._stored.record
 
     def positions(self) -> list[Position]:
         found = []
@@ -286,15 +284,16 @@ class MmapTable(MmapStorage):
         super().start_journal(syncs_each=syncs_each, is_new=is_new)
         self.make_image()
 
-    def _journal(self, stored: StoredTableRecord, rows: WrittenRows) -> None:
+    def _journal(
+        self, journaling: Journaling, stored: StoredTableRecord, rows: WrittenRows
+    ) -> None:
         """Notes what a change wrote, before it is committed.
 
         Raises:
             StorageError: it can't be written; the change must not stand.
         """
-        if self._journaling is not None:
-            image_bytes = stored.record.row_used * self.layout.row_size_bytes
-            self._journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
+        image_bytes = stored.record.row_used * self.layout.row_size_bytes
+        journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
         journaling = self._journaling
@@ -360,7 +359,7 @@ class MmapTable(MmapStorage):
     def put(self, stored: StoredTableRecord) -> None:
         """Makes a record stand, on disk and then here, and the mark that it names."""
         self._records.put(stored)
-        self._stored = stored
+        self._stored, self.record = stored, stored.record
         if stored.position is not None:
             self._marks.put(stored.position.seat_index, 0, _mark(stored.position))
 
@@ -373,46 +372,36 @@ class MmapRowChange:
         self._places = places
         self._kinds = {"values": values, "sums": sums}
         self._given: dict[int, Float32] = {}
-        self._before: Float32 | None = None
         self._is_saved = False
         self._is_committed = False
         n, copies = places.size, of._copies
         self.weights: Float32 = copies.weights[: n * values]
         self.slots: tuple[Float32, ...] = tuple(slot[: n * values] for slot in copies.slots)
         self.sums: Float32 | None = None if copies.sums is None else copies.sums[: n * sums]
+        self.weights_before = self.weights
 
     def __enter__(self) -> MmapRowChange:
-        self._of._lock.acquire()
-        try:
-            self._begin()
-        except BaseException:
-            self._of._lock.release()
-            raise
-        return self
-
-    def _begin(self) -> None:
         """Saves rows, and copies them."""
         of, places, guard = self._of, self._places, self._of._guard
-        if places.size and places.min() < of.record.row_used:  # new rows need no undo
-            sequence = of._stored.sequence
-            numbers = [
-                *(guard.of_values if self._kinds["values"] else ()),
-                *(guard.of_sums if self._kinds["sums"] else ()),
-            ]
-            saved = dict(zip(numbers, of._undo.save(sequence, places, numbers), strict=True))
-            self._is_saved = True
-            for number, copy in guard.numbered(self.weights, self.slots, self.sums):
-                if number in saved:
-                    np.copyto(copy, saved[number])
-                    if copy is self.weights:
-                        self._before = saved[number]
-
-    @property
-    def weights_before(self) -> Float32:
-        before = self._before
-        return (
-            np.empty((self._places.size, self._of.layout.dim), "f4") if before is None else before
-        )
+        of._lock.acquire()
+        try:
+            if places.size and places.min() < of.record.row_used:  # new rows need no undo
+                numbers = [
+                    *(guard.of_values if self._kinds["values"] else ()),
+                    *(guard.of_sums if self._kinds["sums"] else ()),
+                ]
+                rows = of._undo.save(of._stored.sequence, places, numbers)
+                saved = dict(zip(numbers, rows, strict=True))
+                self._is_saved = True
+                for number, copy in guard.numbered(self.weights, self.slots, self.sums):
+                    if number in saved:
+                        np.copyto(copy, saved[number])
+                        if copy is self.weights:
+                            self.weights_before = saved[number]
+        except BaseException:
+            of._lock.release()
+            raise
+        return self
 
     def write(
         self,
@@ -443,7 +432,8 @@ class MmapRowChange:
         of._reached("new rows' checks")
         stored = StoredTableRecord(of._stored.sequence + 1, record, position)
         try:
-            of._journal(stored, rows._replace(new_rows=new_rows))
+            if of._journaling is not None:
+                of._journal(of._journaling, stored, rows._replace(new_rows=new_rows))
         except StorageError:
             self._roll_back()  # while nobody reads
             raise

@@ -33,7 +33,7 @@ def test_nobody_reads_in_the_middle_of_a_change() -> None:
         number = 0
         while min(counts) < 100 and not failed:
             number += 1
-            with lock.writing():
+            with lock.writing:
                 pair[0] = number
                 for _ in range(20):
                     pass
@@ -41,7 +41,7 @@ def test_nobody_reads_in_the_middle_of_a_change() -> None:
 
     def read(index: int) -> None:
         while min(counts) < 100 and not failed:
-            with lock.reading():
+            with lock.reading:
                 first = pair[0]
                 for _ in range(20):
                     pass
@@ -57,7 +57,7 @@ def test_readers_share_it() -> None:
     lock, both = ReadingLock(), threading.Barrier(2)
 
     def read() -> int:
-        with lock.reading():
+        with lock.reading:
             return both.wait(PATIENCE_S)
 
     assert sorted(together([read, read])) == [0, 1]
@@ -67,16 +67,16 @@ def test_a_writer_goes_before_new_readers() -> None:
     lock, order = ReadingLock(), []
 
     def write() -> None:
-        with lock.writing():
+        with lock.writing:
             order.append("writer")
 
     def read() -> None:
-        with lock.reading():
+        with lock.reading:
             order.append("new reader")
 
-    with lock.reading():
+    with lock.reading:
         writer = in_background(write)
-        eventually("the writer waits", lambda: lock._is_wanted)
+        eventually("the writer waits", lambda: lock.writing._turns.is_wanted)
         reader = in_background(read)
         order.append("old reader")
     writer.result(PATIENCE_S)
@@ -87,5 +87,5 @@ def test_a_writer_goes_before_new_readers() -> None:
 def test_an_error_gives_it_back() -> None:
     lock = ReadingLock()
     for side in (lock.reading, lock.writing, lock.writing, lock.reading):
-        with pytest.raises(KeyError), side():
+        with pytest.raises(KeyError), side:
             raise KeyError
