@@ -12,6 +12,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,6 +32,7 @@ from shardwell.placement.slices import Slice
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.table import TableSpec
 from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -41,13 +43,12 @@ from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import ParameterStream
-from shardwell_server.services.step_stream import Recorder, opened
+from shardwell_server.services.step_stream import Kind, Recorder, opened
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -106,37 +107,11 @@ class ParameterServerService:
     def create_parameter(
         self, request: pb.CreateParameterRequest, call: Call
     ) -> pb.CreateParameterResponse:
-        self._shard.check_identity(request.shard)
-        named = request.worker_id or request.take_seat
-        worker_id = check_name("worker_id", request.worker_id) if named else ""
-        spec = ParameterSpec.from_proto(request.spec)
-        exists = self._shard.parameters.has(spec.name)
-        call.check(right_to_open(exists, takes_seat=request.take_seat), "parameter", spec.name)
-        if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
-            worker_id = ""  # who may not contribute is none that others wait for
-        self._shard.parameters.check_opened(spec.name, request.incarnation)
-        if request.must_exist and not exists:
-            raise self._shard.lost_memory("parameter", spec.name)
-        if request.take_seat:
-            self._shard.parameters.get(spec.name)  # whoever takes a seat has opened it before
-        seat_for = None
-        if request.take_seat:
-            seat_for = Contributor[Seat](
-                worker_id,
-                self._shard.sessions.check(request.session, worker_id, call.principal.name),
-                request.tenure,
-                asks=True,
-                begins_anew=request.begins_anew,
-            )
-        parameter, created = self._shard.parameters.open(spec, call.principal.name)
-        response = parameter.join(
-            worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
+        response: pb.CreateParameterResponse = joined(
+            "parameter", self._shard, request, call, ParameterSpec
         )
-        response.created = created
-        if self._shard.parameters.get(spec.name) is not parameter:  # it was deleted meanwhile
-            raise ShardUnavailableError(f"parameter {spec.name!r} was deleted; call again")
-        if created:
-            call.note("created", kind="parameter", name=spec.name)
+        if response.created:
+            spec = request.spec
             _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
         return response
 
@@ -355,11 +330,44 @@ class ParameterServerService:
         return checksum.seal(response)
 
 
-def right_to_open(exists: bool, *, takes_seat: bool) -> Right:
-    """What whoever opens a parameter or table needs."""
+def joined(
+    kind: Kind, shard: Shard, request: Any, call: Call, spec_type: type[ParameterSpec | TableSpec]
+) -> Any:
+    """What a worker hears that opens a parameter or table, which is made if it is new."""
+    shard.check_identity(request.shard)
+    takes_seat = request.take_seat
+    named = request.worker_id or takes_seat
+    worker_id = check_name("worker_id", request.worker_id) if named else ""
+    spec = spec_type.from_proto(request.spec)
+    registry: Any = shard.parameters if kind == "parameter" else shard.tables
+    exists = registry.has(spec.name)
+    right = Right.CONTRIBUTE if takes_seat else Right.READ if exists else Right.CREATE
+    call.check(right, kind, spec.name)
+    if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
+        worker_id = ""  # a caller that may not contribute is none that others wait for
+    registry.check_opened(spec.name, request.incarnation)
+    if request.must_exist and not exists:
+        raise shard.lost_memory(kind, spec.name)
+    seat_for: Contributor[Any] | None = None
     if takes_seat:
-        return Right.CONTRIBUTE
-    return Right.READ if exists else Right.CREATE
+        registry.get(spec.name)  # a caller that takes a seat has opened it before
+        seat_for = Contributor(
+            worker_id,
+            shard.sessions.check(request.session, worker_id, call.principal.name),
+            request.tenure,
+            asks=True,
+            begins_anew=request.begins_anew,
+        )
+    found, created = registry.open(spec, call.principal.name)
+    response = found.join(
+        worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
+    )
+    response.created = created
+    if registry.get(spec.name) is not found:  # it was deleted meanwhile
+        raise ShardUnavailableError(f"{kind} {spec.name!r} was deleted; call again")
+    if created:
+        call.note("created", kind=kind, name=spec.name)
+    return response
 
 
 def _ranges(

@@ -15,10 +15,8 @@ from shardwell.errors import (
     CorruptChunkError,
     DivergedError,
     NonFiniteError,
-    ShardUnavailableError,
 )
 from shardwell.numerics.codec import Bytes
-from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX
 from shardwell.specs.table import TableSpec
@@ -29,14 +27,12 @@ from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
-from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, right_to_open
+from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, joined
 from shardwell_server.services.row_stream import RowStream
 from shardwell_server.services.step_stream import Recorder
 from shardwell_server.shard.deadline import RequestDeadline, deadline_of, until, wanted
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.shard.table.step_tracker import Seat
 
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
@@ -71,37 +67,9 @@ class TableService:
     # RPCs.
 
     def open_table(self, request: pb.OpenTableRequest, call: Call) -> pb.OpenTableResponse:
-        self._shard.check_identity(request.shard)
-        named = request.worker_id or request.take_seat
-        worker_id = check_name("worker_id", request.worker_id) if named else ""
-        spec = TableSpec.from_proto(request.spec)
-        exists = self._shard.tables.has(spec.name)
-        call.check(right_to_open(exists, takes_seat=request.take_seat), "table", spec.name)
-        if request.take_seat:
-            self._shard.tables.get(spec.name)  # whoever takes a seat has opened it before
-        if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
-            worker_id = ""  # who may not contribute is none that others wait for
-        self._shard.tables.check_opened(spec.name, request.incarnation)
-        if request.must_exist and not exists:
-            raise self._shard.lost_memory("table", spec.name)
-        seat_for = None
-        if request.take_seat:
-            seat_for = Contributor[Seat](
-                worker_id,
-                self._shard.sessions.check(request.session, worker_id, call.principal.name),
-                request.tenure,
-                asks=True,
-                begins_anew=request.begins_anew,
-            )
-        table, created = self._shard.tables.open(spec, call.principal.name)
-        response = table.join(
-            worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
-        )
-        response.created = created
-        if self._shard.tables.get(spec.name) is not table:  # it was deleted meanwhile
-            raise ShardUnavailableError(f"table {spec.name!r} was deleted; call again")
-        if created:
-            call.note("created", kind="table", name=spec.name)
+        response: pb.OpenTableResponse = joined("table", self._shard, request, call, TableSpec)
+        if response.created:
+            spec = request.spec
             _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
         return response
 

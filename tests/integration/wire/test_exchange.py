@@ -141,6 +141,17 @@ def test_who_only_fetches_needs_no_session(worker) -> None:
     assert model.pull()[0] == 0
 
 
+def test_a_gradient_alone_opens_its_stream_once(worker) -> None:
+    model = created(worker)
+    messages = model.gradient_messages(pb.PutGradientRequest, 0, ONES)
+    messages[1].open.CopyFrom(model.open(0))
+    with pytest.raises(grpc.RpcError) as caught:
+        worker.stubs[0].PutGradient(iter(messages), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "`open` came in the middle of a step" in caught.value.details()
+    np.testing.assert_array_equal(model.exchange(ONES), -1)
+
+
 def damaged(model: WireParameter) -> Any:
     question = model.fetch(0)
     question.fetch.min_version = 1
