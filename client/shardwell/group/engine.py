@@ -117,7 +117,6 @@ class Engine:
     def __init__(
         self,
         rank: int,
-        size: int,
         strategy: Strategy,
         mailbox: Mailbox,
         agreement: Agreement,
@@ -130,7 +129,6 @@ class Engine:
         self._context_of = context_of
         self._threads = threads
         self._rank = rank
-        self._size = size
         self._strategy = strategy
         self._mailbox = mailbox
         self._agreement = agreement
@@ -217,7 +215,7 @@ class Engine:
         sample_counts[place] = call.announcement.sample_count
         call.place = (place, len(ranks))
         plan = call.plan
-        if plan is None or len(ranks) < self._size:
+        if plan is None or plan.size > len(ranks):
             plan = plan_of(call, operation, self._strategy, self._rank, ranks)
         is_mean = call.reduction is Reduction.MEAN
         weights = MeanFactors(sample_counts)
@@ -230,7 +228,7 @@ class Engine:
             reduction=call.reduction,
             factor=weights.factor(place) if is_mean else 1.0,
             divisor=weights.divisor if is_mean else 1.0,
-            peaks=call.peaks if len(ranks) == self._size else None,
+            peaks=call.peaks if plan is call.plan else None,
             may_have_nans=call.may_have_nans,
         )
         deadline_s = time.monotonic() + wait_within(call.timeout_s)

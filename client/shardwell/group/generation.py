@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
@@ -29,6 +29,7 @@ from shardwell.group.agreement.coordinator import (
 )
 from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
+from shardwell.group.rendezvous.client import Formed
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.links import Link
@@ -42,7 +43,6 @@ from shardwell.group.transport.peers import (
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
-from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
 
@@ -61,18 +61,16 @@ class Generation:
         self,
         *,
         group: str,
-        number: int,
-        rank: int,
-        members: Sequence[group_pb2.Member],
+        formed: Formed,
         strategy: Strategy,
         traffic: Traffic,
         same_host: bool,
         tls: TlsFiles | None,
         threads: CoreThreads,
     ) -> None:
-        self.number = number
-        self.rank = rank
-        self.members = tuple(members)
+        self.number = formed.generation
+        self.rank = formed.rank
+        self.members = formed.members
         self._group = group
         self._traffic = traffic
         self._same_host = same_host
@@ -89,7 +87,7 @@ class Generation:
         self.confirm: Callable[[], None] = lambda: None
         """Learns whether this rank itself was declared lost, before another is called lost here."""
         self._agreement: Agreement
-        if rank == 0:
+        if self.rank == 0:
             self._host: Coordinator | None = Coordinator(self.size, self._mailbox, self.end)
             self._agreement = self._host
         else:
@@ -97,14 +95,13 @@ class Generation:
             peer = self._peer(0)
             self._agreement = CoordinatorLink(peer, self._opening(0), self._mailbox, self.end)
         self.engine = Engine(
-            rank,
-            self.size,
+            self.rank,
             strategy,
             self._mailbox,
             self._agreement,
             self,
             traffic,
-            context_of=partial(checksum.peer_context, group, number),
+            context_of=partial(checksum.peer_context, group, self.number),
             threads=threads,
         )
         self._announcing = threading.Lock()

@@ -431,9 +431,7 @@ class _Membership:
     def _begun(self, formed: Formed) -> Generation:
         generation = Generation(
             group=self._spec.name,
-            number=formed.generation,
-            rank=formed.rank,
-            members=formed.members,
+            formed=formed,
             strategy=self._strategy,
             traffic=self._traffic,
             same_host=self._same_host != "off",
