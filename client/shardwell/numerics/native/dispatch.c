@@ -91,15 +91,15 @@ PUBLIC const char *shardwell_variant(void) { return NAMES[chosen()]; }
 
 /* Bytes of an element of what an operation takes; 0: it takes nothing there. */
 struct sizes { uint8_t to, from, by; };
+#define SIZES_OF(NAME, NAME_IN_C, SIZE) \
+  [READ_##NAME] = {4, SIZE, 0}, [WRITE_##NAME] = {SIZE, 4, 0}, [READ_##NAME##_AWAY] = {4, SIZE, 0},
 static const struct sizes SIZES[OWN_CODE_COUNT] = {
-  [READ_FP32] = {4, 4, 0}, [READ_FP16] = {4, 2, 0}, [READ_BF16] = {4, 2, 0},
-  [WRITE_FP32] = {4, 4, 0}, [WRITE_FP16] = {2, 4, 0}, [WRITE_BF16] = {2, 4, 0},
+  FORMATS(SIZES_OF)
   [LOOK_32] = {0, 4, 0}, [LOOK_16] = {0, 2, 0},
   [COPY] = {4, 4, 0}, [FILL] = {4, 0, 0}, [SCALE] = {4, 0, 0}, [ADD_SCALED] = {4, 4, 0},
   [ADD_CONSTANT] = {4, 0, 0}, [MULTIPLY] = {4, 4, 4}, [DIVIDE] = {4, 4, 4}, [SQUARE_ROOT] = {4, 4, 0},
   [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
   [COPY_32] = {4, 4, 0}, [COPY_16] = {2, 2, 0}, [CHECK_32] = {0, 4, 0}, [CHECK_16] = {0, 2, 0},
-  [READ_FP32_AWAY] = {4, 4, 0}, [READ_FP16_AWAY] = {4, 2, 0}, [READ_BF16_AWAY] = {4, 2, 0},
   [COPY_32_AWAY] = {4, 4, 0}, [COPY_16_AWAY] = {2, 2, 0},
 };
 
@@ -176,9 +176,8 @@ static int uses_of(const struct operation operations[], uint64_t count, struct u
 /* The same operation, past the caches; 0: there is none. */
 static uint8_t away_of(uint8_t code) {
   switch (code) {
-    case READ_FP32: return READ_FP32_AWAY;
-    case READ_FP16: return READ_FP16_AWAY;
-    case READ_BF16: return READ_BF16_AWAY;
+#define AWAY_OF(NAME, NAME_IN_C, SIZE) case READ_##NAME: return READ_##NAME##_AWAY;
+    FORMATS(AWAY_OF)
     case COPY_32: return COPY_32_AWAY;
     case COPY_16: return COPY_16_AWAY;
     default: return 0;

@@ -89,6 +89,11 @@ static void scale(float *to, const float *from, float factor, size_t count) {
   for (size_t i = 0; i < count; i++) to[i] = from[i] * factor;
 }
 
+/* fp32: as it is. */
+#define read_fp32 scale
+#define write_fp32 scale
+#define read_fp32_away scale_away
+
 /* bf16: the upper half of a float32, rounded to nearest even; NaN stays NaN. */
 
 static void read_bf16(float *to, const uint16_t *from, float factor, size_t count) {
@@ -249,12 +254,11 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
                  size_t count) {
   const float factor = operation->factor;
   switch (operation->code) {
-    case READ_FP32: scale(to, from, factor, count); return 0;
-    case READ_FP16: read_fp16(to, from, factor, count); return 0;
-    case READ_BF16: read_bf16(to, from, factor, count); return 0;
-    case WRITE_FP32: scale(to, from, factor, count); return 0;
-    case WRITE_FP16: write_fp16(to, from, factor, count); return 0;
-    case WRITE_BF16: write_bf16(to, from, factor, count); return 0;
+#define READS_AND_WRITES(NAME, NAME_IN_C, SIZE)                                         \
+    case READ_##NAME: read_##NAME_IN_C(to, from, factor, count); return 0;              \
+    case WRITE_##NAME: write_##NAME_IN_C(to, from, factor, count); return 0;            \
+    case READ_##NAME##_AWAY: read_##NAME_IN_C##_away(to, from, factor, count); return 0;
+    FORMATS(READS_AND_WRITES)
     case LOOK_32: return look_32(from, count);
     case LOOK_16: return look_16(from, count);
     case COPY: case COPY_32: memmove(to, from, count * sizeof(float)); return 0;
@@ -270,9 +274,6 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
     case SQUARE_ROOT: square_root(to, from, count); return 0;
     case MEAN: mean(to, operation->divisor, count); return 0;
     case CLIP: clip(to, factor, count); return 0;
-    case READ_FP32_AWAY: scale_away(to, from, factor, count); return 0;
-    case READ_FP16_AWAY: read_fp16_away(to, from, factor, count); return 0;
-    case READ_BF16_AWAY: read_bf16_away(to, from, factor, count); return 0;
     case COPY_32_AWAY: scale_away(to, from, 1.0f, count); return 0;
     case COPY_16_AWAY: copy_16_away(to, from, count); return 0;
   }

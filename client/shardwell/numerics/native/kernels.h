@@ -8,16 +8,25 @@
 enum { BLOCK = 2048 };   /* elements: 8 KiB of float32, so that a few arrays stay in the first-level cache */
 enum { ARRAY_COUNT = 8 }; /* of one run at the most */
 
+/* Formats of elements: EACH(NAME, name, bytes of an element). kernels.c has read_name, write_name and
+   read_name_away of each; codes, and what dispatch.c and rows.c know of formats, are made of this. */
+#define FORMATS(EACH) EACH(FP32, fp32, 4) EACH(FP16, fp16, 2) EACH(BF16, bf16, 2)
+#define READ_CODE(NAME, NAME_IN_C, SIZE) READ_##NAME,
+#define WRITE_CODE(NAME, NAME_IN_C, SIZE) WRITE_##NAME,
+#define AWAY_CODE(NAME, NAME_IN_C, SIZE) READ_##NAME##_AWAY,
+
 /* As in elementwise.py, which says what each does. */
 enum code {
-  READ_FP32, READ_FP16, READ_BF16,
-  WRITE_FP32, WRITE_FP16, WRITE_BF16,
+  FORMATS(READ_CODE)
+  FORMATS(WRITE_CODE)
   LOOK_32, LOOK_16,
   COPY, FILL, SCALE, ADD_SCALED, ADD_CONSTANT, MULTIPLY, DIVIDE, SQUARE_ROOT, MEAN, CLIP,
   COPY_32, COPY_16, CHECK_32, CHECK_16,
   CODE_COUNT,
   /* What dispatch.c makes of some of them: the same, past the caches. */
-  READ_FP32_AWAY = CODE_COUNT, READ_FP16_AWAY, READ_BF16_AWAY, COPY_32_AWAY, COPY_16_AWAY,
+  LAST_CODE = CODE_COUNT - 1,
+  FORMATS(AWAY_CODE)
+  COPY_32_AWAY, COPY_16_AWAY,
   OWN_CODE_COUNT
 };
 

@@ -393,7 +393,8 @@ static int are_starts(const int64_t *starts, uint64_t first, uint64_t stop, uint
   return ascend;
 }
 
-static const uint8_t ITEM_SIZES[CODE_COUNT] = {[READ_FP32] = 4, [READ_FP16] = 2, [READ_BF16] = 2};
+#define ITEM_SIZE(NAME, NAME_IN_C, SIZE) [READ_##NAME] = SIZE,
+static const uint8_t ITEM_SIZES[CODE_COUNT] = {FORMATS(ITEM_SIZE)};
 
 /* Reads the rows of a payload, rows [first, stop) of a batch, into all of their places of `into`, and
    goes on with a CRC32C over it. `packed` is one operation that reads. Returns the CRC. */
