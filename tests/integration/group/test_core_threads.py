@@ -20,7 +20,7 @@ from harness.group.ranks import error_of, joined, on_ranks
 from harness.polling import eventually
 from harness.threads import in_background
 from shardwell.group.engine import Engine
-from shardwell.rpc import arena
+from shardwell.transport import arena
 
 SIZE = 2_500_000
 """With fp16, two chunks for each of three ranks; five where there are no segments."""
