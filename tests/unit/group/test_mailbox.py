@@ -94,6 +94,22 @@ def test_chunks_come_in_order_for_each_call(mailbox: Mailbox) -> None:
     assert mailbox.take(0, 0) is None
 
 
+def test_what_has_come_is_taken_without_a_wait(mailbox: Mailbox) -> None:
+    assert mailbox.come(0) is None
+    mailbox.put_arrival(arrival(2, 1, 5))
+    mailbox.put_arrival(arrival(1, 0, 0))
+    mailbox.put_arrival(arrival(2, 0, 1))
+    assert [place(mailbox.come(0)) for _ in range(2)] == [(1, 0), (2, 1)]
+    assert mailbox.come(0) is None
+    fill(mailbox)
+    assert mailbox.is_full(1)
+    mailbox.come(0)
+    assert not mailbox.is_full(1)
+    mailbox.end(lost)
+    with pytest.raises(WorkerLostError, match="rank 1 is gone"):
+        mailbox.come(0)
+
+
 def test_verdicts_are_told_once_and_by_call(mailbox: Mailbox) -> None:
     mailbox.put_verdict(verdict(1))
     mailbox.put_verdict(verdict(0))
