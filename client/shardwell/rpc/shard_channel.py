@@ -30,6 +30,7 @@ from shardwell.rpc.session import Session, new_session
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.endpoint import SAID_S, ShardEndpoint
+from shardwell.transport.unix_call import CallEndedError
 from shardwell.v1 import names_pb2, session_pb2, table_pb2, trace_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
@@ -50,22 +51,6 @@ _ABSENT = (
 )
 
 ResponseT = TypeVar("ResponseT", bound=Message)
-
-
-class CallCancelledError(grpc.RpcError):
-    """A call was cancelled on this side."""
-
-    def code(self) -> grpc.StatusCode:
-        """Says so."""
-        return grpc.StatusCode.CANCELLED
-
-    def details(self) -> str:
-        """Says what happened."""
-        return "the call was given up"
-
-    def trailing_metadata(self) -> tuple[()]:
-        """Has none."""
-        return ()
 
 
 class ShardChannel(ShardEndpoint):
@@ -273,7 +258,7 @@ class ShardChannel(ShardEndpoint):
             try:
                 response = call.result()
             except grpc.FutureCancelledError:
-                raise CallCancelledError from None
+                raise CallEndedError.cancelled() from None
         return self.received(response, parameter, table)
 
     def received(

@@ -16,7 +16,7 @@ import grpc
 from shardwell.transport.arena import Arena
 from shardwell.transport.call_group import CallGroup
 from shardwell.transport.endpoint import ShardEndpoint
-from shardwell.transport.unix_call import UnixCall
+from shardwell.transport.unix_call import ENDED, CallEndedError, UnixCall
 
 
 class Submit(Protocol):
@@ -71,7 +71,7 @@ class ShardStream:
     def _read(self) -> bytes:
         answer = next(self._call, None)
         if answer is None:
-            raise StreamEndedError
+            raise CallEndedError(grpc.StatusCode.UNAVAILABLE, ENDED)
         return answer  # type: ignore[no-any-return]
 
     def arena(self, wanted_bytes: int, timeout_s: float) -> Arena | None:
@@ -115,19 +115,3 @@ class ShardStream:
     def _end_messages(self) -> None:
         self._arena = None  # whoever keeps the stream, or its error, keeps no memory with it
         self._work.put(None)
-
-
-class StreamEndedError(grpc.RpcError):
-    """The shard ended the stream without an error; to the caller it went away."""
-
-    def code(self) -> grpc.StatusCode:
-        """As for a shard that went away."""
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        """What happened."""
-        return "it ended the stream"
-
-    def trailing_metadata(self) -> tuple[()]:
-        """Has none."""
-        return ()

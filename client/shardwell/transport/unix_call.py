@@ -38,10 +38,12 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _ANSWER_COUNT_MAX = 8
 """Answers, of a megabyte at most, that wait for their reader, and those that came with the last."""
 _ENDING = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+ENDED = "it ended the stream"
+"""What a shard does that ends one without an error; to the caller the shard went away."""
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
-class UnixCallError(grpc.RpcError):
+class CallEndedError(grpc.RpcError):
     """How a call ended, in gRPC's words."""
 
     def __init__(self, code: grpc.StatusCode, details: str, error: bytes = b"") -> None:
@@ -49,6 +51,11 @@ class UnixCallError(grpc.RpcError):
         self._code = code
         self._details = details
         self._error = error
+
+    @classmethod
+    def cancelled(cls) -> CallEndedError:
+        """A call was cancelled on this side."""
+        return cls(grpc.StatusCode.CANCELLED, "the call was given up")
 
     def code(self) -> grpc.StatusCode:
         """The status."""
@@ -158,7 +165,7 @@ class UnixCall:
         self._answers: deque[bytes] = deque()
         self._calls = calls
         self._lock = threading.Lock()
-        self._ended: UnixCallError | None = None
+        self._ended: CallEndedError | None = None
         self.failure: BaseException | None = None
         """What went wrong while messages were made, if anything."""
         self.is_full = False
@@ -237,13 +244,13 @@ class UnixCall:
                     else:
                         self._end(ending_of(contents))
                 if not piece:
-                    self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, "it closed the stream"))
+                    self._end(CallEndedError(grpc.StatusCode.UNAVAILABLE, "it closed the stream"))
                 elif len(piece) < _READ_BYTES:
                     break
         except BlockingIOError:
             pass
         except (OSError, DecodeError, CorruptChunkError) as error:
-            self._end(UnixCallError(grpc.StatusCode.UNAVAILABLE, str(error)))
+            self._end(CallEndedError(grpc.StatusCode.UNAVAILABLE, str(error)))
         return self._ended is None
 
     # As gRPC's calls.
@@ -274,9 +281,9 @@ class UnixCall:
 
     def cancel(self) -> None:
         """Ends it at once. Safe to repeat, from any thread."""
-        self._end(UnixCallError(grpc.StatusCode.CANCELLED, "the call was given up"))
+        self._end(CallEndedError.cancelled())
 
-    def _end(self, ended: UnixCallError) -> None:
+    def _end(self, ended: CallEndedError) -> None:
         with self._lock:
             if self._ended is not None:
                 return
@@ -304,10 +311,10 @@ def _work(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del act  # while it waits, it holds no call
 
 
-def ending_of(contents: bytes) -> UnixCallError:
+def ending_of(contents: bytes) -> CallEndedError:
     """How the shard says that a call ended."""
     end = unix_stream_pb2.UnixStreamEnd.FromString(contents)
     code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
     if code is grpc.StatusCode.OK:
-        return UnixCallError(grpc.StatusCode.UNAVAILABLE, "it ended the stream")
-    return UnixCallError(code, end.details, end.error)
+        return CallEndedError(grpc.StatusCode.UNAVAILABLE, ENDED)
+    return CallEndedError(code, end.details, end.error)

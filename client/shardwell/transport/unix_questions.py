@@ -21,7 +21,7 @@ from shardwell.errors import CorruptChunkError
 from shardwell.process.owner import OwnerProcess
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.neighbour import PAUSE_S
-from shardwell.transport.unix_call import UnixCallError, ending_of, write_all
+from shardwell.transport.unix_call import CallEndedError, ending_of, write_all
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
@@ -73,7 +73,7 @@ class UnixQuestions:
         try:
             with cancelled_by(line.cancel):
                 answer = line.ask(method, request, authorization, until_s)
-        except UnixCallError as error:
+        except CallEndedError as error:
             line.cancel()
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # of another version, or too large
                 return None
@@ -167,7 +167,7 @@ class _Line:
         except (OSError, CorruptChunkError, DecodeError):
             found, refused = None, None
         if self._is_cancelled:
-            raise UnixCallError(grpc.StatusCode.CANCELLED, "the call was given up")
+            raise CallEndedError.cancelled()
         if refused is not None:
             raise refused
         return None if found is None else found[1]
@@ -176,13 +176,13 @@ class _Line:
         """The next frame; None: the connection ended before.
 
         Raises:
-            UnixCallError: the deadline passed.
+            CallEndedError: the deadline passed.
         """
         frames = FrameReader()
         while True:
             rest_s = min(until_s - time.monotonic(), _LOOK_S_MAX)
             if rest_s <= 0:
-                raise UnixCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer came in time")
+                raise CallEndedError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer came in time")
             if not self._poll.poll(rest_s * 1000):
                 continue
             try:
