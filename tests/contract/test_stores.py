@@ -350,6 +350,24 @@ class TestMmapStore(StoreContract):
             np.testing.assert_array_equal(one, other)
 
     @pytest.mark.parametrize("transition", list(Transition))
+    def test_a_change_that_writes_nothing_leaves_the_arrays(
+        self, store: Store, tmp_path: Path, transition: Transition
+    ) -> None:
+        """As a step does in which no worker has weight."""
+        storage = store.create(layout("p", 1300, slot_count=2, with_sum=True))
+        add_seat(storage, "w0")
+        change(storage, 1, Transition.CLOSE, 3, version=1)
+        arrays = [array.copy() for array in arrays_of(storage)]
+        record = ChunkRecord(version=2)
+        with storage.change(1, transition) as begun:
+            begun.commit(record, 0, 1)
+        again = self.reopened(tmp_path)
+        again.verify(1)
+        assert again.records()[1] == record
+        for one, other in zip(arrays_of(again), arrays, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.parametrize("transition", list(Transition))
     def test_a_change_without_a_commit_never_began(
         self, store: Store, tmp_path: Path, transition: Transition
     ) -> None:

@@ -173,7 +173,8 @@ class ChunkChange(Protocol):
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
         """(start, stop) of each block of `count` elements, in ascending order, without gaps.
 
-        A block may be written from the moment that the loop has it until the loop goes on.
+        A block may be written from the moment that the loop has it until the loop goes on. A
+        change whose blocks nobody asks for leaves the arrays as they are.
         """
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:

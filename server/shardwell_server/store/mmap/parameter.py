@@ -344,7 +344,8 @@ class _MmapChange:
         self._chunk_index = chunk_index
         self._transition = transition
         self._arrays = of._changing[transition][chunk_index]
-        self._crcs = [0] * len(self._arrays)
+        self._crcs: list[int] | None = None
+        """Of what was written; None: nothing was."""
         self._entry: undo.UndoEntry | None = None
         self._is_committed = False
 
@@ -356,7 +357,8 @@ class _MmapChange:
         return self
 
     def blocks(self, count: int) -> Iterator[tuple[int, int]]:
-        arrays, crcs, entry = self._arrays, self._crcs, self._entry
+        arrays, entry = self._arrays, self._entry
+        crcs = self._crcs = [0] * len(arrays)
         for start, stop in blocks(count):
             if entry is not None:
                 entry.save(arrays, start, stop)
@@ -367,10 +369,11 @@ class _MmapChange:
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         old = self._of._stored[self._chunk_index]
-        if self._transition is Transition.CLOSE:
-            crcs = (self._crcs[0], 0, *self._crcs[1:])
-        else:
-            crcs = (old.crcs[0], self._crcs[0], *old.crcs[2:])
+        crcs, written = old.crcs, self._crcs
+        if written is not None and self._transition is Transition.CLOSE:
+            crcs = (written[0], 0, *written[1:])
+        elif written is not None:
+            crcs = (crcs[0], written[0], *crcs[2:])
         stored = StoredChunkRecord(old.sequence + 1, record, seat_index, step, crcs)
         self._of._records.put(self._chunk_index, stored)
         self._is_committed = True
