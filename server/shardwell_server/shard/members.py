@@ -478,11 +478,6 @@ class Seats(ABC, Generic[SeatT]):
         return list(self._seats.values())  # others may join meanwhile
 
     @property
-    def seated_worker_ids(self) -> list[str]:
-        """In the order of their seats."""
-        return list(self._seats)
-
-    @property
     def done_worker_ids(self) -> list[str]:
         """Those with a seat whose sessions have ended in order."""
         return [seat.worker_id for seat in self.seats if seat.owner is None]

@@ -439,7 +439,7 @@ def test_when_a_place_will_be_free_is_told() -> None:
         take(tracker, "w1")
     now_s = LEASE_S
     assert take(tracker, "w1").index == 0
-    assert tracker.seated_worker_ids == ["w1"]
+    assert [seat.worker_id for seat in tracker.seats] == ["w1"]
 
 
 def test_of_very_many_that_left_none_is_gone_too_early() -> None:

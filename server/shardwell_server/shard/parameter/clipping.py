@@ -23,7 +23,6 @@ the first that it is told for a step, and then to the chunks, one by one. Invari
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -42,8 +41,8 @@ NORM_SIZE_BYTES = 8
 """Of a step's end in a journal: a float64."""
 
 
-class Closing(ABC):
-    """How the steps of one slice close. Any thread may call it.
+class Closing:
+    """Each chunk closes its step with the last contribution. Any thread may call it.
 
     Args:
         state: The slice.
@@ -53,7 +52,6 @@ class Closing(ABC):
         self._spec = state.spec
         self._register = state.register
 
-    @abstractmethod
     def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
         """What is known of a step's norm: the square of this shard's part, and all of it.
 
@@ -64,8 +62,8 @@ class Closing(ABC):
             NotInitializedError, WorkersMissingError: not all have contributed.
             ArgumentError: the parameter is not clipped so.
         """
+        raise self._refusal()
 
-    @abstractmethod
     def close(self, step: int, norm: float) -> float | None:
         """Closes a step with a norm, or with the one that the shard knew before; returns which.
 
@@ -76,46 +74,19 @@ class Closing(ABC):
             NotInitializedError, StepOrderError: not all have contributed.
             StorageError: it can't be noted.
         """
+        raise self._refusal()
 
-    @abstractmethod
     def replay(
         self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
     ) -> bool:
         """Closes a chunk's step as the journal has it; returns whether it can be closed."""
-
-    @abstractmethod
-    def recovered(self) -> None:
-        """To be called when all was replayed."""
-
-    @abstractmethod
-    def imaged(self) -> None:
-        """To be called when an image has all chunks, before the image is in force."""
-
-
-def closing_of(state: ParameterState) -> Closing:
-    """How the steps of a slice close, as its spec says."""
-    return ByNorm(state) if state.spec.closes_by_norm else ChunkByChunk(state)
-
-
-class ChunkByChunk(Closing):
-    """The last contribution to a chunk closes its step."""
-
-    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
-        raise self._refusal()
-
-    def close(self, step: int, norm: float) -> float | None:
-        raise self._refusal()
-
-    def replay(
-        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
-    ) -> bool:
         return False
 
     def recovered(self) -> None:
-        pass
+        """To be called when all was replayed."""
 
     def imaged(self) -> None:
-        pass
+        """To be called when an image has all chunks, before the image is in force."""
 
     def _refusal(self) -> ArgumentError:
         self._register.check_initialized()
@@ -126,7 +97,7 @@ class ChunkByChunk(Closing):
         )
 
 
-class ByNorm(Closing):
+class ClosingByNorm(Closing):
     """A step is full with its last contribution, and closes when its norm is known."""
 
     def __init__(self, state: ParameterState) -> None:

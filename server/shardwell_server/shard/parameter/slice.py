@@ -48,7 +48,7 @@ from shardwell_server.shard.parameter.averaging import (
     state_overflow,
 )
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, closing_of
+from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, Closing, ClosingByNorm
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.reports import Reports
@@ -140,7 +140,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             spans=spans,
         )
         super().__init__(spec.name, state, limits.abandoned_after_s)
-        self.closing = closing_of(state)
+        self.closing = (ClosingByNorm if spec.closes_by_norm else Closing)(state)
         """How its steps close."""
         self._image_lock = threading.Lock()
         self._encoded = EncodedWeights(
@@ -608,10 +608,10 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self._register.check_initialized()
         chunk = self._chunks[chunk_index]
         with chunk.changed.lock:
-            if not self.is_ready(chunk_index, min_version):
+            version = self._tracker.records[chunk_index].version
+            if version < min_version:
                 deadline.wait(chunk.changed)
                 raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
-            version = self._tracker.records[chunk_index].version
             if max_version is not None and version > max_version >= min_version:
                 kept = self.storage.kept(chunk_index, max_version)
                 intact = kept and self._encoded.intact(chunk, chunk_index, max_version, kept)

@@ -64,7 +64,7 @@ class Seat(seats.Seat):
 
     def stored_position(self, position: Position) -> Position:
         """What a position of the worker is in the storage."""
-        return position._replace(step=self.stored(position.step))
+        return position._replace(step=position.step + self.tenure.first_step)
 
     @property
     def unused_step(self) -> int:

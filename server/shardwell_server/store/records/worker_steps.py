@@ -109,11 +109,12 @@ class WorkerSteps:
 
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:
         """Notes a step. To be called when the chunk's record is committed."""
-        place = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
-        words = self._words
-        words[place] = step + 1
+        first = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
+        words, mark = self._words, step + 1
+        words[first] = mark
         self._reached("mark")
-        words[place + 1] = self._check(seat_index, chunk_index, step + 1)
+        place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt
+        words[first + 1] = (mark * _STEP_FACTOR + place) & _MASK
         self._reached("mark's check")
 
     def get(self, seat_index: int, chunk_index: int) -> int:
@@ -151,14 +152,10 @@ class WorkerSteps:
         return words.reshape(-1, 2)
 
     def _checks(self, seat_index: int, marks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """`_check` of a whole row."""
+        """The checks that `put` writes, of a whole row."""
         chunks = np.arange(self._chunk_count, dtype=np.uint64)
         place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
         return marks * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
-
-    def _check(self, seat_index: int, chunk_index: int, mark: int) -> int:
-        place = seat_index * _SEAT_FACTOR + chunk_index * _CHUNK_FACTOR + self._salt
-        return (mark * _STEP_FACTOR + place) & _MASK
 
     def _map(self, capacity: int) -> None:
         size = capacity * self._row_bytes

@@ -174,7 +174,7 @@ def test_a_ledger_that_comes_back_goes_on() -> None:
     steps = tracker(version=5)
     restored(steps, "w0", Position(0, 6))
     second = restored(steps, "w1", Position(1, 5, 4))
-    assert steps.seated_worker_ids == ["w0", "w1"]
+    assert [seat.worker_id for seat in steps.seats] == ["w0", "w1"]
     assert steps.next_part("w1") == (5, 4)
     steps.record(second, steps.following(second, ends_step=True))
     assert steps.is_complete
@@ -215,7 +215,7 @@ def test_what_is_told_of_a_new_worker_comes_first() -> None:
 
     with pytest.raises(OSError, match="disk full"):
         steps.seat(applicant("w0"), fail)
-    assert steps.seated_worker_ids == []
+    assert [seat.worker_id for seat in steps.seats] == []
 
 
 def test_missing_workers_are_named_or_counted() -> None:

@@ -177,7 +177,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
         for seat in before.seats:
             self.tracker.restore_seat(seat_event(seat), seat.stored_position(seat.position))
         self.known = []
-        assert self.tracker.seated_worker_ids == self.seated
+        assert [seat.worker_id for seat in self.tracker.seats] == self.seated
 
     @invariant()
     def steps_close_with_all_their_workers(self) -> None:
