@@ -221,7 +221,6 @@ def close_step(
         learning_rate: Of this update.
     """
     if sample_total == 0 and rules.learning_rate is not None:
-        _keep(chunk, change)
         return
     factor, divisor = contribution.factor(shift), math.ldexp(float(sample_total), -shift)
     total_factor = total.factor
@@ -255,12 +254,6 @@ def close_step(
         update_count=update_count,
         learning_rate=learning_rate,
     )
-
-
-def _keep(chunk: ChunkState, change: ChunkChange) -> None:
-    """Changes nothing; the storage takes note of what it has."""
-    for _ in change.blocks(chunk.weights.size):
-        pass
 
 
 def _update(
@@ -322,7 +315,6 @@ def close_full_step(
         learning_rate: Of this update.
     """
     if record.sample_total == 0:
-        _keep(chunk, change)
         return
     _update(
         _mean_of(record) + scale(GRADIENT, clip_factor),
