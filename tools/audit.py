@@ -23,7 +23,8 @@ SERVICES = ("osv", "pypi")
 """Of pip-audit, in the order in which they are tried."""
 CANARY = {"jinja2": "2.10"}
 """What every service must know to be vulnerable (CVE-2019-10906); nothing installs it."""
-CANARY_TIMEOUT_S = 8
+REQUEST_TIMEOUT_S = 8
+CANARY_TIMEOUT_S = 24
 AUDIT_TIMEOUT_S = 60
 """For a lock, one question a package."""
 ACCEPTED: dict[str, str] = {}
@@ -61,7 +62,7 @@ def audit(service: str, versions: dict[str, str], timeout_s: float) -> dict[str,
         command = [
             *(sys.executable, "-m", "pip_audit", f"--requirement={file.name}"),
             *("--no-deps", "--disable-pip", "--format=json", "--progress-spinner=off"),
-            *(f"--vulnerability-service={service}", f"--timeout={CANARY_TIMEOUT_S}"),
+            *(f"--vulnerability-service={service}", f"--timeout={REQUEST_TIMEOUT_S}"),
             *(f"--ignore-vuln={accepted}" for accepted in ACCEPTED),
         ]
         try:

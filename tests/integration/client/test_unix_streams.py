@@ -254,17 +254,25 @@ def test_a_socket_that_only_breaks_calls(cluster, connect, monkeypatch, kind) ->
 
 def test_a_socket_that_breaks_every_second_stream(cluster, connect, monkeypatch) -> None:
     """A step that succeeds between two failures makes counting them begin anew."""
-    real, opened_count = unix_streams._Connection._serve, 0
+    real, opened_count = unix_streams.UnixStreams._serve_of, 0
 
-    async def serve(self: Any, method: str) -> None:
+    def serve_of(self: Any, method: str) -> Any:
         nonlocal opened_count
-        if method == EXCHANGE:
-            opened_count += 1
-            if opened_count % 2:
-                self._transport.abort()
-        await real(self, method)
+        serve, pack = real(self, method)
+        if method != EXCHANGE:
+            return serve, pack
+        opened_count += 1
+        is_broken = opened_count % 2 > 0
 
-    monkeypatch.setattr(unix_streams._Connection, "_serve", serve)
+        async def served(messages: Any, connection: Any) -> None:
+            if is_broken:
+                connection.abandon()
+            else:
+                await serve(messages, connection)
+
+        return served, pack
+
+    monkeypatch.setattr(unix_streams.UnixStreams, "_serve_of", serve_of)
     client = connect(cluster(1), "w0")
     net = opened(client)
     for step in range(3):
