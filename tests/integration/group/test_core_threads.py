@@ -20,7 +20,7 @@ from harness.group.ranks import error_of, joined, on_ranks
 from harness.polling import eventually
 from harness.threads import in_background
 from shardwell.group.engine import Engine
-from shardwell.transport import arena
+from shardwell.group.transport.peers import Incoming, Received
 
 SIZE = 2_500_000
 """With fp16, two chunks for each of three ranks; five where there are no segments."""
@@ -153,16 +153,17 @@ def test_a_damaged_chunk_ends_the_call_and_leaves_values_or_results(
     place, monkeypatch, strategy
 ) -> None:
     """No thread writes to an array whose call has failed; a rank that was done by then is done."""
-    real, count = arena.payload_of, itertools.count()
+    real, count = Incoming._received, itertools.count()
 
-    def damaging(chunk: Any, payload: Any, memory: Any) -> Any:
-        found = real(chunk, payload, memory)
-        if next(count) == 5:
-            found = found.copy()
-            found[100] ^= 1
-        return found
+    def damaging(self: Incoming, *message: Any) -> Received:
+        received = real(self, *message)
+        if not received.payload.size or next(count) != 5:
+            return received
+        payload = received.payload.copy()
+        payload[100] ^= 1
+        return received._replace(payload=payload)
 
-    monkeypatch.setattr(arena, "payload_of", damaging)
+    monkeypatch.setattr(Incoming, "_received", damaging)
 
     def work(group: shardwell.Group) -> str:
         array = np.full(SIZE, group.rank + 1.0, np.float32)
