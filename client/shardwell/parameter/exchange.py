@@ -605,7 +605,7 @@ class Transfer(StepTransfer[ShardSlice]):
             with wanted.weights.writing(where.offset, where.stop) as values:
                 self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
-            del payload, answer  # whoever keeps the error keeps no memory with it
+            del payload, answer  # which the error that is raised would hold
             raise self._damaged(
                 part.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None

@@ -362,7 +362,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Args:
             gradient: See `put_gradient`. None: this worker has none for the step, which counts for
                 it with the weight 0, so that nobody waits. A step without any gradient changes no
-                weight, and none of an optimizer's state.
+                weight, and none of an optimizer's state. Asynchronous mode: nothing counts.
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
             out: See `get_weights`. It must not overlap the gradient's memory.
@@ -379,6 +379,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def exchange(attempts: Attempts) -> ValuesT:
+            if gradient is None and self.spec.mode == "async":
+                return self._get_weights(out, 0, attempts)
             if gradient is None:
                 work = self._without_gradient(learning_rate, attempts)
             else:

@@ -56,7 +56,7 @@ class Opening(Generic[SpecT, AnswerT]):
     Args:
         spec: The parameter or table.
         channels: The shards, in order.
-        worker_id: Whose calls they are; "": somebody who will not contribute.
+        worker_id: Of the worker that calls; "": it will not contribute.
     """
 
     calls: KindCalls[AnswerT]

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ Stretch: TypeAlias = tuple[PartT, int, int]
 """A part, its first unit that is sent or asked for, and the one behind the last."""
 
 
-class StepTransfer(Generic[PartT]):
+class StepTransfer(ABC, Generic[PartT]):
     """How the steps of one parameter or table travel.
 
     Args:
@@ -146,12 +147,12 @@ class StepTransfer(Generic[PartT]):
         """
         channels = [part.channel for part, _, _ in stretches]
         lines: list[Line[PartT]] = []
-        begin_ns, rest_s = now_ns(), attempts.rest_s
+        begin_ns = now_ns()
         try:
-            with self._pool.borrowed(rest_s) as streams:
+            with self._pool.borrowed(attempts.rest_s) as streams:
                 subject = (self._name, self.incarnation, self.tenure)
                 streams.only_reads = reads and streams.is_new
-                opened = streams.streams(channels, subject, rest_s)
+                opened = streams.streams(channels, subject, attempts.rest_s)
                 for stretch, (stream, opens) in zip(stretches, opened, strict=True):
                     line = Line(*stretch, stream, streams.call_group, opens)
                     lines.append(line)
@@ -162,13 +163,13 @@ class StepTransfer(Generic[PartT]):
                         line.is_shared = line.arena is not None and line.arena.has_room(room_bytes)
                 yield lines
         finally:
-            for line in lines:  # whoever keeps the error keeps no memory with it
+            for line in lines:  # which the error that is raised would hold
                 line.arena = None
             if span_kind is not None:
                 self._spans.add(span_kind, self._name, step, ALL_CHUNKS, "", begin_ns)
 
     def _room_bytes(self, part: PartT, first: int, stop: int) -> int:
-        """What an arena needs for units [first, stop); 0: nothing is shared."""
+        """What an arena needs for units [first, stop), where `_shares`; 0: nothing is shared."""
         raise NotImplementedError
 
     def _receive(
@@ -205,7 +206,7 @@ class StepTransfer(Generic[PartT]):
                         spread.give(take, line, unit, answer)
                     else:
                         take(line, unit, answer)
-                    del answer  # whoever keeps an error keeps no memory with it
+                    del answer  # which an error that is raised would hold
         finally:
             if spread is not None:
                 spread.wait()
@@ -240,9 +241,9 @@ class StepTransfer(Generic[PartT]):
                 self._spans.add(SPAN_KIND_WAIT, self._name, step, unit, channel.name, begin_ns)
         return line.answers.popleft()
 
+    @abstractmethod
     def _explain(self, line: Line[PartT], error: NonFiniteError) -> None:
         """Completes a shard's refusal of values with what this worker knows."""
-        raise NotImplementedError
 
     def _damaged(self, channel: ShardChannel, what: str) -> CorruptChunkError:
         """The error for an answer that can't be believed; `what` its shard has done."""

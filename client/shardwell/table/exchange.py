@@ -385,7 +385,7 @@ class RowTransfer(StepTransfer[Asked]):
             else:  # which are not damaged, or that is what is told
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
-            del payload, answer  # whoever keeps the error keeps no memory with it
+            del payload, answer  # which the error that is raised would hold
             raise self._damaged(
                 asked.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None

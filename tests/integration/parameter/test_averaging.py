@@ -226,3 +226,13 @@ def test_an_exchange_without_a_gradient(cluster, connect, clip_norm) -> None:
     alone.exchange(None)
     np.testing.assert_array_equal(mine, alone.exchange(gradient))
     assert (nets[0].next_step, nets[0].outcome.counted) == (2, "all")
+
+
+def test_without_a_gradient_nothing_counts_in_asynchronous_mode(cluster, connect) -> None:
+    rule = shardwell.SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.1)
+    net = connect(cluster(2), "w0").parameter("net", size=100, optimizer=rule, mode="async")
+    net.init(np.ones(100, np.float32))
+    weights = net.exchange(np.ones(100, np.float32))
+    np.testing.assert_array_equal(net.exchange(None), weights)
+    np.testing.assert_array_equal(net.get_weights(), weights)
+    assert (net.next_step, net.version) == (1, 1)
