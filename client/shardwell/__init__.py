@@ -75,6 +75,7 @@ from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.learning_rate import GroupedRate
+from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import (
     FTRL,
     SGD,
@@ -149,6 +150,7 @@ __all__ = [
     "DataParallelTrainer",
     "DeadlineError",
     "DivergedError",
+    "Elastic",
     "ForkedError",
     "GradientSync",
     "Group",

@@ -24,7 +24,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import check_integer
 from shardwell.parameter.membership import find_spec
-from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.parameter import LateName, Parameter, checked_late
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.connected import Closing, Connected
@@ -41,6 +41,7 @@ from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
+from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import (
@@ -211,6 +212,10 @@ class Client(Connected, Closing):
         groups: Sequence[TensorGroup] = (),
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
+        members: Elastic | NotGiven = NOT_GIVEN,
+        min_contributors: int | NotGiven = NOT_GIVEN,
+        grace_s: float | NotGiven = NOT_GIVEN,
+        late: LateName = "drop",
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
@@ -224,6 +229,10 @@ class Client(Connected, Closing):
         size: int,
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
+        members: Elastic | NotGiven = NOT_GIVEN,
+        min_contributors: int | NotGiven = NOT_GIVEN,
+        grace_s: float | NotGiven = NOT_GIVEN,
+        late: LateName = "drop",
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
@@ -236,6 +245,10 @@ class Client(Connected, Closing):
         *,
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
+        members: Elastic | NotGiven = NOT_GIVEN,
+        min_contributors: int | NotGiven = NOT_GIVEN,
+        grace_s: float | NotGiven = NOT_GIVEN,
+        late: LateName = "drop",
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
@@ -250,6 +263,10 @@ class Client(Connected, Closing):
         groups: Sequence[TensorGroup] = (),
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
+        members: Elastic | NotGiven = NOT_GIVEN,
+        min_contributors: int | NotGiven = NOT_GIVEN,
+        grace_s: float | NotGiven = NOT_GIVEN,
+        late: LateName = "drop",
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
@@ -273,6 +290,13 @@ class Client(Connected, Closing):
             optimizer: The update rule on the shards: SGD, Adagrad, RMSProp, Adam, AdamW, Average.
             worker_count: Synchronous mode: how many workers make a step; default: 1. Asynchronous
                 mode has no use for it.
+            members: Synchronous mode, in place of worker_count: workers come and go, see `Elastic`.
+            min_contributors: Synchronous mode: a chunk's step closes `grace_s` after so many
+                gradients, without those that are missing then; default: 0, it waits for all.
+            grace_s: See min_contributors; default: 0.
+            late: What becomes of a gradient, or a part of one, whose step has closed without it.
+                "drop" (default): nothing. "carry": this worker adds it to its next gradient, and
+                keeps the memory of one for that. `Parameter.outcome` says which part it is.
             codec: "fp32", "fp16" (default) or "bf16", each also with "+lz4".
             mode: "sync" (default) or "async".
             allow_non_finite: Let NaN and infinity through instead of refusing them; default: False.
@@ -289,6 +313,9 @@ class Client(Connected, Closing):
             size=size,
             optimizer=optimizer,
             worker_count=worker_count,
+            members=members,
+            min_contributors=min_contributors,
+            grace_s=grace_s,
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
@@ -303,6 +330,7 @@ class Client(Connected, Closing):
         spec = self._spec(_PARAMETERS, _TABLES, name, given)
         known = self._parameters.find(name)
         if known is not None and known.spec == spec:
+            known.late = checked_late(late)
             known.reopen()
             return known
         made = Parameter[Any](
@@ -312,6 +340,7 @@ class Client(Connected, Closing):
             timeout_s=self._timeout_s,
             traffic=self.traffic,
             idle_streams=self._idle_streams,
+            late=late,
         )
         return self._parameters.keep(name, made)
 
@@ -324,6 +353,7 @@ class Client(Connected, Closing):
         optimizer: Optimizer | NotGiven = NOT_GIVEN,
         initializer: Initializer | NotGiven = NOT_GIVEN,
         worker_count: int | NotGiven = NOT_GIVEN,
+        members: Elastic | NotGiven = NOT_GIVEN,
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
@@ -349,6 +379,7 @@ class Client(Connected, Closing):
             initializer: What a row is before its first gradient: Zeros, Uniform (from -0.05 to
                 0.05 by default), Normal; the same on any cluster.
             worker_count: See `parameter`.
+            members: See `parameter`.
             codec: See `parameter`.
             mode: See `parameter`.
             allow_non_finite: See `parameter`.
@@ -376,6 +407,7 @@ class Client(Connected, Closing):
             optimizer=optimizer,
             initializer=initializer,
             worker_count=worker_count,
+            members=members,
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
@@ -421,7 +453,8 @@ class Client(Connected, Closing):
     ) -> SpecT:
         """The spec of what is opened: made of what was given, or that which the shards hold."""
         if kind.needed <= given.keys():
-            given.setdefault("worker_count", 1)
+            members = given.get("members")
+            given.setdefault("worker_count", 1 if members is None else members.max_count)
             if given.get("mode", "sync") != "sync":
                 given["worker_count"] = 0
             return kind.make(name=name, **given)
@@ -722,6 +755,13 @@ _TABLES = _Kind(
 def _given(**arguments: Any) -> dict[str, Any]:
     """The arguments that were not left out."""
     given = {name: value for name, value in arguments.items() if value is not NOT_GIVEN}
+    if "members" in given:
+        if "worker_count" in given:
+            raise ArgumentError(
+                "worker_count= and members= both say who makes a step; give one of them"
+            )
+        if not isinstance(given["members"], Elastic):
+            raise ArgumentError(f"members must be shardwell.Elastic; got {given['members']!r:.80}")
     if "worker_count" in given and given.get("mode", "sync") == "sync":
         given["worker_count"] = check_integer(
             "worker_count", given["worker_count"], 1, WORKER_COUNT_MAX

@@ -70,6 +70,7 @@ PROMISED = {
     "RMSProp",
     "RowWiseAdagrad",
     "FTRL",
+    "Elastic",
     "Initializer",
     "Normal",
     "Uniform",

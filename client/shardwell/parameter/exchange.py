@@ -181,6 +181,10 @@ class Transfer(StepTransfer[ShardSlice]):
         self._gradient_context = checksum.gradient_context(spec.name, worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
+        self.late: set[Slice] = set()
+        """Ranges whose step had closed, or that were of a tenure that is over; the same."""
+        self.outcomes: dict[int, pb.StepOutcome] = {}
+        """What each shard says of the last step, where sets are open; the same."""
         self.superseded: set[Slice] = set()
         """Ranges that a shard had counted before with other values; the caller empties it."""
         self.non_finite_remedy = OF_PARAMETER
@@ -271,6 +275,8 @@ class Transfer(StepTransfer[ShardSlice]):
                         f"counted {counted} of {chunk_count} chunks of {self._spec.name!r}, or its "
                         "answer was damaged; call again",
                     )
+                if self._spec.has_open_sets:
+                    self._note_outcome(line.part, answer.counted.outcome)
                 progress.counted_shards.add(shard_index)
 
     def close_step(self, step: int, attempts: Attempts) -> None:
@@ -543,6 +549,8 @@ class Transfer(StepTransfer[ShardSlice]):
         while answer[0].HasField("superseded"):
             self._note_superseded(line.part, answer[0].superseded)
             answer = super()._next(line, step, unit)
+        if answer[0].HasField("outcome"):
+            self._note_outcome(line.part, answer[0].outcome)
         return answer
 
     def _fill(self, lines: Sequence[Line], progress: Progress, wanted: _Wanted) -> int:
@@ -583,6 +591,23 @@ class Transfer(StepTransfer[ShardSlice]):
             )
         self.superseded.update(part.chunks[index] for index in indexes)
 
+    def _note_outcome(self, part: ShardSlice, found: pb.StepOutcome) -> None:
+        """Notes what a shard says has become of a gradient.
+
+        Raises:
+            CorruptChunkError: that was damaged.
+        """
+        indexes = found.late_chunk_indexes
+        is_whole = checksum.of_message(found) == found.crc32c
+        if not is_whole or (indexes and max(indexes) >= len(part.chunks)):
+            raise self._damaged(
+                part.channel,
+                f"answered for {self._spec.name!r} what it counted, and the answer is damaged; "
+                "call again",
+            )
+        self.late.update(part.chunks[index] for index in indexes)
+        self.outcomes[part.channel.shard_index] = found
+
     def _decode(
         self,
         wanted: _Wanted,
@@ -611,6 +636,8 @@ class Transfer(StepTransfer[ShardSlice]):
             ) from None
         min_version = wanted.min_version
         exact = wanted.is_exchange and self._spec.mode == "sync"
+        if self._spec.has_open_sets:  # its step may have closed without this worker, or not yet
+            exact, min_version = False, min_version - wanted.is_exchange
         if chunk.chunk_index != index or header.version < min_version:
             raise self._damaged(
                 part.channel,

@@ -100,12 +100,13 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             if part.where.size:
                 parts.append(part)
         next_steps = [answer.next_step for answer in answers if answer.slice_size]
-        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+        is_strict = self._spec.mode == "sync" and not self._spec.has_open_sets
+        if is_strict and max(next_steps) - min(next_steps) > 1:
             # Training may go on between two answers: who seems to be behind is asked once more.
             newest = max(next_steps)
             answers = attempts.run(join)
             next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
-        if self._spec.mode == "sync" and max(next_steps) - min(next_steps) > 1:
+        if is_strict and max(next_steps) - min(next_steps) > 1:
             raise StepOrderError(
                 f"shards disagree on where parameter {self._spec.name!r} stands: this worker's "
                 f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
@@ -118,6 +119,8 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         self.incarnation = answers[0].incarnation
         tenures = {answer.tenure for answer in answers}
         self.tenure = self._opened_in = common_tenure(tenures)
+        if self._spec.members is not None:
+            return parts, min(next_steps)
         return parts, min(next_steps) if len(tenures) == 1 else 0
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> None:
@@ -142,6 +145,11 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             lost_seat=self._opened_in not in (0, self.tenure),
             **self._of,
         )
+
+    @staticmethod
+    @override
+    def _newest(answer: pb.CreateParameterResponse) -> int:
+        return answer.version_max
 
     @override
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:

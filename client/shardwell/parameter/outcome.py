@@ -14,24 +14,40 @@ class Outcome:
     """What the shards counted of the gradient that this worker gave last."""
 
     step: int
-    """The step that it joined."""
+    """The step that it was of."""
     size: int
     """Elements of the parameter."""
+    version: int = 0
+    """Updates that every chunk had seen when the shards answered."""
     superseded: tuple[Slice, ...] = ()
     """Ranges of elements, in order, for which another gradient of the step had been counted before:
     that of an earlier process of this worker, or one that a shard refused in part. What this
     gradient has there was not counted."""
+    late: tuple[Slice, ...] = ()
+    """Ranges of elements, in order, whose step had closed before this gradient came, or that a
+    member gave whose tenure was over. What it has there was not counted."""
+    contributors: tuple[str, ...] = ()
+    """Workers whose gradients the step has in any chunk, sorted, where steps may close without a
+    worker; else empty. Of a step that is still open, those so far."""
 
     def _repr_html_(self) -> str:
-        lost = ", ".join(f"{where.offset} to {where.stop - 1}" for where in self.superseded)
-        row = (self.step, self.counted, lost)
-        return html_table("what counted of a gradient", ("step", "counted", "superseded"), [row])
+        def words(ranges: tuple[Slice, ...]) -> str:
+            return ", ".join(f"{where.offset} to {where.stop - 1}" for where in ranges)
+
+        names = ("step", "counted", "superseded", "late", "contributors")
+        rest = (words(self.superseded), words(self.late), ", ".join(self.contributors))
+        return html_table("what counted of a gradient", names, [(self.step, self.counted, *rest)])
 
     @property
     def counted(self) -> str:
         """How much of the gradient counted: "all", a "part" or "none"."""
-        lost = sum(where.size for where in self.superseded)
-        return "all" if not lost else "part" if lost < self.size else "none"
+        counted = self.counted_elements
+        return "all" if counted == self.size else "part" if counted else "none"
+
+    @property
+    def counted_elements(self) -> int:
+        """Elements of the gradient that counted."""
+        return self.size - sum(where.size for where in (*self.superseded, *self.late))
 
 
 def merged(ranges: Iterable[Slice]) -> tuple[Slice, ...]:

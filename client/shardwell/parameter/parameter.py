@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shardwell.errors import (
     NonFiniteError,
     ShardUnavailableError,
     StepOrderError,
+    WorkersMissingError,
 )
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
@@ -44,6 +45,7 @@ from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
+from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
@@ -60,6 +62,26 @@ _REPORT_S = 10.0
 _REPORT_ERROR_COUNT = 10
 """Reasons that are logged why reports were refused."""
 _LOG = logging.getLogger("shardwell")
+_ASK_S = 1.0
+"""How often a member asks the shards, while it waits for the weights of its first step, whether an
+open step needs it."""
+_LEAVE_S = 1.0
+"""For telling the shards that a member leaves."""
+
+LateName = Literal["drop", "carry"]
+"""What becomes of a gradient whose step has closed without it."""
+
+
+def checked_late(late: Any) -> LateName:
+    """`late` if it is one.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if late not in get_args(LateName):
+        raise ArgumentError(f"late must be 'drop' or 'carry'; got {late!r:.80}")
+    found: LateName = late
+    return found
 
 
 class Settled(NamedTuple):
@@ -92,8 +114,19 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         timeout_s: float,
         traffic: Traffic,
         idle_streams: IdleStreams,
+        late: LateName = "drop",
     ) -> None:
         super().__init__(spec, shards, timeout_s=timeout_s)
+        self.late: LateName = checked_late(late)
+        """What becomes of a gradient whose step has closed without it; see `Client.parameter`."""
+        self.is_draining = False
+        """Whether an operator wants this elastic member to leave after its step."""
+        self._carried: Float32 | None = None
+        """What did not count of earlier gradients, to be added to the next: (size,)."""
+        self._membership: Membership | None = None
+        """This elastic member's tenure; None: it has none."""
+        self._first_step: int | None = None
+        """The step from which on shards await it, until it has the weights of that."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -369,7 +402,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             timeout_s: See `Client`.
 
         Returns:
-            The weights after this step; `out` if given.
+            The weights after this step; `out` if given. Where sets are open, they may be of a later
+            version, as `version` says; `outcome` says what counted.
 
         Raises:
             DivergedError: the gradient is counted, and the step has ended; the weights that came
@@ -387,6 +421,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
             self._end_exchange(work, room.pieces, attempts)
+            if self._first_step is not None:  # it has joined with this gradient
+                self._read_first(room.pieces, attempts)
             return room.result
 
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
@@ -473,11 +509,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             bound_s = timeout_s if own_s is None else own_s
             return self._calls.run(end, bound_s, in_turn=turn, verb="exchange")
 
+        # A norm is that of all of it, and so is what is carried over from the last gradient.
+        is_whole_at_once = bool(self.spec.optimizer.clip_norm) or self.late == "carry"
         begun = OpenExchange(
             self._transfer.parts,
             work.values.whole(),
             exchange,
-            None if self.spec.optimizer.clip_norm else start,  # its norm is that of all of it
+            None if is_whole_at_once else start,
             finish,
             allow_non_finite=self.spec.allow_non_finite,
         )
@@ -537,6 +575,102 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._report_errors.add(str(error))
             _LOG.warning("reports of parameter %r are refused: %s", self.name, error)
 
+    # Elastic members.
+
+    def join(self, *, timeout_s: float | None = None) -> int:
+        """Takes part as an elastic member, ahead of its first gradient; returns the step of that.
+
+        Waits until the weights before that step are there: `get_weights` has them, and the others
+        await a gradient of them. A worker that does not call it joins with its first gradient: that
+        is of a step that may have closed by then, and nobody waits while the worker gets ready.
+
+        Args:
+            timeout_s: See `Client`.
+
+        Raises:
+            ArgumentError: it has no elastic members.
+            SeatsTakenError: max_count others are members.
+            NotInitializedError, WorkerIdInUseError, WorkersMissingError: see the errors.
+        """
+        if self.spec.members is None:
+            raise ArgumentError(
+                f"parameter {self.name!r} has {self.spec.crew}, who need not join; open it with "
+                "members=shardwell.Elastic(...)"
+            )
+
+        def join(attempts: Attempts) -> int:
+            self._check_tenure()
+            if not self._has_seat:
+                self._join(attempts)
+            if self._first_step is not None:
+                self._read_first(Pieces(np.empty(self.size, np.float32)), attempts)
+            return self.next_step
+
+        return self._calls.run(join, timeout_s, in_turn=True, verb="join")
+
+    def leave(self, *, timeout_s: float | None = None) -> None:
+        """Takes part no more as an elastic member: no step awaits it from now on.
+
+        What it has given counts. Its next gradient, or `join`, takes part anew. Does nothing where
+        it is no member. A call that is under way, such as a begun exchange, ends first.
+
+        Args:
+            timeout_s: See `Client`.
+        """
+
+        def leave(attempts: Attempts) -> None:
+            membership, self._membership = self._membership, None
+            self._has_seat, self._first_step = False, None
+            if membership is not None:
+                self._shards.heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
+
+        self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
+
+    def _join(self, attempts: Attempts) -> None:
+        """Takes a seat on all shards, and agrees with them from which step on it is awaited."""
+        opening, members = self._opening, self.spec.members
+        assert members is not None
+        self._first_step = opening.join_members(attempts)
+        self._transfer.tenure = opening.tenure
+        self._membership = Membership(
+            self.kind, self.name, opening.incarnation, self._worker_id, opening.tenure
+        )
+        self._shards.heartbeats.begin(self._membership, members.member_lease_s)
+        self._has_seat = True
+
+    def _read_first(self, weights: Pieces, attempts: Attempts) -> None:
+        """Reads the weights of the first step that awaits this member, waiting for them."""
+        while self._first_step is not None:
+            step, part = self._first_step, attempts.within(_ASK_S)
+            try:
+                found = part.run(partial(self._transfer.get_weights, weights, step, part))
+            except WorkersMissingError:
+                if attempts.remaining_s <= 0:
+                    raise
+                self._first_step = self._opening.join_members(attempts, step)
+                self._transfer.tenure = self._opening.tenure
+                continue
+            self.version = int(found.version)
+            self.next_step, self._first_step = max(self.next_step, self.version), None
+
+    def _check_tenure(self) -> None:
+        """Notes where a shard has found that this member's tenure is over."""
+        membership = self._membership
+        if membership is not None and self._shards.heartbeats.is_over(membership):
+            self._lose_tenure()
+
+    def _lose_tenure(self) -> None:
+        membership, self._membership = self._membership, None
+        self._has_seat, self._first_step = False, None
+        if membership is not None:
+            self._shards.heartbeats.forget(membership)
+            _LOG.warning(
+                "parameter %r: shards lost worker %r and went on without it; it takes part again "
+                "with its next gradient",
+                self.name,
+                self._worker_id,
+            )
+
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
 
@@ -563,11 +697,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
         room: Room[ValuesT] = self._values.room(out)
         self._close_steps_before(min_version, attempts)
-        step = self.next_step if self._is_in_step and self.spec.mode == "sync" else None
+        step = None
+        if self._is_in_step and self.spec.mode == "sync" and not self.spec.has_open_sets:
+            step = self.next_step
         found = attempts.run(
             lambda: self._transfer.get_weights(room.pieces, min_version, attempts, step)
         )
         self.version = int(found.version)
+        if self.spec.has_open_sets:  # a gradient of these weights is of their version
+            self.next_step = max(self.next_step, self.version)
         if step is not None and found.version == step < found.version_max:
             _LOG.warning(
                 "parameter %r: step %d of worker %r was cut off, and shards have no longer the "
@@ -633,8 +771,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._transfer.superseded:
             superseded = merged(self._transfer.superseded)
             self._transfer.superseded.clear()
-        self.outcome = Outcome(step=work.step, size=self.spec.size, superseded=superseded)
+        self.outcome = Outcome(
+            step=work.step,
+            size=self.spec.size,
+            version=max(self.version, work.step),
+            superseded=superseded,
+        )
         self.next_step, self._is_in_step = work.step + 1, False
+        if self.spec.has_open_sets:
+            self._end_open_step(work, self.outcome)
         if superseded:
             _LOG.warning(
                 "parameter %r: of step %d of worker %r, another gradient had been counted before "
@@ -645,6 +790,35 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 sum(where.size for where in superseded),
                 self.size,
             )
+
+    def _end_open_step(self, work: Gradient, outcome: Outcome) -> None:
+        """Notes what became of a gradient whose step may have closed without it."""
+        transfer = self._transfer
+        late, outcomes = merged(transfer.late), list(transfer.outcomes.values())
+        transfer.late.clear()
+        transfer.outcomes.clear()
+        names = {name for each in outcomes for name in each.contributor_ids}
+        version = min((int(each.version) for each in outcomes), default=work.step)
+        self.outcome = replace(
+            outcome, version=version, late=late, contributors=tuple(sorted(names))
+        )
+        if any(each.tenure_is_over for each in outcomes):
+            self._lose_tenure()
+        self.is_draining |= any(each.is_draining for each in outcomes)
+        # A step that has its gradient is not its next; nor is one that is closed everywhere.
+        self.next_step = max(version, work.step + (not late))
+        if self.late == "carry":
+            self._carry(work, late)
+
+    def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
+        """Keeps what did not count of a gradient for the next one."""
+        if not late:
+            self._carried = None
+            return
+        carried: Float32 = np.zeros(self.size, np.float32)
+        for where in late:
+            carried[where.offset : where.stop] = work.values.read(where.offset, where.stop)
+        self._carried = carried
 
     def _exchange_chunks(
         self,
@@ -731,8 +905,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_whole: bool = True,
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
+        if self._carried is not None and is_whole and count:
+            values = Pieces(values.whole().astype(np.float32, copy=False) + self._carried)
         work = Gradient(values, self.next_step, count, learning_rate)
-        if not self._has_seat:
+        if self.spec.members is not None:
+            self._check_tenure()
+        if not self._has_seat and self.spec.members is not None:
+            if is_whole:
+                self._transfer.check_finite(work)
+            self._join(attempts)
+        elif not self._has_seat:
             if is_whole:
                 self._transfer.check_finite(work)
             self._opening.take_seat(self.next_step, attempts)

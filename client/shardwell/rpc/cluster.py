@@ -26,6 +26,7 @@ from shardwell.errors import (
 )
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
+from shardwell.rpc.heartbeat import Heartbeats
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import new_session
 from shardwell.rpc.shard_channel import ShardChannel
@@ -90,6 +91,8 @@ class Shards:
             for i, address in enumerate(addresses)
         ]
         """One a shard, by index."""
+        self.heartbeats = Heartbeats(self.channels)
+        """What elastic members say to the shards."""
         self.threads = threads
         """What calls run on."""
         self._number = next(_NUMBERS)
@@ -98,7 +101,7 @@ class Shards:
         self._looked_s = -math.inf
         """When it was looked last whether all shards answer."""
         self._closed = threading.Event()
-        closing = _Closing(self.channels, self._closed, core_threads)
+        closing = _Closing(self.channels, self._closed, core_threads, self.heartbeats)
         self._end = weakref.finalize(self, threads.close, closing)
 
     @property
@@ -232,13 +235,16 @@ class _Closing:
         channels: Sequence[ShardChannel],
         closed: threading.Event,
         core_threads: CoreThreads,
+        heartbeats: Heartbeats,
     ) -> None:
+        self._heartbeats = heartbeats
         self._channels = channels
         self._closed = closed
         self._core_threads = core_threads
 
     def __call__(self) -> None:
         self._closed.set()
+        self._heartbeats.close()
         for channel in self._channels:
             channel.close()
         self._core_threads.close()

@@ -89,6 +89,10 @@ class Attempts:
         """Attempts of a part of the call on another thread, with the same deadline."""
         return Attempts(self.remaining_s, self._surroundings)
 
+    def within(self, timeout_s: float) -> Attempts:
+        """Attempts of a part of the call that is to take no longer than that."""
+        return Attempts(max(min(timeout_s, self.remaining_s), _REST_S_MIN), self._surroundings)
+
     @property
     def remaining_s(self) -> float:
         """Until the deadline; not above 0 once it has passed."""

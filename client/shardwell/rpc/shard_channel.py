@@ -42,6 +42,8 @@ _NAME_SERVICE = names_pb2.DESCRIPTOR.services_by_name["NameService"].full_name
 _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
 EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
+_HEARTBEAT_CONNECTION = -1
+"""Its number; streams have those from 0."""
 _CERTIFICATES_S = 1.0
 """How often a client that waits for a shard looks whether its certificates have changed."""
 _ABSENT = (
@@ -159,6 +161,15 @@ class ShardChannel(ShardEndpoint):
         self._attendance.let_end()
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
         return self._end_session.future(request, timeout=timeout_s)
+
+    def heartbeat(self, request: session_pb2.HeartbeatRequest, timeout_s: float) -> Any:
+        """Says that a member lives: a call that is under way, over a connection of its own."""
+        stub = unary_stub(
+            self._channel_of(_HEARTBEAT_CONNECTION),
+            f"/{_SESSION_SERVICE}/Heartbeat",
+            session_pb2.HeartbeatResponse,
+        )
+        return stub.future(request, timeout=timeout_s)
 
     def change_name(
         self, request: names_pb2.DeleteRequest | names_pb2.RenameRequest, timeout_s: float

@@ -12,9 +12,10 @@ from typing import Any, Literal, Self, get_args
 from typing_extensions import override
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.checks import brief, check_whole_number, name_of
+from shardwell.specs.checks import brief, check_number, check_whole_number, name_of
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
-from shardwell.specs.learning_rate import factors_of
+from shardwell.specs.learning_rate import factors_of, rate_of
+from shardwell.specs.members import BOUND_S_MAX, Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_learning_rate
 from shardwell.v1 import types_pb2
@@ -72,6 +73,9 @@ class TrainingSpec:
     codec: CodecName
     mode: ModeName
     allow_non_finite: bool
+    members: Elastic | None
+    min_contributors = 0
+    """See ParameterSpec; tables have none."""
 
     def check_training(self) -> None:
         """Refuses what can't be.
@@ -89,6 +93,41 @@ class TrainingSpec:
             check_whole_number("worker_count", self.worker_count, 1, WORKER_COUNT_MAX)
         else:
             check_whole_number("worker_count (in async mode)", self.worker_count, 0, 0)
+        if self.members is None:
+            return
+        if not isinstance(self.members, Elastic):
+            raise ArgumentError(f"members must be shardwell.Elastic; got {brief(self.members)}")
+        if self.mode != "sync":
+            raise ArgumentError("members are of sync mode: in async mode nobody is waited for")
+        if self.worker_count != self.members.max_count:
+            raise ArgumentError(
+                f"worker_count must be left out where members= says who makes a step, or be its "
+                f"max_count={self.members.max_count}; got {self.worker_count}"
+            )
+
+    @property
+    def has_open_sets(self) -> bool:
+        """Whether a step may close without a worker that could have contributed."""
+        return self.members is not None or self.min_contributors > 0
+
+    @property
+    def step_size_max(self) -> int:
+        """Gradients that a synchronous step may have."""
+        return self.worker_count if self.members is None else self.members.seat_count_max
+
+    def rate_of_step(self, learning_rate: float, contributor_count: int) -> float:
+        """The learning rate of a step of so many gradients; see `Elastic.reference_count`."""
+        reference = 0 if self.members is None else self.members.reference_count
+        if not reference:
+            return learning_rate
+        return rate_of(learning_rate * contributor_count / reference, factors_of(learning_rate))
+
+    @property
+    def crew(self) -> str:
+        """Who makes a step, for messages and status: "4 workers", "2 to 64 members"."""
+        if self.members is not None:
+            return f"{self.members.min_count} to {self.members.max_count} members"
+        return f"{self.worker_count} worker{'s' * (self.worker_count != 1)}"
 
     @property
     def lz4(self) -> bool:
@@ -111,6 +150,11 @@ class TrainingSpec:
             ArgumentError: a value is out of its range.
         """
         values = dict(given)
+        members = values.get("members")
+        if members is not None:
+            values["worker_count"] = members.max_count
+        elif "worker_count" in values:
+            values["members"] = None
         if values.get("mode", self.mode) == "async":
             values["worker_count"] = 0
         elif self.mode == "async":
@@ -147,7 +191,8 @@ class ParameterSpec(TrainingSpec):
     optimizer: Optimizer
     """The update rule on the shards."""
     worker_count: int
-    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning."""
+    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning. With
+    `members`, their max_count."""
     codec: CodecName = "fp16"
     """How chunks travel; fp16 halves the bytes and, scaled, neither overflows nor vanishes."""
     mode: ModeName = "sync"
@@ -156,6 +201,12 @@ class ParameterSpec(TrainingSpec):
     """Let NaN and infinity through; the default refuses them, with their place."""
     layout: TensorLayout | None = None
     """The tensors in it; None: it is one vector."""
+    members: Elastic | None = None
+    """Workers that come and go make its steps; None: worker_count of them, for good."""
+    min_contributors: int = 0
+    """A chunk's step closes `grace_s` after so many gradients at the latest; 0: it has all."""
+    grace_s: float = 0.0
+    """See min_contributors."""
 
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
@@ -174,6 +225,16 @@ class ParameterSpec(TrainingSpec):
         if is_average and self.layout is not None and self.layout.has_options:
             raise ArgumentError("Average updates nothing: groups= of its tensors have no meaning")
         self.check_training()
+        self._check_quorum()
+
+    def _check_quorum(self) -> None:
+        check_whole_number("min_contributors", self.min_contributors, 0, self.worker_count)
+        check_number("grace_s", self.grace_s, low=0.0, below=BOUND_S_MAX)
+        if self.grace_s and not self.min_contributors:
+            raise ArgumentError(
+                f"grace_s={self.grace_s:g} begins with gradient number min_contributors of a step; "
+                "give min_contributors, too"
+            )
 
     @override
     def differences(self, other: Self) -> list[str]:
@@ -195,9 +256,10 @@ class ParameterSpec(TrainingSpec):
         """Whether shards keep the version before each chunk's, for a worker that was restarted.
 
         A chunk that closes by the norm of all gradients leaves no version before every worker's
-        gradient is counted whole; and asynchronous steps have no version that all workers read.
+        gradient is counted whole; asynchronous steps have no version that all workers read; and
+        where a step may close without a worker, nobody needs its gradient again.
         """
-        return self.mode == "sync" and not self.closes_by_norm
+        return self.mode == "sync" and not self.closes_by_norm and not self.has_open_sets
 
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.
@@ -251,6 +313,9 @@ class ParameterSpec(TrainingSpec):
             optimizer=self.optimizer.to_proto(),
             allow_non_finite=self.allow_non_finite,
             layout=None if self.layout is None else self.layout.to_proto(),
+            members=None if self.members is None else self.members.to_proto(),
+            min_contributors=self.min_contributors,
+            grace_s=self.grace_s,
         )
 
     @staticmethod
@@ -272,5 +337,8 @@ class ParameterSpec(TrainingSpec):
             worker_count=message.worker_count,
             allow_non_finite=message.allow_non_finite,
             layout=TensorLayout.from_proto(message.layout) if has_layout else None,
+            members=Elastic.from_proto(message.members) if message.HasField("members") else None,
+            min_contributors=message.min_contributors,
+            grace_s=message.grace_s,
             **values,
         )

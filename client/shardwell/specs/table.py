@@ -8,6 +8,7 @@ from typing import Any
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number, name_of
 from shardwell.specs.initializers import Initializer
+from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
 from shardwell.specs.parameter import (
@@ -45,13 +46,16 @@ class TableSpec(TrainingSpec):
     initializer: Initializer
     """What rows are before their first gradient."""
     worker_count: int
-    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning."""
+    """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning. With
+    `members`, their max_count."""
     codec: CodecName = "fp16"
     """How values travel."""
     mode: ModeName = "sync"
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False
     """Let NaN and infinity through; the default refuses them, with their place."""
+    members: Elastic | None = None
+    """Workers that come and go make its steps; None: worker_count of them, for good."""
 
     def __post_init__(self) -> None:
         check_name("table name", self.name)
@@ -95,6 +99,7 @@ class TableSpec(TrainingSpec):
             mode=WIRE_MODES[self.mode],
             worker_count=self.worker_count,
             allow_non_finite=self.allow_non_finite,
+            members=None if self.members is None else self.members.to_proto(),
         )
 
     @staticmethod
@@ -116,5 +121,6 @@ class TableSpec(TrainingSpec):
             initializer=Initializer.from_proto(message.initializer),
             worker_count=message.worker_count,
             allow_non_finite=message.allow_non_finite,
+            members=Elastic.from_proto(message.members) if message.HasField("members") else None,
             **values,
         )

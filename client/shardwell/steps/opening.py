@@ -23,6 +23,10 @@ from shardwell.threads.asking import ask_all
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
+_JOIN_PAUSE_S = 0.05
+"""Before a member whose tenure a shard has ended meanwhile begins another."""
+
+
 class Declared(Protocol):
     """What specs of parameters and of tables have."""
 
@@ -86,6 +90,7 @@ class Opening(Generic[SpecT, AnswerT]):
         *,
         tenure: int = 0,
         begins_anew: bool = False,
+        from_step: int | None = None,
         incarnation: int = 0,
     ) -> list[AnswerT]:
         """Creates or joins it on shard 0, then on all others at once: one attempt.
@@ -94,6 +99,7 @@ class Opening(Generic[SpecT, AnswerT]):
             attempts: Bounds the calls.
             tenure: The worker takes its seat, for that tenure; 0: it takes none.
             begins_anew: See CreateParameterRequest.
+            from_step: The same.
             incarnation: Of the one that is meant, which must exist; 0: whatever has the name.
 
         Raises:
@@ -116,6 +122,7 @@ class Opening(Generic[SpecT, AnswerT]):
                 session=channel.session.number,
                 tenure=tenure,
                 begins_anew=begins_anew,
+                from_step=from_step,
             )
             return channel.call(
                 method, request, response_type, timeout_s=attempts.rest_s, **self._of
@@ -140,6 +147,52 @@ class Opening(Generic[SpecT, AnswerT]):
             answers = claim_seat(attempts, partial(take, begins_anew=True))
         self.tenure = common_tenure(answer.tenure for answer in answers)
         return answers
+
+    def join_members(self, attempts: Attempts, from_step: int | None = None) -> int:
+        """Has all shards await this elastic member from one step on; returns the step.
+
+        Where it has a tenure that goes on, the step is agreed on anew: a lower one, if a shard has
+        an open step that needs it.
+
+        Args:
+            attempts: Bounds the calls.
+            from_step: On which they agreed before; None: it has no tenure yet.
+
+        Raises:
+            SeatsTakenError: max_count others are members.
+            WorkerIdInUseError, NotInitializedError, LimitError: see the errors.
+        """
+        ahead = 1
+        while True:
+            if from_step is None:
+                self.tenure = secrets.randbits(63) + 1
+            answers = claim_seat(attempts, partial(self._join_members, attempts, from_step))
+            if common_tenure(answer.tenure for answer in answers) != self.tenure:
+                from_step = None  # a shard has found meanwhile that it is over
+                attempts.pause(_JOIN_PAUSE_S)
+                continue
+            needed = [each.needed_step for each in answers if each.HasField("needed_step")]
+            newest = max(self._newest(answer) for answer in answers)
+            wanted: int
+            if needed:
+                wanted = min(needed)
+            elif from_step is None or newest > from_step:
+                wanted, ahead = newest + ahead, 2 * ahead
+            else:
+                return from_step
+            if wanted == from_step:
+                return wanted
+            from_step = wanted
+
+    def _join_members(self, attempts: Attempts, from_step: int | None) -> list[AnswerT]:
+        return self.join_all(
+            attempts, tenure=self.tenure, from_step=from_step, incarnation=self.incarnation
+        )
+
+    @staticmethod
+    @abstractmethod
+    def _newest(answer: AnswerT) -> int:
+        """The most updates that a part of a shard has seen."""
 
     @abstractmethod
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:

@@ -181,6 +181,11 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
                 table=self._spec.name,
             )
 
+    @staticmethod
+    @override
+    def _newest(answer: pb.OpenTableResponse) -> int:
+        return answer.version
+
     @override
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
         newest = max(status.version for status in self.status(attempts))

@@ -115,8 +115,12 @@ class ShardEndpoint:
         Raises:
             ClosedError: the client was closed.
         """
+        return self._channel_of(connection).stream_stream(method)
+
+    def _channel_of(self, connection: int) -> Any:
+        """The channel, gRPC's, of a connection, by its number; see `stream`."""
         if connection == 0:
-            return self._channel.current.stream_stream(method)
+            return self._channel.current
         with self._lock:
             if self._closed:
                 raise ClosedError("the client was closed; connect again")
@@ -124,7 +128,7 @@ class ShardEndpoint:
                 self._others[connection] = Channel(self.address, self._credentials)
             other = self._others[connection]
         other.renew()
-        return other.current.stream_stream(method)
+        return other.current
 
     def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
         """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateParameterRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "crc32c")
+    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "from_step", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class CreateParameterRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     BEGINS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
@@ -28,11 +29,12 @@ class CreateParameterRequest(_message.Message):
     session: int
     tenure: int
     begins_anew: bool
+    from_step: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat", "crc32c")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat", "version_max", "needed_step", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +48,8 @@ class CreateParameterResponse(_message.Message):
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_STEP_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
@@ -60,8 +64,10 @@ class CreateParameterResponse(_message.Message):
     took_over: bool
     tenure: int
     has_seat: bool
+    version_max: int
+    needed_step: int
     crc32c: int
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., version_max: _Optional[int] = ..., needed_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "incarnation", "crc32c")
@@ -127,6 +133,24 @@ class InitWeightsResponse(_message.Message):
     crc32c: int
     def __init__(self, version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
+class StepOutcome(_message.Message):
+    __slots__ = ("step", "late_chunk_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "crc32c")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LATE_CHUNK_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TENURE_IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTOR_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    late_chunk_indexes: _containers.RepeatedScalarFieldContainer[int]
+    tenure_is_over: bool
+    version: int
+    contributor_ids: _containers.RepeatedScalarFieldContainer[str]
+    is_draining: bool
+    crc32c: int
+    def __init__(self, step: _Optional[int] = ..., late_chunk_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+
 class ConfirmInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "epoch", "incarnation", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -166,16 +190,18 @@ class PutGradientRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutGradientResponse(_message.Message):
-    __slots__ = ("counted_chunk_count", "duplicate_chunk_count", "superseded", "crc32c")
+    __slots__ = ("counted_chunk_count", "duplicate_chunk_count", "superseded", "outcome", "crc32c")
     COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     counted_chunk_count: int
     duplicate_chunk_count: int
     superseded: SupersededChunks
+    outcome: StepOutcome
     crc32c: int
-    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., outcome: _Optional[_Union[StepOutcome, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SupersededChunks(_message.Message):
     __slots__ = ("step", "chunk_indexes", "crc32c")
@@ -258,13 +284,14 @@ class WeightsFetch(_message.Message):
     def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., max_version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("chunk", "version", "batch", "counted", "closed", "superseded", "padding", "payload")
+    __slots__ = ("chunk", "version", "batch", "counted", "closed", "superseded", "outcome", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
@@ -273,9 +300,10 @@ class ExchangeResponse(_message.Message):
     counted: PutGradientResponse
     closed: CloseStepResponse
     superseded: SupersededChunks
+    outcome: StepOutcome
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., outcome: _Optional[_Union[StepOutcome, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class CloseStepRequest(_message.Message):
     __slots__ = ("shard", "parameter", "step", "norm", "wait_timeout_ms", "incarnation", "crc32c")

@@ -45,6 +45,11 @@ class SessionServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_session__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_session__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.unary_unary(
+                '/shardwell.v1.SessionService/Heartbeat',
+                request_serializer=shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -80,6 +85,20 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Heartbeat(self, request, context):
+        """Says that a member of a parameter or table with ElasticMembers lives, and which tenures it knows to be over.
+
+        A member calls it every second, or every fifth of its smallest member_lease_s if that is less, on each shard, over a
+        connection that carries no gradients: a shard that has heard nothing of it for member_lease_s, be it a heartbeat or
+        a gradient, takes its tenures for over after member_return_s. Give each shard what all shards have answered before:
+        so each learns of tenures that another one has found to be over. Safe to repeat. A worker leaves by saying that its
+        own tenure is over, on every shard. It needs the right to contribute to each parameter or table that it names.
+        Errors: UNAVAILABLE with ERROR_CODE_SESSION_UNKNOWN, INVALID_ARGUMENT (too many tenures), DATA_LOSS (CRC).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +111,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=shardwell_dot_v1_dot_session__pb2.EndSessionRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_session__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -149,6 +173,33 @@ class SessionService(object):
             '/shardwell.v1.SessionService/EndSession',
             shardwell_dot_v1_dot_session__pb2.EndSessionRequest.SerializeToString,
             shardwell_dot_v1_dot_session__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.SessionService/Heartbeat',
+            shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.SerializeToString,
+            shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,7 +43,7 @@ class Initializer(_message.Message):
     def __init__(self, zeros: _Optional[_Union[Zeros, _Mapping]] = ..., uniform: _Optional[_Union[Uniform, _Mapping]] = ..., normal: _Optional[_Union[Normal, _Mapping]] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("name", "row_count", "dim", "optimizer", "initializer", "codec", "compression", "mode", "worker_count", "allow_non_finite")
+    __slots__ = ("name", "row_count", "dim", "optimizer", "initializer", "codec", "compression", "mode", "worker_count", "allow_non_finite", "members")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class TableSpec(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     row_count: int
     dim: int
@@ -64,10 +65,11 @@ class TableSpec(_message.Message):
     mode: _types_pb2.Mode
     worker_count: int
     allow_non_finite: bool
-    def __init__(self, name: _Optional[str] = ..., row_count: _Optional[int] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., compression: _Optional[_Union[_types_pb2.Compression, str]] = ..., mode: _Optional[_Union[_types_pb2.Mode, str]] = ..., worker_count: _Optional[int] = ..., allow_non_finite: bool = ...) -> None: ...
+    members: _types_pb2.ElasticMembers
+    def __init__(self, name: _Optional[str] = ..., row_count: _Optional[int] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., compression: _Optional[_Union[_types_pb2.Compression, str]] = ..., mode: _Optional[_Union[_types_pb2.Mode, str]] = ..., worker_count: _Optional[int] = ..., allow_non_finite: bool = ..., members: _Optional[_Union[_types_pb2.ElasticMembers, _Mapping]] = ...) -> None: ...
 
 class OpenTableRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "crc32c")
+    __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "from_step", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +79,7 @@ class OpenTableRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     BEGINS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
@@ -87,11 +90,12 @@ class OpenTableRequest(_message.Message):
     session: int
     tenure: int
     begins_anew: bool
+    from_step: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat", "crc32c")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat", "needed_step", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +107,7 @@ class OpenTableResponse(_message.Message):
     TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     TENURE_FIELD_NUMBER: _ClassVar[int]
     HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_STEP_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
@@ -115,8 +120,9 @@ class OpenTableResponse(_message.Message):
     took_over: bool
     tenure: int
     has_seat: bool
+    needed_step: int
     crc32c: int
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., needed_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class TableOpen(_message.Message):
     __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure", "crc32c")

@@ -263,8 +263,22 @@ class PackedTensors(_message.Message):
     size_bytes: int
     def __init__(self, lz4: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
+class ElasticMembers(_message.Message):
+    __slots__ = ("min_count", "max_count", "member_return_s", "member_lease_s", "reference_count")
+    MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_RETURN_S_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    min_count: int
+    max_count: int
+    member_return_s: float
+    member_lease_s: float
+    reference_count: int
+    def __init__(self, min_count: _Optional[int] = ..., max_count: _Optional[int] = ..., member_return_s: _Optional[float] = ..., member_lease_s: _Optional[float] = ..., reference_count: _Optional[int] = ...) -> None: ...
+
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout")
+    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout", "members", "min_contributors", "grace_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +288,9 @@ class ParameterSpec(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MIN_CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     codec: Codec
@@ -283,7 +300,10 @@ class ParameterSpec(_message.Message):
     optimizer: Optimizer
     allow_non_finite: bool
     layout: TensorLayout
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ...) -> None: ...
+    members: ElasticMembers
+    min_contributors: int
+    grace_s: float
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ..., members: _Optional[_Union[ElasticMembers, _Mapping]] = ..., min_contributors: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4", "shared")

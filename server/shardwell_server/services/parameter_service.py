@@ -357,6 +357,7 @@ def joined(
             request.tenure,
             asks=True,
             begins_anew=request.begins_anew,
+            from_step=request.from_step if request.HasField("from_step") else None,
         )
     found, created = registry.open(spec, call.principal.name)
     response = found.join(

@@ -6,7 +6,7 @@ are all counted alone, one that fetches weights, one that closes a step that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from shardwell.errors import ArgumentError, CorruptChunkError, ShardUnavailableError
@@ -18,7 +18,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell.wire.messages import Room
+from shardwell.wire.messages import ALIGNMENT_BYTES, Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.services.step_stream import Due, Request, StepStream
@@ -34,6 +34,8 @@ it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""
+_NAMES_SIZE_MAX_BYTES = 16 * 1024
+"""Of contributors in an outcome."""
 
 
 class ParameterStream(StepStream[ParameterSlice]):
@@ -71,6 +73,8 @@ class ParameterStream(StepStream[ParameterSlice]):
             self._recorder.ended()
             if self._contributor is not None and self._contributor.superseded:
                 self._counted.superseded.CopyFrom(self._superseded(self._contributor.superseded))
+            if self._contributor is not None and self._slice.has_open_sets:
+                self._counted.outcome.CopyFrom(self._outcome(self._contributor)())
         return self._counted
 
     def get_weights(self, request: pb.GetWeightsRequest) -> Handling:
@@ -152,14 +156,20 @@ class ParameterStream(StepStream[ParameterSlice]):
             parameter.contribute, contributor, gradient, payload, deadline, begun=begun
         )
         self._is_between_steps = gradient.end_of_step and not self._only_counts
+        is_late = parameter.has_open_sets and chunk.chunk_index in contributor.late
         if gradient.counts_only or self._only_counts:
             self._counted.counted_chunk_count += is_new
             self._counted.duplicate_chunk_count += not is_new
         else:
-            where = chunk.chunk_index, gradient.step + 1 if parameter.spec.mode == "sync" else 0
+            follows = parameter.spec.mode == "sync" and not is_late
+            where = chunk.chunk_index, gradient.step + 1 if follows else 0
+            make = partial(parameter.weights_message, *where, deadline)
+            if self._is_between_steps and parameter.has_open_sets:
+                outcome = self._outcome(contributor)
+                make = partial(_with_outcome, make, outcome)
             self._pending.append(
                 Due(
-                    partial(parameter.weights_message, *where, deadline),
+                    make,
                     partial(parameter.is_ready, *where),
                     Room(chunk.shared.offset, payload) if chunk.HasField("shared") else None,
                 )
@@ -174,6 +184,8 @@ class ParameterStream(StepStream[ParameterSlice]):
                 superseded = self._superseded(contributor.superseded)
                 yield pb.ExchangeResponse(superseded=superseded).SerializeToString()
             if self._counted.ByteSize():
+                if parameter.has_open_sets:
+                    self._counted.outcome.CopyFrom(self._outcome(contributor)())
                 counted = pb.ExchangeResponse(counted=checksum.seal(self._counted))
                 self._counted.Clear()
                 self._pending.append(Due(counted.SerializeToString))
@@ -196,6 +208,11 @@ class ParameterStream(StepStream[ParameterSlice]):
         found.crc32c = checksum.of_message(found)
         indexes.clear()
         return found
+
+    def _outcome(self, contributor: Contributor[Seat]) -> Callable[[], pb.StepOutcome]:
+        """What makes the outcome of the step that ends now, once its chunks have closed it."""
+        late, contributor.late = contributor.late, set()
+        return partial(_outcome, self._slice, self._step, late, contributor)
 
     def _asked(self, request: pb.ExchangeRequest) -> Handling:
         """What is asked for besides gradients."""
@@ -278,6 +295,39 @@ class ParameterStream(StepStream[ParameterSlice]):
         payload = self._payload(gradient, payload)
         deadline = deadline_of(self._shard, self._call, gradient.wait_timeout_ms / 1000)
         return self._slice.contribute(contributor, gradient, payload, deadline)
+
+
+def _outcome(
+    parameter: ParameterSlice, step: int, late: set[int], contributor: Contributor[Seat]
+) -> pb.StepOutcome:
+    found = pb.StepOutcome(
+        step=step,
+        late_chunk_indexes=sorted(late),
+        tenure_is_over=contributor.is_over,
+        version=parameter.version_min,
+        is_draining=contributor.seat is not None and contributor.seat.is_draining,
+    )
+    size_bytes = 0
+    for worker_id in parameter.contributors(step):
+        size_bytes += len(worker_id) + 2
+        if size_bytes > _NAMES_SIZE_MAX_BYTES:
+            break
+        found.contributor_ids.append(worker_id)
+    found.crc32c = checksum.of_message(found)
+    return found
+
+
+def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcome]) -> bytes:
+    """A chunk's weights as a message, which has the outcome of its step besides.
+
+    What is before a message of protobuf's are fields of it.
+    """
+    message = make()
+    head = pb.ExchangeResponse(outcome=outcome())
+    rest = -head.ByteSize() % ALIGNMENT_BYTES
+    if rest:
+        head.padding = bytes((rest - 2) % ALIGNMENT_BYTES)
+    return head.SerializeToString() + message
 
 
 def arena_of(arenas: ArenaOffers, token: int) -> SharedMemory | None:

@@ -13,12 +13,18 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell.rpc.session import HOST_LENGTH_MAX, PROCESS_LENGTH_MAX, Session
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
+from shardwell.wire import checksum
+from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
+from shardwell_server.services.step_stream import Kind
+from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
 SESSION_SERVICE_NAME = _SERVICE.full_name
+_ENDED_COUNT_MAX = 1024
+"""Tenures in one heartbeat."""
 
 
 class SessionService:
@@ -33,6 +39,7 @@ class SessionService:
         calls = self._calls
         handlers = {
             "Attend": calls.held(self.attend, pb.AttendRequest),
+            "Heartbeat": calls.unary(self.heartbeat, pb.HeartbeatRequest, is_urgent=True),
             "EndSession": calls.unary(self.end_session, pb.EndSessionRequest, is_urgent=True),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
@@ -63,6 +70,36 @@ class SessionService:
             yield Needs.HELD
         finally:
             sessions.leave(session, token)
+
+    def heartbeat(self, request: pb.HeartbeatRequest, call: Call) -> pb.HeartbeatResponse:
+        shard = self._shard
+        shard.check_identity(request.shard)
+        if len(request.ended) > _ENDED_COUNT_MAX:
+            raise ArgumentError(
+                f"a heartbeat names at most {_ENDED_COUNT_MAX} tenures; got {len(request.ended)}"
+            )
+        shard.sessions.heard(request.session)
+        for each in request.ended:
+            is_parameter = bool(each.parameter)
+            kind: Kind = "parameter" if is_parameter else "table"
+            name = each.parameter or each.table
+            call.check(Right.CONTRIBUTE, kind, name)
+            found = (shard.parameters if is_parameter else shard.tables).find(name)
+            if found is not None and found.incarnation == each.incarnation:
+                found.end_tenure(each.worker_id, each.tenure)
+        response = pb.HeartbeatResponse()
+        for part in shard.elastic_parts_of(request.session):
+            is_parameter = isinstance(part, ParameterSlice)
+            for worker_id, tenure in part.ended_tenures():
+                if len(response.ended) < _ENDED_COUNT_MAX:
+                    response.ended.add(
+                        parameter=part.spec.name if is_parameter else "",
+                        table="" if is_parameter else part.spec.name,
+                        incarnation=part.incarnation,
+                        worker_id=worker_id,
+                        tenure=tenure,
+                    )
+        return checksum.seal(response)
 
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
         self._shard.check_identity(request.shard)

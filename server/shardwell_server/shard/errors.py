@@ -96,14 +96,15 @@ def workers_missing(
     """Why a chunk has not reached `version`."""
     step = tracker.records[chunk_index].version
     missing, unknown = tracker.missing(step, chunk_index)
-    named = _names(missing, unknown, "parameter")
+    more = "members of min_count that have not joined" if spec.members is not None else ""
+    named = _names(missing, unknown, more or "that never opened the parameter")
     none = "none (asynchronous)"
     if spec.closes_by_norm:
         none = "none: the next call of a worker closes it"
     return WorkersMissingError(
         f"parameter {spec.name!r}: waited {deadline.timeout_s:g} s for version {version} "
         f"of chunk {chunk_index}, which is at {step}; missing of "
-        f"{spec.worker_count} workers: {named or none}; start them, or raise timeout_s",
+        f"{spec.crew}: {named or none}; start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
         parameter=spec.name,
     )
@@ -133,20 +134,21 @@ def table_workers_missing(
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
     missing, unknown = tracker.missing(tracker.version)
+    named = _names(missing, unknown, "that never opened the table")
     return WorkersMissingError(
         f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
-        f"{tracker.version}; missing of {spec.worker_count} workers: "
-        f"{_names(missing, unknown, 'table') or 'none'}; start them, or raise timeout_s",
+        f"{tracker.version}; missing of {spec.crew}: "
+        f"{named or 'none'}; start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
         table=spec.name,
     )
 
 
-def _names(missing: list[str], unknown_count: int, what: str) -> str:
-    """Those who are missing, of many some."""
+def _names(missing: list[str], unknown_count: int, unknown: str) -> str:
+    """Those who are missing, of many some; and so many that are `unknown`."""
     named = ", ".join(repr(worker_id) for worker_id in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"
     if unknown_count:
-        named += (" and " if named else "") + f"{unknown_count} that never opened the {what}"
+        named += (" and " if named else "") + f"{unknown_count} {unknown}"
     return named

@@ -13,8 +13,10 @@ A seat belongs to one session, its owner. When a session asks for the seat of it
     the owner is another one, and alive     WorkerIdInUseError
 
 A synchronous parameter has worker_count seats, each taken at its worker's first gradient at the
-latest and kept for good. An asynchronous one has worker_count_max; when all are taken, a newcomer
-is given that of a worker that is gone. From its taking to that a worker has a *tenure*, by a number
+latest and kept for good. With elastic members it has seats for as many members, and for as many
+that left: see `Seats.await_from`, and docs/adr/0036. An asynchronous one has worker_count_max; when
+all are taken, a newcomer is given that of a worker that is gone. From its taking to that a worker
+has a *tenure*, by a number
 that it has drawn and that its gradients name. So a gradient of a tenure that is over is refused,
 whoever has the seat since, and whether or not its worker has another one. Steps are counted from 0
 in each tenure; in the storage they go on, so that what an earlier tenure left there is below
@@ -44,6 +46,7 @@ from shardwell.errors import (
     WorkerIdInUseError,
 )
 from shardwell.rpc.session import Session
+from shardwell.specs.members import Elastic
 from shardwell.v1 import types_pb2
 
 Event = dict[str, Any]
@@ -72,6 +75,9 @@ class Liveness(Protocol):
 
         Of one that this process of the shard never saw: since the process began.
         """
+
+    def silent_for_s(self, number: int) -> float:
+        """For how many seconds a session that attends was not heard of: by heartbeats."""
 
 
 class Tenure(NamedTuple):
@@ -105,6 +111,10 @@ class Seat(ABC):
         self.tenure = tenure
         self.is_over = False
         """Whether the tenure is."""
+        self.from_step: int | None = None
+        """Of an elastic member: the first step that awaits it; None: none does yet."""
+        self.is_draining = False
+        """Of an elastic member: whether it is to leave after its step."""
         self.was_taken_over = False
         """Whether the owner has it from another session, and has not contributed yet."""
         self.last_s: float | None = None
@@ -183,6 +193,7 @@ class Contributor(Generic[SeatT]):
             kept for good.
         asks: Whether it asks for a seat, and contributes nothing.
         begins_anew: With `asks`: whether the seat that it has is to have that tenure.
+        from_step: With `asks`: the first step that awaits it, of an elastic member; None: none yet.
     """
 
     def __init__(
@@ -193,7 +204,9 @@ class Contributor(Generic[SeatT]):
         *,
         asks: bool = False,
         begins_anew: bool = False,
+        from_step: int | None = None,
     ) -> None:
+        self.from_step = from_step
         self.worker_id = worker_id
         self.session = session
         self.tenure = tenure
@@ -203,6 +216,10 @@ class Contributor(Generic[SeatT]):
         """Known once it has contributed."""
         self.superseded: list[int] = []
         """Chunks that it sent for which Decision was SUPERSEDED."""
+        self.late: set[int] = set()
+        """Parts of its last step that were late."""
+        self.is_over = False
+        """Whether its tenure was found to be over, of an elastic member."""
 
 
 # Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
@@ -211,7 +228,12 @@ class Contributor(Generic[SeatT]):
 
 def seat_event(seat: Seat) -> Event:
     """What is logged when a worker takes the next seat."""
-    return {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
+    event = {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
+    if seat.from_step is not None:
+        event["from_step"] = seat.from_step
+    if seat.is_over:
+        event["is_over"] = True
+    return event
 
 
 def owner_event(worker_id: str, owner: Session | None) -> Event:
@@ -240,9 +262,19 @@ class Seats(ABC, Generic[SeatT]):
         worker_count: Workers that make a synchronous step; 0: asynchronous.
         worker_count_max: Workers that may have a seat.
         sessions: Which are alive.
+        elastic: Who makes a step, where workers come and go; None: worker_count of them.
     """
 
-    def __init__(self, *, worker_count: int, worker_count_max: int, sessions: Liveness) -> None:
+    def __init__(
+        self,
+        *,
+        worker_count: int,
+        worker_count_max: int,
+        sessions: Liveness,
+        elastic: Elastic | None = None,
+    ) -> None:
+        self.elastic = elastic
+        """Who makes a step, where workers come and go."""
         self.is_sync = worker_count > 0
         """Whether steps need all workers."""
         self._worker_count = worker_count
@@ -252,6 +284,10 @@ class Seats(ABC, Generic[SeatT]):
         """In the order of their indexes."""
         self._ended: dict[str, None] = {}
         """Those with a seat whose sessions have ended in order, the first one first."""
+        self.come_to_rest: Callable[[], None] = lambda: None
+        """Returns when nothing is being counted that was checked before the call."""
+        self.awaited: tuple[SeatT, ...] = ()
+        """Elastic members that open steps may await: those whose tenure is not over."""
         self._openers: dict[int, str] = {}
         """Worker ids by the sessions that opened it, of which some may be gone, or unknown yet."""
 
@@ -311,6 +347,8 @@ class Seats(ABC, Generic[SeatT]):
                 away.
             ArgumentError: it asks for a seat without a tenure.
         """
+        if self.elastic is not None:
+            return self._member_seat(contributor, note)
         worker_id, session = contributor.worker_id, contributor.session
         seat = self._seats.get(worker_id)
         number = 0
@@ -334,6 +372,144 @@ class Seats(ABC, Generic[SeatT]):
             seat.give_to(session)
             self._note_ended(seat)
         return seat
+
+    # Elastic members.
+
+    @abstractmethod
+    def _is_spent(self, seat: SeatT) -> bool:
+        """Whether no open step has a gradient of a seat."""
+
+    def _member_seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        """The seat of an elastic member that asks for one, in the tenure that it names.
+
+        Raises:
+            WorkerIdInUseError, ArgumentError: see `seat`.
+            SeatsTakenError: max_count others are members.
+            LimitError: open steps have gradients of too many who left.
+            StepOrderError: it does not ask, and its tenure is over.
+        """
+        elastic, worker_id = self.elastic, contributor.worker_id
+        assert elastic is not None
+        seat = self._seats.get(worker_id)
+        if seat is not None and seat.tenure.number == contributor.tenure and contributor.tenure:
+            return seat
+        if not contributor.asks:
+            raise _tenure_is_over(worker_id)
+        self._check_tenure(contributor, seat)
+        session = contributor.session
+        if seat is not None and seat.owner is not None and seat.owner.number != session.number:
+            self._check_gone(worker_id, seat.owner, session)
+        others = [each for each in self.awaited if each is not seat]
+        if len(others) >= elastic.max_count:
+            raise SeatsTakenError(
+                f"max_count={elastic.max_count} members take part already: "
+                f"{_names(each.worker_id for each in others)}; {worker_id!r} would be one more; "
+                "wait until one leaves, or make it anew with a larger max_count",
+                worker_id=worker_id,
+            )
+        if seat is None and len(self._seats) < min(elastic.seat_count_max, self._worker_count_max):
+            made = self._fresh_seat(
+                worker_id, len(self._seats), session, Tenure(contributor.tenure)
+            )
+            note(seat_event(made))
+            return self._sit(made)
+        if seat is None:
+            seat = next(
+                (each for each in self.seats if each.is_over and self._is_spent(each)), None
+            )
+        if seat is None:
+            raise LimitError(
+                f"{len(self._seats)} seats are taken, and open steps have gradients of all who "
+                f"left; {worker_id!r} may have one when such a step has closed; try again",
+                worker_id=worker_id,
+            )
+        was_over, seat.is_over = seat.is_over, True
+        self.come_to_rest()
+        tenure = Tenure(contributor.tenure)
+        try:
+            facts = _facts(worker_id, session, tenure)
+            note({"kind": "tenure", "seat_index": seat.index, **facts})
+        except BaseException:
+            seat.is_over = was_over
+            raise
+        return self._replace(seat, worker_id, session, tenure)
+
+    def member(self, worker_id: str, tenure: int) -> SeatT | None:
+        """An elastic member's seat, if its tenure is that, and not over."""
+        seat = self._seats.get(worker_id)
+        is_it = seat is not None and seat.tenure.number == tenure and not seat.is_over
+        return seat if is_it else None
+
+    def await_from(self, worker_id: str, tenure: int, step: int, note: TakesNote) -> bool:
+        """Open steps await an elastic member from a step on; whether that was another one before.
+
+        Raises:
+            StepOrderError: the tenure is over.
+        """
+        seat = self.member(worker_id, tenure)
+        if seat is None:
+            raise _tenure_is_over(worker_id)
+        if seat.from_step == step:
+            return False
+        note({"kind": "from", "seat_index": seat.index, "from_step": step})
+        seat.from_step = step
+        return True
+
+    def end_tenure(self, worker_id: str, tenure: int, note: TakesNote) -> bool:
+        """No open step awaits an elastic member any more; whether one did. Safe to repeat."""
+        seat = self.member(worker_id, tenure)
+        if seat is None:
+            return False
+        note({"kind": "over", "seat_index": seat.index})
+        self.restore_over(seat.index)
+        return True
+
+    def restore_from(self, seat_index: int, step: int) -> None:
+        """Goes on from a first step that was noted."""
+        self.seats[seat_index].from_step = step
+
+    def restore_over(self, seat_index: int) -> None:
+        """Goes on from the end of a tenure that was noted."""
+        self.seats[seat_index].is_over = True
+        self._count_awaited()
+
+    def _count_awaited(self) -> None:
+        if self.elastic is not None:
+            self.awaited = tuple(each for each in self._seats.values() if not each.is_over)
+
+    @abstractmethod
+    def needed_step(self, worker_id: str) -> int | None:
+        """The lowest open step that can't reach the floor without a worker; None: there is none."""
+
+    def lost(self, now_s: float) -> tuple[list[SeatT], float]:
+        """Elastic members that are gone for good, and in how many seconds to look again.
+
+        Args:
+            now_s: On time.monotonic's clock.
+        """
+        elastic = self.elastic
+        assert elastic is not None
+        found, next_s = [], elastic.member_return_s
+        lease_s = elastic.member_lease_s + elastic.member_return_s
+        for seat in self.awaited:
+            if seat.owner is None:
+                found.append(seat)
+                continue
+            number = seat.owner.number
+            alive_for_s = self._sessions.alive_for_s(number, seat.owner.process)
+            if alive_for_s == math.inf:
+                silent_s = self._sessions.silent_for_s(number)
+                if seat.last_s is not None:
+                    silent_s = min(silent_s, now_s - seat.last_s)
+                rest_s = lease_s - silent_s
+            else:
+                gone_s = self._sessions.gone_for_s(number)
+                rest_s = max(alive_for_s, elastic.member_return_s - gone_s)
+            if rest_s <= 0:
+                found.append(seat)
+            else:
+                next_s = min(next_s, rest_s)
+        return found, next_s
 
     def _check_tenure(self, contributor: Contributor[SeatT], seat: SeatT | None) -> None:
         if contributor.asks:
@@ -370,6 +546,7 @@ class Seats(ABC, Generic[SeatT]):
         seats = (made if each is seat else each for each in self.seats)
         self._seats = {each.worker_id: each for each in seats}
         self._note_ended(made)
+        self._count_awaited()
         return made
 
     def events(self) -> list[Event]:
@@ -461,12 +638,14 @@ class Seats(ABC, Generic[SeatT]):
         """Gives the next seat to its worker."""
         self._seats[seat.worker_id] = seat
         self._note_ended(seat)
+        self._count_awaited()
         return seat
 
     def tenure_of(self, worker_id: str) -> int:
-        """The number of a worker's tenure; 0: it has no seat, or seats are kept for good."""
+        """The number of a worker's tenure; 0: it has none, or seats are kept for good."""
         seat = self._seats.get(worker_id)
-        return 0 if seat is None else seat.tenure.number
+        is_none = seat is None or (seat.is_over and self.elastic is not None)
+        return 0 if seat is None or is_none else seat.tenure.number
 
     def has_seat(self, worker_id: str) -> bool:
         """Whether a worker has a seat."""
@@ -522,7 +701,8 @@ class Seats(ABC, Generic[SeatT]):
 
     def _newcomers(self) -> list[str]:
         """Workers that have opened it, are alive, and may take a seat, or have one."""
-        has_room = not self.is_sync or len(self._seats) < self._worker_count
+        taken = len(self._seats) if self.elastic is None else len(self.awaited)
+        has_room = not self.is_sync or taken < self._worker_count
         return [
             worker_id
             for number, worker_id in list(self._openers.items())

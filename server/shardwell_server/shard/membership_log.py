@@ -9,6 +9,8 @@ on with it. Events, as JSON objects:
     {"kind": "tenure", "seat_index": I, "worker_id": W, "session": ..., "tenure": [T, F]}
                                                  seat I, which was another's or W's, in a new tenure
     {"kind": "owner", "worker_id": W, "session": ...}       its seat's owner from now on
+    {"kind": "from", "seat_index": I, "from_step": N}       steps from N on await its elastic member
+    {"kind": "over", "seat_index": I}                       none awaits it: its tenure is over
     {"kind": "learning_rate", "from_step": N, "learning_rate": R}
                                                  and "factors": [F, ...], where there are groups
     {"kind": "incarnation", "incarnation": N}                what tells it from others of its name
@@ -101,8 +103,30 @@ class MembershipLog(ABC, Generic[SeatT]):
             StorageError: it can't be noted.
         """
         for worker_id in self._members.owned_by(number):
+            if self._members.elastic is not None:
+                self.end_tenure(worker_id, self._members.tenure_of(worker_id))
             self._storage.log(owner_event(worker_id, None))
             self._members.set_owner(worker_id, None)
+
+    def await_from(self, contributor: Contributor[SeatT]) -> bool:
+        """Steps from that which an elastic member names await it; whether that changes anything.
+
+        Raises:
+            StepOrderError: its tenure is over.
+            StorageError: it can't be noted.
+        """
+        step = contributor.from_step
+        return step is not None and self._members.await_from(
+            contributor.worker_id, contributor.tenure, step, self._note_seat
+        )
+
+    def end_tenure(self, worker_id: str, tenure: int) -> bool:
+        """No step awaits an elastic member any more; whether one did.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        return self._members.end_tenure(worker_id, tenure, self._note_seat)
 
     def note_incarnation(self, incarnation: int) -> None:
         """Sets what tells it from others of its name.
@@ -186,6 +210,10 @@ class MembershipLog(ABC, Generic[SeatT]):
                         self._members.set_owner(event["worker_id"], owner_of(event))
                     case "tenure":
                         self._members.restore_tenure(event)
+                    case "from":
+                        self._members.restore_from(event["seat_index"], event["from_step"])
+                    case "over":
+                        self._members.restore_over(event["seat_index"])
                     case "incarnation":
                         self.incarnation = event["incarnation"]
                     case "learning_rate":

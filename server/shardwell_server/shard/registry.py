@@ -43,9 +43,11 @@ from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.members import Liveness
 from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
+from shardwell_server.shard.parameter.contributions import TakesLine
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
 from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.shard.watch import Timer
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
 from shardwell_server.store.contract import Begin
 
@@ -105,6 +107,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         spans: What the shard did last.
         changes: Which names were deleted or given up, or are about to.
         spool_dir: See Shard.
+        timer: Ends grace, and looks after elastic members; None: nothing does.
+        log: Takes each step's contributors, where sets are open; None: nothing does.
     """
 
     _kind: ClassVar[str]
@@ -125,6 +129,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         spans: Spans,
         changes: NameChanges,
         spool_dir: Path | None = None,
+        timer: Timer | None = None,
+        log: TakesLine | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
         """That of the other kind, whose names are taken, too."""
@@ -136,6 +142,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._stored_bytes = stored_bytes
         self._sessions = sessions
         self._spans = spans
+        self._timer = timer
+        self._log = log
         self._spool_dir = spool_dir
         self._by_name: dict[str, OwnedT] = {}
         self._booked: dict[str, _Booked] = {}
@@ -673,6 +681,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         chunk_size, kept_size_bytes = config.chunk_size_bytes // item_size, 0
         if kept is not None:
             chunk_size, kept_size_bytes = kept.chunk_element_count, kept.kept_size_bytes
+        elif spec.has_open_sets:
+            kept_size_bytes = 2 * spec.step_size_max
         elif spec.keeps_versions:
             kept_size_bytes = min(chunk_size, size) * item_size + HEAD_SIZE_MAX_BYTES
         return Layout(
@@ -713,6 +723,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             limits=config.limits,
             sessions=self._sessions,
             spans=self._spans,
+            timer=self._timer,
+            log=self._log,
             spool_dir=self._spool_dir,
             former_names=layout.description.get(_FORMER_NAMES, ()),
         )

@@ -93,6 +93,10 @@ class Sessions:
         """When sessions left that attended, the first one first."""
         self._left_owners: dict[int, str] = {}
         """Names of the tokens by which those did that brought one."""
+        self._heard_s: dict[int, float] = {}
+        """When sessions that attend had their last heartbeat."""
+        self.on_left: Callable[[int], None] = lambda number: None
+        """Called with the number of a session that does not attend any more; never waits."""
         self._ended: set[int] = set()
         """Sessions of those that ended in order, and never attend again."""
         self._others_left_s = now_s()
@@ -148,6 +152,7 @@ class Sessions:
                 found = self._attending[session.number] = _Attending(worker_id, session)
                 self._left_s.pop(session.number, None)
                 self._left_owners.pop(session.number, None)
+                self._heard_s[session.number] = self._now_s()
             elif found.worker_id != worker_id:
                 raise ArgumentError(
                     f"session {session.number:#x} is that of worker {found.worker_id!r}; got "
@@ -168,12 +173,26 @@ class Sessions:
             found = self._attending.get(session.number)
             if found is None or token not in found.calls:
                 return
-            if len(found.calls) == 1:
+            has_left = len(found.calls) == 1
+            if has_left:
                 self._forget(session.number)
-                return
-            before = found.usage
-            del found.calls[token]
-            _move_member(before, found.usage, found.worker_id, is_forced=True)
+            else:
+                before = found.usage
+                del found.calls[token]
+                _move_member(before, found.usage, found.worker_id, is_forced=True)
+        if has_left:
+            self.on_left(session.number)
+
+    def heard(self, number: int) -> None:
+        """Notes a heartbeat of a session."""
+        with self._lock:
+            if number in self._attending:
+                self._heard_s[number] = self._now_s()
+
+    def silent_for_s(self, number: int) -> float:
+        now_s = self._now_s()
+        with self._lock:
+            return now_s - self._heard_s.get(number, now_s)
 
     def end(self, number: int, owner: str = "") -> bool:
         """Notes that a session has ended, whatever calls of it are open. Safe to repeat.
@@ -200,6 +219,7 @@ class Sessions:
 
     def _forget(self, number: int) -> None:
         found = self._attending.pop(number, None)
+        self._heard_s.pop(number, None)
         if found is not None:
             if found.owner:
                 self._left_owners[number] = found.owner

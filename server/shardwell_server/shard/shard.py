@@ -26,9 +26,14 @@ from shardwell_server.shard.recordings import Recordings
 from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.shard.watch import Watch
 from shardwell_server.store import Store
 
 _Part: TypeAlias = ParameterSlice | TableSlice
+
+
+def _look_once(part: _Part) -> None:
+    part.look_for_lost()
 
 
 class PayloadBytes:
@@ -84,6 +89,7 @@ class Shard:
             return_s=min(config.session_lease_s, RETURN_S_MAX),
         )
         """Clients that are connected."""
+        self._watch = Watch()
         self.spans = Spans()
         """What it did last."""
         self.recordings = Recordings()
@@ -100,6 +106,7 @@ class Shard:
             self.spans,
             NameChanges(store),
             spool_dir,
+            self._watch,
         )
         self.core_threads = CoreThreads(thread_count(config.threads))
         """What takes pieces of its calls' work."""
@@ -115,6 +122,10 @@ class Shard:
         self.tables.finish_changes()
         for table in self.tables.all():
             table.go_on()
+        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
+        for part in parts:
+            part.go_on_after_start()
+        self.sessions.on_left = self._session_left
         self.make_images()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
@@ -213,6 +224,21 @@ class Shard:
         self._do_all(lambda part: part.end_session(number))
         return True
 
+    def elastic_parts_of(self, session_number: int) -> Iterator[_Part]:
+        """Parameters and tables whose elastic members a session is among, or was a moment ago."""
+        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
+        for part in parts:
+            if part.spec.members is not None and part.had_session(session_number):
+                yield part
+
+    def _session_left(self, number: int) -> None:
+        """Looks, once a member has had time to come back, whether it is lost."""
+        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
+        for part in parts:
+            if part.spec.members is not None and part.is_owned_by(number):
+                return_s = part.spec.members.member_return_s
+                self._watch.after(return_s, partial(_look_once, part))
+
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._stopping.is_set()
@@ -236,6 +262,7 @@ class Shard:
 
     def close(self) -> None:
         """Lets go of the store and of threads, when no request is left."""
+        self._watch.close()
         self.core_threads.close()
         self._store.close()
 

@@ -8,6 +8,7 @@ table/slice.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,12 @@ from shardwell_server.shard.members import (
 )
 from shardwell_server.shard.membership_log import MembershipLog
 from shardwell_server.shard.step_times import StepTimes
+from shardwell_server.shard.watch import Timer
 from shardwell_server.store.contract import Storage
+
+_LOG = logging.getLogger("shardwell_server")
+_TOLD_S = 60.0
+"""For so long a shard tells that a tenure is over."""
 
 SeatT = TypeVar("SeatT", bound=Seat)
 OpenedT = TypeVar("OpenedT", parameter_pb.CreateParameterResponse, table_pb.OpenTableResponse)
@@ -60,11 +66,24 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         name: Of the parameter or table.
         state: What it is made of.
         abandoned_after_s: See `rest_of`.
+        timer: Looks after elastic members, and ends grace; None: nothing does.
     """
 
-    def __init__(self, name: str, state: SliceState[SeatT], abandoned_after_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: SliceState[SeatT],
+        abandoned_after_s: float,
+        timer: Timer | None = None,
+    ) -> None:
         self._name = name
         self._state = state
+        self._timer = timer
+        self._is_watched = False
+        """Whether the timer looks after elastic members."""
+        self._ended: dict[str, tuple[int, float]] = {}
+        """Tenures that were over last, by worker, and when."""
+        state.tracker.come_to_rest = self._come_to_rest
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
         """Of its synchronous steps."""
@@ -99,11 +118,15 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             StorageError: it can't be noted.
         """
         tracker = self._state.tracker
+        is_changed = False
         with self._state.lock:
             incarnation = self._meet_incarnation(incarnation)
             took_over = False
             if seat_for is not None:
                 took_over = self._seat(seat_for).was_taken_over
+                if tracker.elastic is not None:
+                    self._state.register.await_from(seat_for)
+                    is_changed = True
             elif worker_id and session_number:
                 tracker.remember(worker_id, session_number)
             response = self._opened(worker_id)
@@ -111,6 +134,11 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             response.took_over = took_over
             response.tenure = tracker.tenure_of(worker_id)
             response.has_seat = tracker.has_seat(worker_id)
+            if is_changed:
+                self._say_when(response, worker_id)
+        if is_changed:
+            self._settle_all()  # those who awaited an earlier tenure, or an earlier first step
+            self._look_after()
         self.make_durable()  # next_step tells that the steps before it were counted
         return response
 
@@ -159,7 +187,110 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             StorageError: it can't be noted.
         """
         with self._state.lock:
+            ended = [
+                (worker_id, self._state.tracker.tenure_of(worker_id))
+                for worker_id in self._state.tracker.owned_by(number)
+            ]
             self._state.register.end_session(number)
+            for worker_id, tenure in ended:
+                self._note_ended(worker_id, tenure)
+        if self._state.tracker.elastic is not None:
+            self._settle_all()
+
+    # Elastic members, see docs/adr/0036.
+
+    def _say_when(self, response: OpenedT, worker_id: str) -> None:
+        """Adds to an answer what a member chooses its first step by."""
+        needed = self._state.tracker.needed_step(worker_id)
+        if needed is not None:
+            response.needed_step = needed
+
+    def end_tenure(self, worker_id: str, tenure: int) -> None:
+        """No step awaits a member any more, and what it sends in that tenure is late.
+
+        Safe to repeat; where the worker has another tenure, nothing happens.
+
+        Raises:
+            StorageError: it can't be noted, or a step that it ends can't be journaled.
+        """
+        with self._state.lock:
+            if not self._state.register.end_tenure(worker_id, tenure):
+                return
+            self._note_ended(worker_id, tenure)
+        self._settle_all()
+
+    def _note_ended(self, worker_id: str, tenure: int) -> None:
+        if tenure and self._state.tracker.elastic is not None:
+            now_s = time.monotonic()
+            kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _TOLD_S}
+            self._ended = {**kept, worker_id: (tenure, now_s)}
+
+    def ended_tenures(self) -> list[tuple[str, int]]:
+        """Workers and tenures that were over in the last minute."""
+        now_s = time.monotonic()
+        return [(k, tenure) for k, (tenure, s) in self._ended.items() if now_s - s < _TOLD_S]
+
+    def is_owned_by(self, session_number: int) -> bool:
+        """Whether an open step may await a member of that session."""
+        awaited = self._state.tracker.awaited
+        return any(s.owner is not None and s.owner.number == session_number for s in awaited)
+
+    def had_session(self, session_number: int) -> bool:
+        """Whether a session has a member's seat, be its tenure over or not."""
+        seats = self._state.tracker.seats
+        return any(s.owner is not None and s.owner.number == session_number for s in seats)
+
+    def _look_after(self) -> None:
+        """Has the timer look for members that are gone, while there are members."""
+        with self._state.lock:
+            is_due = not self._is_watched and bool(self._state.tracker.awaited)
+            self._is_watched |= is_due
+        if is_due:
+            self._after(0.0, self.look_for_lost)
+
+    def look_for_lost(self) -> float | None:
+        """Ends the tenures of members that are gone; in how many seconds to look again.
+
+        None: there are no members.
+
+        Raises:
+            StorageError: see `end_tenure`.
+        """
+        tracker = self._state.tracker
+        if tracker.elastic is None or self._state.storage.is_retired:
+            return None
+        lost, next_s = tracker.lost(time.monotonic())
+        for seat in lost:
+            _LOG.warning(
+                "%s: member %r is lost: no step awaits it any more", self._name, seat.worker_id
+            )
+            self.end_tenure(seat.worker_id, seat.tenure.number)
+        with self._state.lock:
+            self._is_watched = bool(tracker.awaited)
+            return max(next_s, 0.01) if self._is_watched else None
+
+    def _after(self, delay_s: float, act: Callable[[], float | None]) -> None:
+        if self._timer is not None:
+            self._timer.after(delay_s, act)
+
+    def _settle_all(self) -> None:
+        """Ends each open step that awaits nobody any more.
+
+        Raises:
+            StorageError: one can't be journaled.
+        """
+
+    def _come_to_rest(self) -> None:
+        """Returns when nothing is being counted that was checked before the call."""
+
+    def go_on_after_start(self) -> None:
+        """Looks after the members that an earlier process had. The timer does it, in a moment."""
+        if self._state.tracker.awaited:
+            self._after(0.0, self._go_on)
+
+    def _go_on(self) -> None:
+        self._settle_all()
+        self._look_after()
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:

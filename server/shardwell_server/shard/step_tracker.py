@@ -11,6 +11,8 @@ also the number of its open step) and `last` the last step that the worker contr
            step == v + 1       WAIT        if last == v: the worker is one ahead of the others
            step < v            StepOrderError: closed without this worker
            otherwise           StepOrderError: a step was skipped
+    open sets, where a step may close without a worker:
+           step < v, or the tenure is over, or the step is full     LATE
     async: step == last + 1    COUNT
            otherwise           StepOrderError: a step was skipped
 
@@ -19,6 +21,7 @@ Invariants:
     sent.
   - A synchronous step of a chunk closes with exactly worker_count contributions, by as many
     workers, each of whom holds a seat; a seat is taken at a worker's first contribution and kept.
+    With open sets it closes when `is_complete` says so for the first time.
   - Versions only grow, by one.
 
 The caller holds the chunk's lock around `decide` and `record`, and the parameter's around the rest.
@@ -32,6 +35,7 @@ from collections.abc import Sequence
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
+from shardwell.specs.members import Elastic
 from shardwell_server.shard import members as seats
 from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.store import ChunkRecord
@@ -45,6 +49,8 @@ class Decision(enum.Enum):
     WAIT = enum.auto()
     SUPERSEDED = enum.auto()
     """A duplicate, of which another gradient was counted."""
+    LATE = enum.auto()
+    """Its step has closed without it, or its worker's tenure is over."""
 
 
 class Seat(seats.Seat):
@@ -67,6 +73,10 @@ class Seat(seats.Seat):
         tenure: Tenure,
     ) -> None:
         super().__init__(worker_id, index, owner, tenure)
+        self.counted_count = 0
+        """Chunks of the worker's that counted in this tenure, as far as this process knows."""
+        self.late_count = 0
+        """The same of those that were late."""
         self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
         """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""
@@ -87,7 +97,8 @@ class Seat(seats.Seat):
 class StepTracker(Seats[Seat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
 
-    With `closes_by_norm` the last contribution leaves a step open, and full; see clipping.py.
+    With `closes_by_norm` the last contribution leaves a step open, and full; see clipping.py. Sets
+    are open with `elastic` members, or with `min_contributors` of which grace begins.
     """
 
     def __init__(
@@ -98,13 +109,26 @@ class StepTracker(Seats[Seat]):
         worker_count_max: int,
         sessions: Liveness,
         closes_by_norm: bool = False,
+        elastic: Elastic | None = None,
+        min_contributors: int = 0,
+        has_grace: bool = False,
     ) -> None:
         super().__init__(
-            worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
+            worker_count=worker_count,
+            worker_count_max=worker_count_max,
+            sessions=sessions,
+            elastic=elastic,
         )
         self.records = list(records)
         """Where each chunk stands."""
+        self.has_open_sets = elastic is not None or min_contributors > 0
+        """Whether a step may close without a worker that could have contributed."""
+        self.open_sets: list[list[Seat]] = [[] for _ in self.records] if self.has_open_sets else []
+        """Who has contributed to each chunk's open step, in that order, where sets are open."""
         self._closes_by_norm = closes_by_norm
+        self._floor = 1 if elastic is None else elastic.min_count
+        self._quorum = min_contributors
+        self._has_grace = has_grace
 
     def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
         return Seat(worker_id, index, [-1] * len(self.records), owner, tenure)
@@ -117,7 +141,14 @@ class StepTracker(Seats[Seat]):
 
     def restore_seat(self, event: Event, stored_steps: list[int]) -> Seat:
         index, owner, tenure = len(self._seats), owner_of(event), tenure_of(event)
-        return self._sit(Seat(event["worker_id"], index, stored_steps, owner, tenure))
+        seat = Seat(event["worker_id"], index, stored_steps, owner, tenure)
+        seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
+        return self._sit(seat)
+
+    def _is_spent(self, seat: Seat) -> bool:
+        return all(
+            last < record.version for last, record in zip(seat.last_step, self.records, strict=True)
+        )
 
     def decide(
         self,
@@ -152,6 +183,10 @@ class StepTracker(Seats[Seat]):
                     worker_id=seat.worker_id,
                 )
             return Decision.SUPERSEDED
+        if self.has_open_sets and (
+            step < version or seat.is_over or (step == version and self.is_full(chunk_index))
+        ):
+            return Decision.LATE
         expected = max(last + 1, version) if self.is_sync else last + 1
         if step != expected:
             reason = "closed without it" if step < expected else "was not its next"
@@ -163,19 +198,74 @@ class StepTracker(Seats[Seat]):
         return Decision.COUNT if not self.is_sync or step == version else Decision.WAIT
 
     def is_full(self, chunk_index: int) -> bool:
-        """Whether all have contributed to a chunk's step, which is open still."""
-        return self.records[chunk_index].contribution_count >= max(self._worker_count, 1)
+        """Whether the set of a chunk's step, which is open still, is decided."""
+        return self.is_decided(self.records[chunk_index])
 
-    def following(self, chunk_index: int, sample_count: int) -> ChunkRecord:
+    def is_decided(self, record: ChunkRecord) -> bool:
+        """The same of a record that a chunk has, or had a moment ago."""
+        if self.has_open_sets:
+            return record.is_full
+        return record.contribution_count >= max(self._worker_count, 1)
+
+    def is_complete(
+        self, chunk_index: int, arriving: Seat | None = None, *, is_grace_over: bool = False
+    ) -> bool:
+        """Whether a chunk's open step is to close, `arriving` contributing to it, too."""
+        count = self.records[chunk_index].contribution_count + (arriving is not None)
+        if not self.has_open_sets:
+            return count >= max(self._worker_count, 1)
+        if count < self._floor:
+            return False
+        if 0 < self._quorum <= count and (is_grace_over or not self._has_grace):
+            return True
+        if self.elastic is None:
+            return count >= self._worker_count
+        return not any(seat is not arriving for seat in self._awaited_by(chunk_index))
+
+    def begins_grace(self, chunk_index: int) -> bool:
+        """Whether a chunk's open step has as many contributions as grace begins with."""
+        return self._has_grace and self.records[chunk_index].contribution_count >= self._quorum
+
+    def _awaited_by(self, chunk_index: int) -> list[Seat]:
+        """Elastic members that a chunk's open step awaits and has not."""
+        version = self.records[chunk_index].version
+        return [
+            seat
+            for seat in self.awaited
+            if seat.last_step[chunk_index] < version
+            and seat.from_step is not None
+            and seat.from_step <= version
+        ]
+
+    def needed_step(self, worker_id: str) -> int | None:
+        """The lowest open step that can't reach the floor without a worker; None: there is none.
+
+        The caller holds no chunk's lock: what it reads may be a moment old.
+        """
+        if self.elastic is None:
+            return None
+        needing: list[int] = []
+        for index, record in enumerate(list(self.records)):
+            # Who joined with a later step, as all who made this one have gone, is not awaited here.
+            coming = sum(seat.worker_id != worker_id for seat in self._awaited_by(index))
+            if not record.is_full and record.contribution_count + coming < self._floor:
+                needing.append(record.version)
+        return min(needing, default=None)
+
+    def following(self, chunk_index: int, sample_count: int, *, closes: bool) -> ChunkRecord:
         """A chunk's record with one contribution more, as far as it does not depend on the sum.
 
-        The next version, if the contribution closes the chunk's step.
+        Args:
+            chunk_index: The chunk.
+            sample_count: Of the contribution.
+            closes: Whether it is the last of the chunk's step.
         """
         now = self.records[chunk_index]
-        count = now.contribution_count + 1
-        if not self._closes_by_norm and count >= max(self._worker_count, 1):
+        if closes and not self._closes_by_norm:
             return ChunkRecord(now.version + 1)
-        return ChunkRecord(now.version, count, now.sample_total + sample_count)
+        count, total = now.contribution_count + 1, now.sample_total + sample_count
+        is_full = closes and self.has_open_sets
+        return ChunkRecord(now.version, count, total, is_full=is_full)
 
     def record(
         self,
@@ -188,7 +278,15 @@ class StepTracker(Seats[Seat]):
         """Counts a contribution for which `decide` said COUNT, or of an earlier tenure: below 0."""
         seat.last_step[chunk_index] = max(step, -1)
         seat.last_crc32c[chunk_index] = -1 if crc32c is None else crc32c
+        if self.has_open_sets:
+            seat.counted_count += 1
+            self.open_sets[chunk_index].append(seat)
         self.records[chunk_index] = following
+
+    def close(self, chunk_index: int) -> list[Seat]:
+        """Goes on from an open set whose step has closed: who was in it, in order."""
+        closed, self.open_sets[chunk_index] = self.open_sets[chunk_index], []
+        return closed
 
     def next_step(self, worker_id: str) -> int:
         """The first step that a worker has not contributed to every chunk, and still can."""
@@ -233,5 +331,19 @@ class StepTracker(Seats[Seat]):
         return any(last >= step for seat in self.seats for last in seat.last_step)
 
     def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:
-        """Known workers that have not contributed `step`, and how many more were never seen."""
-        return self._missing_beside(self.contributed(step, chunk_index))
+        """Known workers that have not contributed `step`, and how many more were never seen.
+
+        Of elastic members: those that it awaits, and how many it lacks besides.
+        """
+        if self.elastic is None:
+            return self._missing_beside(self.contributed(step, chunk_index))
+        indexes = range(len(self.records)) if chunk_index is None else (chunk_index,)
+        awaited: dict[str, None] = {}
+        lacking = 0
+        for index in indexes:
+            if self.records[index].version == step and not self.records[index].is_full:
+                coming = [seat.worker_id for seat in self._awaited_by(index)]
+                awaited.update(dict.fromkeys(coming))
+                count = self.records[index].contribution_count + len(coming)
+                lacking = max(lacking, self._floor - count)
+        return list(awaited), lacking

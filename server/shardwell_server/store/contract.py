@@ -103,6 +103,9 @@ class ChunkRecord(NamedTuple):
     is_encoded: bool = False
     """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
     ParameterStorage.is_in_memory."""
+    is_full: bool = False
+    """Whether nobody contributes any more to the open step, whose set was open: it closes when its
+    norm is known."""
 
 
 class Transition(enum.Enum):
@@ -131,7 +134,7 @@ class Layout:
     initial_slots: tuple[float, ...] = ()
     """First value of each array of optimizer state."""
     kept_size_bytes: int = 0
-    """Room for a chunk's encoded weights, which `ParameterStorage.keep` takes; 0: none are kept."""
+    """Room for what `ParameterStorage.keep` takes of a chunk; 0: nothing is kept."""
     description: dict[str, Any] = field(default_factory=dict)
     """What the shard needs to make the parameter again: a JSON object."""
 
@@ -147,7 +150,7 @@ class Layout:
 
 
 NO_SEAT = -1
-"""As `seat_index`: a transition that is nobody's contribution, but closes a step by its norm."""
+"""As `seat_index`: a transition that is nobody's contribution, but ends a step, or its set."""
 
 
 class JournalEntry(NamedTuple):
@@ -164,7 +167,10 @@ class JournalEntry(NamedTuple):
     learning_rate: float
     """Of the update, should it close the step."""
     payload: Bytes
-    """The codec's bytes; of NO_SEAT, a float64: the norm."""
+    """The codec's bytes; of NO_SEAT, a float64: the norm; or nothing, where an open set is decided
+    without a contribution."""
+    closes: bool = False
+    """Whether it decides an open set."""
 
 
 class ChunkChange(Protocol):
@@ -217,6 +223,8 @@ class ParameterStorage(Storage, Protocol):
         exponent: int,
         learning_rate: float,
         payload: Bytes,
+        *,
+        closes: bool = False,
     ) -> None:
         """Notes a transition that is about to be made, see JournalEntry; the chunk's lock is held.
 
@@ -245,14 +253,16 @@ class ParameterStorage(Storage, Protocol):
         """
 
     def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
-        """Keeps a chunk's encoded weights, in place of those that it kept before.
+        """Keeps a chunk's encoded weights of a version, in place of what it kept before.
 
-        To be called before the transition that leaves the version is begun; the chunk's lock is
-        held. What is kept survives the process where files do.
+        Or, where sets are open, the seats of the version's set in order, two bytes each: those
+        count that the chunk's record has contributions of. To be called before the transition that
+        leaves the version, or adds a seat, is begun; the chunk's lock is held. What is kept
+        survives the process where files do.
 
         Args:
             chunk_index: The chunk.
-            version: Of the weights.
+            version: Of the weights, or of the open step.
             encoded: At most `Layout.kept_size_bytes`.
         """
 

@@ -85,7 +85,7 @@ def test_several_leave_before_the_first_is_answered_and_no_more_than_the_limit(
     alone = opened(clients[0], "alone").exchange(gradient)
     np.testing.assert_array_equal(found, alone)
     np.testing.assert_array_equal(expected, alone)
-    assert net.outcome == shardwell.Outcome(step=0, size=SIZE)
+    assert net.outcome == shardwell.Outcome(step=0, size=SIZE, version=1)
 
 
 def test_workers_whose_pieces_come_in_opposite_orders(cluster, connect) -> None:
@@ -173,5 +173,5 @@ def test_a_piece_that_failed_goes_again_with_what_came_through_behind_it(cluster
     mended = gradient_of(1)
     mended[3] = 1.0
     np.testing.assert_array_equal(begun.finish(), whole.exchange(mended))
-    assert net.outcome == shardwell.Outcome(step=0, size=SIZE)
+    assert net.outcome == shardwell.Outcome(step=0, size=SIZE, version=1)
     np.testing.assert_array_equal(net.exchange(gradient_of(2)), whole.exchange(gradient_of(2)))

@@ -92,7 +92,7 @@ def test_it_reads_the_version_before_the_step(
         np.testing.assert_array_equal(read, weights)
     assert (reader.get_weights() != weights).any(), "no chunk has closed; the test can't fail"
     found = resumed.exchange(gradient_of(weights))
-    assert resumed.outcome == shardwell.Outcome(step=3, size=SIZE)
+    assert resumed.outcome == shardwell.Outcome(step=3, size=SIZE, version=4)
     np.testing.assert_array_equal(found, resumed.get_weights())
 
     whole = opened(again, "whole", codec=codec)
@@ -168,7 +168,7 @@ def test_another_gradient_than_the_first_process_s_is_told_where_it_did_not_coun
     assert f"{lost} of {SIZE} elements" in caplog.text
     caplog.clear()
     resumed.exchange(two)
-    assert resumed.outcome == shardwell.Outcome(step=1, size=SIZE)
+    assert resumed.outcome == shardwell.Outcome(step=1, size=SIZE, version=2)
     assert not caplog.records
 
 

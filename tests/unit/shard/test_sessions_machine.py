@@ -351,7 +351,9 @@ class SessionMachine(RuleBasedStateMachine):
         if self.is_sync and expected is Decision.WAIT:
             return
         assert expected is Decision.COUNT
-        self.tracker.record(seat, 0, step, self.tracker.following(0, 1), 7)
+        self.tracker.record(
+            seat, 0, step, self.tracker.following(0, 1, closes=self.tracker.is_complete(0, seat)), 7
+        )
         seat.contributed(session, 0.0, None)
         assert not seat.was_taken_over
         self.counted[worker, tenure] += 1

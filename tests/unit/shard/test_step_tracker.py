@@ -25,15 +25,16 @@ def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int =
 
 def give(tracker: StepTracker, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
     assert tracker.decide(seat, chunk, step) is Decision.COUNT
-    tracker.record(seat, chunk, step, tracker.following(chunk, samples))
+    closes = tracker.is_complete(chunk, seat)
+    tracker.record(seat, chunk, step, tracker.following(chunk, samples, closes=closes))
 
 
 def test_a_step_closes_with_the_last_worker() -> None:
     steps = tracker()
     first, second = take(steps, "w0"), take(steps, "w1")
-    assert steps.following(0, 3).version == 0
+    assert not steps.is_complete(0, second)
     give(steps, first, 0, samples=3)
-    assert steps.following(0, 4).version == 1
+    assert steps.is_complete(0, second)
     assert steps.records[0] == ChunkRecord(contribution_count=1, sample_total=3)
     give(steps, second, 0, samples=4)
     assert steps.records[0] == ChunkRecord(version=1)
@@ -80,7 +81,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
     assert not steps.is_sync
     first, second = take(steps, "w0"), take(steps, "w1")
     for step in range(3):
-        assert steps.following(0, 1).version == step + 1
+        assert steps.is_complete(0, first)
         give(steps, first, step)
     give(steps, second, 0)
     assert steps.records[0].version == 4
@@ -195,7 +196,7 @@ def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
     steps = tracker(chunk_count=2, worker_count=1)
     seat = take(steps, "w0")
     for step in range(2):
-        steps.record(seat, 0, step, steps.following(0, 1), 10 + step)
+        steps.record(seat, 0, step, steps.following(0, 1, closes=True), 10 + step)
     assert steps.decide(seat, 0, 1, 11) is Decision.DUPLICATE
     assert steps.decide(seat, 0, 0, 99) is Decision.DUPLICATE  # only the last one's is known
     assert steps.decide(seat, 0, 1) is Decision.DUPLICATE
@@ -209,14 +210,14 @@ def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
 def test_what_an_earlier_process_counted_with_is_known_to_the_next() -> None:
     steps = tracker(chunk_count=2, worker_count=1)
     seat = take(steps, "w0")
-    steps.record(seat, 0, 0, steps.following(0, 1), 10)
+    steps.record(seat, 0, 0, steps.following(0, 1, closes=True), 10)
     for life in (1, 2):  # the second one's process counts nothing
         seat.give_to(session_of("w0", life=life))
         assert steps.decide(seat, 0, 0, 10) is Decision.DUPLICATE
         assert steps.decide(seat, 0, 0, 12) is Decision.SUPERSEDED
         assert steps.decide(seat, 0, 0) is Decision.DUPLICATE
     assert steps.decide(seat, 1, 0, 12) is Decision.COUNT
-    steps.record(seat, 0, 1, steps.following(0, 1), 20)
+    steps.record(seat, 0, 1, steps.following(0, 1, closes=True), 20)
     assert steps.decide(seat, 0, 1, 20) is Decision.DUPLICATE
     with pytest.raises(StepOrderError, match="another than was counted"):
         steps.decide(seat, 0, 1, 10)

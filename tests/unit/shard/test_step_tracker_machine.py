@@ -122,7 +122,8 @@ class LedgerMachine(RuleBasedStateMachine):
             (chunk, len(self.marks(worker, chunk)) if not self.worker_count else step)
         ]
         closes = not self.worker_count or len(shares) + 1 == self.worker_count
-        following = self.tracker.following(chunk, sample_count)
+        assert self.tracker.is_complete(chunk, seat) == closes
+        following = self.tracker.following(chunk, sample_count, closes=closes)
         assert (following.version > self.tracker.records[chunk].version) == closes
         self.tracker.record(seat, chunk, step, following)
         self.marks(worker, chunk).add(step)

@@ -204,6 +204,7 @@ def close_step(
     sample_total: int,
     update_count: int,
     learning_rate: float,
+    is_closed_alike: bool = False,
 ) -> None:
     """Adds the last contribution, takes the mean and updates the weights.
 
@@ -219,6 +220,8 @@ def close_step(
             and state stay, and a mean that is no update is 0.
         update_count: 1 at the first update.
         learning_rate: Of this update.
+        is_closed_alike: Whether the result is to have the bits of `close_full_step` after
+            `add_to_sum`, also where values underflow.
     """
     if sample_total == 0 and rules.learning_rate is not None:
         return
@@ -228,7 +231,9 @@ def close_step(
         divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
         factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
-    elif sample_total & (sample_total - 1) == 0:  # dividing by a power of two is exact beforehand
+    elif (
+        not is_closed_alike and sample_total & (sample_total - 1) == 0
+    ):  # dividing by a power of two is exact beforehand
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
     first: Bytes | None = None
     reads: Operations = ()
@@ -277,12 +282,12 @@ def _update(
             run(mean + updates, arrays, start + part.start, start + part.stop)
 
 
-# Steps that are full, and close when the norm of their mean is known: clipping.py.
+# Steps that are full, and close without another contribution: clipping.py.
 
 
 def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord) -> float:
     """The sum of squares of a full step's mean, without frozen tensors."""
-    operations, squares = _mean_of(record), []
+    operations, squares = _mean_of(record, _IN_TOTAL), []
     values = np.empty(min(chunk.weights.size, BLOCK_ELEMENT_COUNT), np.float32)
     for start, stop in blocks(chunk.weights.size):
         assert chunk.gradient_sum is not None
@@ -297,29 +302,35 @@ def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord
 
 def close_full_step(
     chunk: ChunkState,
+    codec: Codec,
     rules: TensorRules,
     change: ChunkChange,
     record: ChunkRecord,
     *,
-    clip_factor: float,
+    clip_factor: float = 1.0,
     learning_rate: float,
 ) -> None:
     """Updates the weights with a full step's mean, scaled down. See close_step, also of no samples.
 
     Args:
         chunk: Weights and state, updated; the sum is read and then of no meaning.
+        codec: How contributions are written.
         rules: The optimizer.
         change: Gives the blocks, one by one.
         record: Of the chunk: its contributions.
         clip_factor: What the mean is multiplied with.
         learning_rate: Of this update.
     """
-    if record.sample_total == 0:
+    if record.sample_total == 0 and rules.learning_rate is not None:
         return
+    first, total = None, _IN_TOTAL
+    if record.is_encoded and chunk.gradient_sum is not None:
+        first = _first_payload(chunk.gradient_sum, codec)
+        total = codec.reads(GRADIENT, _FIRST, 1.0)
     _update(
-        _mean_of(record) + scale(GRADIENT, clip_factor),
+        _mean_of(record, total) + scale(GRADIENT, clip_factor),
         chunk,
-        chunk.places(None),
+        chunk.places(None, first),
         rules,
         change,
         update_count=record.version + 1,
@@ -327,12 +338,19 @@ def close_full_step(
     )
 
 
-def _mean_of(record: ChunkRecord) -> Operations:
-    """What computes the mean of all contributions into GRADIENT."""
+_IN_TOTAL: Operations = (Operation(Code.COPY, GRADIENT, _TOTAL),)
+"""Takes the sum of contributions into GRADIENT."""
+
+
+def _mean_of(record: ChunkRecord, total: Operations) -> Operations:
+    """What computes the mean of all contributions into GRADIENT, where `total` takes their sum."""
     if record.sample_total == 0 or record.total_factor == 0.0:
         return (Operation(Code.FILL, GRADIENT, factor=0.0),)
+    divisor = math.ldexp(record.sample_total, -record.shift)
+    if math.frexp(record.total_factor / divisor)[0] == 0.5:  # a mean of one is that one
+        return (*total, *scale(GRADIENT, record.total_factor / divisor))
     return (
-        Operation(Code.COPY, GRADIENT, _TOTAL),
+        *total,
         *scale(GRADIENT, record.total_factor),
-        Operation(Code.MEAN, GRADIENT, divisor=math.ldexp(record.sample_total, -record.shift)),
+        Operation(Code.MEAN, GRADIENT, divisor=divisor),
     )

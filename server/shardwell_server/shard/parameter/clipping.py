@@ -9,8 +9,9 @@ States of a chunk's step, where n is its contributions:
     full, n = worker_count     the sum is kept; nobody contributes to it, nor to the next step
     closed                     version + 1: updated with the mean, scaled down by the norm
 
-The norm goes from the clients, who have asked all shards for theirs, to the register, which logs
-the first that it is told for a step, and then to the chunks, one by one. Invariants:
+Where sets are open, a step is full once its set is decided, whatever n is. The norm goes from the
+clients, who have asked all shards for theirs, to the register, which logs the first that it is told
+for a step, and then to the chunks, one by one. Invariants:
 
   - All chunks of all shards close a step with the same norm: that of the first shard, to which
     clients tell it first.
@@ -30,6 +31,7 @@ from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.update_rules import clip_factor
 from shardwell.process.spans import now_ns
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
@@ -106,7 +108,9 @@ class ClosingByNorm(Closing):
         self._tracker = state.tracker
         self._storage = state.storage
         self._rules = state.rules
+        self._codec = ChunkCodec.of(state.spec)
         self._snapshots = state.snapshots
+        self._contributions = state.contributions
         self._times = state.times
         self._spans = state.spans
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(state.chunks)
@@ -181,7 +185,7 @@ class ClosingByNorm(Closing):
 
     def _may_close(self, record: ChunkRecord, step: int) -> bool:
         """Whether a chunk has closed a step, or is full. From one record: others may close it."""
-        is_full = record.contribution_count >= self._spec.worker_count
+        is_full = self._tracker.is_decided(record)
         return record.version > step or (record.version == step and is_full)
 
     def imaged(self) -> None:
@@ -192,11 +196,13 @@ class ClosingByNorm(Closing):
         record = self._tracker.records[index]
         if self._snapshots.pending:
             self._snapshots.before_close(index, learning_rate)
+        learning_rate = self._spec.rate_of_step(learning_rate, record.contribution_count)
         following = ChunkRecord(record.version + 1)
         with self._storage.change(index, Transition.CLOSE) as change:
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
                 close_full_step(
                     chunk.state,
+                    self._codec.codec,
                     self._rules,
                     change,
                     record,
@@ -205,4 +211,7 @@ class ClosingByNorm(Closing):
                 )
             change.commit(following, NO_SEAT, -1)
         self._tracker.records[index] = following
+        if self._tracker.has_open_sets:
+            closed = self._tracker.close(index)
+            self._contributions.note(record.version, index, [each.worker_id for each in closed])
         self._times.closed(record.version)

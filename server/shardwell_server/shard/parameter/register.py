@@ -241,12 +241,16 @@ class Register(MembershipLog[Seat]):
         if self._brought.get(step, (None, ""))[0] == learning_rate:  # nearly always
             return
         with self.lock:
+            if self._tracker.elastic is not None and seat.is_over:
+                return  # it is late, and brings nothing
             seat.check(contributor)
             oldest, reached = self._tracker.version_min(), self._tracker.version_max()
             # A gradient of a step that is over, or that skips one, is nobody's to count.
             if not oldest <= step <= reached + 1:
                 return
             differs = self.rates.at(step) != learning_rate
+            if differs and self._tracker.elastic is not None and step in self._brought:
+                return  # the first one decides: who came later may count steps otherwise
             if differs and (step < reached or step in self._brought):
                 whose = self._brought.get(step, (0.0, ""))[1]
                 raise StepOrderError(

@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -44,11 +45,13 @@ from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
     add_to_sum,
+    close_full_step,
     close_step,
     state_overflow,
 )
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, Closing, ClosingByNorm
+from shardwell_server.shard.parameter.contributions import Contributions, TakesLine
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.reports import Reports
@@ -57,6 +60,7 @@ from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
+from shardwell_server.shard.watch import Timer
 from shardwell_server.store import (
     NO_SEAT,
     ChunkRecord,
@@ -84,6 +88,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         limits: Limits,
         sessions: Liveness,
         spans: Spans,
+        timer: Timer | None = None,
+        log: TakesLine | None = None,
         spool_dir: Path | None = None,
         former_names: Sequence[str] = (),
     ) -> None:
@@ -109,7 +115,14 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             worker_count_max=limits.worker_count_max,
             sessions=sessions,
             closes_by_norm=spec.closes_by_norm,
+            elastic=spec.members,
+            min_contributors=spec.min_contributors,
+            has_grace=spec.grace_s > 0,
         )
+        self.has_open_sets = spec.has_open_sets
+        """Whether a step may close without a worker, so that each gradient has an outcome."""
+        self.contributions = Contributions(spec.name, log)
+        """Whose gradients the last steps have, where sets are open."""
         self._register = Register(
             spec,
             storage,
@@ -136,10 +149,11 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             chunks=self._chunks,
             rules=self._rules,
             snapshots=self.snapshots,
+            contributions=self.contributions,
             times=StepTimes(len(self._chunks), time.monotonic),
             spans=spans,
         )
-        super().__init__(spec.name, state, limits.abandoned_after_s)
+        super().__init__(spec.name, state, limits.abandoned_after_s, timer)
         self.closing = (ClosingByNorm if spec.closes_by_norm else Closing)(state)
         """How its steps close."""
         self._image_lock = threading.Lock()
@@ -148,6 +162,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         )
         self.reports = Reports()
         """What workers report of its steps."""
+        self._restore_sets()
         self._replay()
         self.times.begin_anew()  # what was replayed was another process's
         self.closing.recovered()
@@ -172,6 +187,10 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             init_epoch=self._register.committed_epoch,
             begun=self._register.has_begun,
         )
+
+    def _say_when(self, response: pb.CreateParameterResponse, worker_id: str) -> None:
+        super()._say_when(response, worker_id)
+        response.version_max = self._tracker.version_max()
 
     def _taken_over(self, seat: Seat) -> None:
         """All that the last owner was counting is counted on return."""
@@ -291,9 +310,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
     @contextlib.contextmanager
     def _at_rest(self) -> Iterator[None]:
         with self._image_lock:
-            for chunk in self._chunks:
-                with chunk.changed.lock:
-                    pass  # what was changing it has ended
+            self._come_to_rest()
             yield
 
     # Keeping.
@@ -370,14 +387,18 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
         if contributor.seat is None:
             with self._register.lock:
-                contributor.seat = self._seat(contributor)
+                contributor.seat = self._contributing_seat(contributor)
         seat = contributor.seat
+        if seat is None:
+            return self._late(contributor, index)
         rate = None
         if gradient.HasField("learning_rate") or gradient.rate_factors:
             rate = self._brought_rate(gradient)
         if rate is not None and self._tracker.is_sync:
             self._register.bring_learning_rate(seat, contributor, step, rate)
         with chunk.changed.lock:
+            if seat.is_over and self._tracker.elastic is not None:
+                return self._late(contributor, index)
             seat.check(contributor)  # another one may take it over at any time
             decision = self._tracker.decide(
                 seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
@@ -385,6 +406,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if decision is Decision.WAIT:
                 deadline.wait(chunk.changed)
                 raise workers_missing(self.spec, self._tracker, index, step, deadline)
+            if decision is Decision.LATE:
+                return self._late(contributor, index)
             if decision is not Decision.COUNT:
                 chunk.duplicate_count += 1
                 if decision is Decision.SUPERSEDED:
@@ -400,6 +423,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if not peak + decayed < SAFE_MAGNITUDE:
                 what = "gradient" if peak >= SAFE_MAGNITUDE else "weight decay"
                 self._check_state(chunk, index, contribution, seat, learning_rate, what)
+            closes = self._tracker.is_complete(index, seat)
             self.storage.journal(
                 index,
                 seat.index,
@@ -408,21 +432,45 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 contribution.exponent,
                 learning_rate,
                 contribution.payload,
+                closes=closes and self.has_open_sets,
             )
             # What overflows is found where weights are encoded.
             begun_s = self._count(
-                chunk, index, contribution, seat, step, learning_rate, header.crc32c
+                chunk, index, contribution, seat, step, learning_rate, header.crc32c, closes=closes
             )
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
-            if closed or self._tracker.is_full(index):
+            if closes:
                 chunk.changed.notify_all()
+            elif self._tracker.begins_grace(index):
+                self._begin_grace(index, version)
             kind = SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD
             end_ns = self._spans.add(
                 kind, self.spec.name, step, index, contributor.worker_id, begin_ns
             )
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
+
+    def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
+        """The seat of a worker that contributes; None: its tenure is over. The lock is held.
+
+        Raises:
+            ShardwellError: see `MembershipLog.seat`.
+        """
+        if self._tracker.elastic is None:
+            return self._seat(contributor)
+        self._register.check_initialized()
+        return self._tracker.member(contributor.worker_id, contributor.tenure)
+
+    def _late(self, contributor: Contributor[Seat], index: int) -> bool:
+        """Notes that a chunk of a worker's does not count, and is to be answered all the same."""
+        seat = contributor.seat
+        contributor.late.add(index)
+        if self._tracker.elastic is not None and (seat is None or seat.is_over):
+            contributor.is_over = True
+        if seat is not None:
+            seat.late_count += 1
+        return False
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
         """The learning rate that came with a gradient.
@@ -489,8 +537,20 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         step: int,
         learning_rate: float,
         crc32c: int | None = None,
+        *,
+        closes: bool,
     ) -> float | None:
         """Adds a contribution, closes the step if it is the last, and records both.
+
+        Args:
+            chunk: Where; verified, and its lock is held.
+            index: Of the chunk.
+            contribution: What is added.
+            seat: Whose.
+            step: In the seat's tenure.
+            learning_rate: Of the update, should it close the step.
+            crc32c: Of the payload as it came; None: not known any more.
+            closes: Whether it is the last of the step.
 
         Returns:
             When the synchronous step began; None: with this contribution.
@@ -498,14 +558,17 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         tracker, codec = self._tracker, self._codec.codec
         record = tracker.records[index]
         total, shift = Total(record.total_factor, record.is_encoded), record.shift
-        needed = shift_for(contribution.sample_count, self.spec.worker_count)
+        needed = shift_for(contribution.sample_count, self.spec.step_size_max)
         if total.factor == 0.0:
             shift = needed
         elif needed > shift:
             total = total._replace(factor=math.ldexp(total.factor, shift - needed))
             shift = needed
-        following = tracker.following(index, contribution.sample_count)
+        following = tracker.following(index, contribution.sample_count, closes=closes)
         closes = following.version > record.version
+        if self.has_open_sets:
+            self._keep_set(index, seat)
+            learning_rate = self.spec.rate_of_step(learning_rate, record.contribution_count + 1)
         if closes and self.snapshots.pending:
             self.snapshots.before_close(index, learning_rate)
         if closes and self._keeps_versions:
@@ -529,6 +592,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     sample_total=sample_total if tracker.is_sync else 1,
                     update_count=record.version + 1,
                     learning_rate=learning_rate,
+                    is_closed_alike=self.has_open_sets,
                 )
             else:
                 assert chunk.state.gradient_sum is not None
@@ -546,6 +610,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 )
             change.commit(following, seat.index, seat.stored(step))
         tracker.record(seat, index, step, following, crc32c)
+        if closes and self.has_open_sets:
+            self._note_set(index, record.version)
         if not tracker.is_sync:
             return None
         begun_s = self.times.contributed(record.version)
@@ -564,6 +630,11 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 rate = entry.learning_rate  # the register may have forgotten it
                 if self.closing.replay(chunk, index, entry.step, float(norm), rate):
                     continue
+            if entry.seat_index == NO_SEAT and entry.closes:
+                chunk.verify()
+                if self._tracker.records[index].version == entry.step:
+                    self._decide(chunk, index, entry.learning_rate)
+                    continue
             contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
             seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
             step = entry.step - (0 if seat is None else seat.tenure.first_step)
@@ -571,7 +642,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 seat is None
                 or entry.payload.size != chunk.where.size * self._codec.codec.item_size
                 # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
-                or (step >= 0 and self._tracker.decide(seat, index, step) is not Decision.COUNT)
+                or (step >= 0 and not self._counts(seat, index, step))
             ):
                 raise StorageError(
                     f"parameter {self.spec.name!r}: its journal has step {entry.step} of seat "
@@ -580,7 +651,129 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     parameter=self.spec.name,
                 )
             chunk.verify()
-            self._count(chunk, index, contribution, seat, step, entry.learning_rate)
+            closes = entry.closes
+            if not self.has_open_sets:
+                closes = self._tracker.is_complete(index, seat)
+            self._count(chunk, index, contribution, seat, step, entry.learning_rate, closes=closes)
+
+    def _counts(self, seat: Seat, index: int, step: int) -> bool:
+        """Whether a contribution that a journal has counted goes on from what is here."""
+        if self.has_open_sets:  # its tenure may be over by now
+            return seat.last_step[index] < step == self._tracker.records[index].version
+        return self._tracker.decide(seat, index, step) is Decision.COUNT
+
+    # Steps that may close without a worker.
+
+    def _keep_set(self, index: int, *arriving: Seat) -> None:
+        """Notes a contributor in its place of the set, before it counts."""
+        if not self.storage.is_in_memory:
+            seats = [each.index for each in (*self._tracker.open_sets[index], *arriving)]
+            version = self._tracker.records[index].version
+            self.storage.keep(index, version, array("H", seats).tobytes())
+
+    def _restore_sets(self) -> None:
+        """Goes on from the open sets that were kept, and tells of closed ones."""
+        if not self.has_open_sets:
+            return
+        seats, tracker = self._tracker.seats, self._tracker
+        for index, record in enumerate(tracker.records):
+            kept = array("H", self.storage.kept(index, record.version) or b"")
+            count = record.contribution_count
+            if len(kept) < count:  # of files of an earlier version
+                kept = array("H", [s.index for s in seats if s.last_step[index] == record.version])
+            tracker.open_sets[index] = [seats[each] for each in kept[:count]]
+            closed = array("H", self.storage.kept(index, record.version - 1) or b"")
+            if closed:  # a kill may have come before it was noted
+                names = [seats[each].worker_id for each in closed if each < len(seats)]
+                self.contributions.note(record.version - 1, index, names)
+
+    def _note_set(self, index: int, step: int) -> None:
+        """A chunk's step has closed; its lock is held."""
+        closed = self._tracker.close(index)
+        self.contributions.note(step, index, [seat.worker_id for seat in closed])
+
+    def _begin_grace(self, index: int, version: int) -> None:
+        """Closes a chunk's step once its grace is over, if it is open then."""
+        if self._tracker.records[index].contribution_count != self.spec.min_contributors:
+            return
+
+        def end() -> None:
+            if self._tracker.records[index].version == version:
+                self._settle(index, is_grace_over=True)
+
+        self._after(self.spec.grace_s, end)
+
+    def _settle(self, index: int, *, is_grace_over: bool = False) -> None:
+        """Decides a chunk's open set without another contribution, if it is complete now.
+
+        Raises:
+            StorageError: it can't be journaled; the step is open still.
+        """
+        chunk, tracker = self._chunks[index], self._tracker
+        with chunk.changed.lock:
+            record = tracker.records[index]
+            if record.is_full or not tracker.is_complete(index, is_grace_over=is_grace_over):
+                return
+            check_not_retired(self.storage)
+            begin_ns = now_ns()
+            chunk.verify()
+            rate = self._register.rates.at(record.version)
+            self.storage.journal(
+                index, NO_SEAT, record.version, 0, 0, rate, np.empty(0, np.uint8), closes=True
+            )
+            self._decide(chunk, index, rate)
+            chunk.changed.notify_all()
+            self._spans.add(SPAN_KIND_UPDATE, self.spec.name, record.version, index, "", begin_ns)
+
+    def _decide(self, chunk: Chunk, index: int, learning_rate: float) -> None:
+        """Closes a chunk's step with the set that it has, or leaves it full; its lock is held."""
+        record = self._tracker.records[index]
+        self._keep_set(index)
+        if self.spec.closes_by_norm:
+            following = record._replace(is_full=True)
+            with self.storage.change(index, Transition.ADD) as change:
+                change.commit(following, NO_SEAT, -1)
+            self._tracker.records[index] = following
+            return
+        if self.snapshots.pending:
+            self.snapshots.before_close(index, learning_rate)
+        following = ChunkRecord(record.version + 1)
+        with self.storage.change(index, Transition.CLOSE) as change:
+            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
+                close_full_step(
+                    chunk.state,
+                    self._codec.codec,
+                    self._rules,
+                    change,
+                    record,
+                    learning_rate=self.spec.rate_of_step(learning_rate, record.contribution_count),
+                )
+            change.commit(following, NO_SEAT, -1)
+        self._tracker.records[index] = following
+        self._note_set(index, record.version)
+        self.times.closed(record.version)
+
+    def _settle_all(self) -> None:
+        for index in range(self.chunk_count):
+            self._settle(index)
+
+    def _come_to_rest(self) -> None:
+        for chunk in self._chunks:
+            with chunk.changed.lock:
+                pass  # what was changing it has ended
+
+    @property
+    def version_min(self) -> int:
+        """The fewest updates that a chunk has seen."""
+        return self._tracker.version_min()
+
+    def contributors(self, step: int) -> list[str]:
+        """Workers whose gradients a step has in any chunk, sorted, where sets are open."""
+        found = set(self.contributions.workers(step))
+        for index, record in enumerate(list(self._tracker.records)):
+            if record.version == step:
+                found.update(seat.worker_id for seat in list(self._tracker.open_sets[index]))
+        return sorted(found)
 
     # Weights out.
 

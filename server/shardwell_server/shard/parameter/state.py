@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwell.numerics.update_rules import TensorRules
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.parameter.chunk import Chunk
+from shardwell_server.shard.parameter.contributions import Contributions
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SliceState
@@ -28,3 +29,5 @@ class ParameterState(SliceState[Seat]):
     """The optimizer."""
     snapshots: Snapshots
     """Those under way."""
+    contributions: Contributions
+    """Whose gradients the last steps have, where sets are open."""

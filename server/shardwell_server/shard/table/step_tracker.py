@@ -110,6 +110,12 @@ class TableStepTracker(Seats[Seat]):
         assert stored.seat_index == len(self._seats)
         return self._sit(Seat(event["worker_id"], stored, owner_of(event), tenure_of(event)))
 
+    def _is_spent(self, seat: Seat) -> bool:
+        return seat.position[1:] <= (self.version, 0)
+
+    def needed_step(self, worker_id: str) -> int | None:
+        return None
+
     def decide(
         self,
         seat: Seat,

@@ -6,6 +6,8 @@
 Where groups of tensors have rates of their own, the magic is another, and behind the payload lie
 their factors, float32, and how many they are, uint32; the payload's length and CRC are with these.
 
+Bit 62 of `samples` says that the entry decides an open set (shard/step_tracker.py).
+
 An entry is appended before the chunk's record is committed. So the last of several entries with
 the same chunk and sequence is the one that counted: the shard was killed before the others'
 records were.
@@ -29,6 +31,8 @@ _MAGIC = 0x314A5753  # "SWJ1"
 _GROUPED_MAGIC = 0x324A5753  # "SWJ2"
 _HEAD = struct.Struct("<IIIiQQqidI")
 _CRC = struct.Struct("<I")
+_CLOSES = 1 << 62
+"""Added to `samples` where the entry decides an open set."""
 _HEAD_BYTES = _HEAD.size + _CRC.size
 
 
@@ -43,7 +47,7 @@ def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
         entry.seat_index,
         entry.sequence,
         entry.step,
-        entry.sample_count,
+        entry.sample_count | (_CLOSES if entry.closes else 0),
         entry.exponent,
         entry.learning_rate,
         crc32.iscsi(rest, crc32.iscsi(entry.payload.data)),
@@ -79,6 +83,8 @@ def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntr
             size = payload.size - 4 * (int(count) + 1)
             rate = rate_of(rate, payload[size:-4].view("<f4").tolist())
             payload = payload[:size]
-        return JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload), end
+        closes, samples = bool(samples & _CLOSES), samples & ~_CLOSES
+        entry = JournalEntry(chunk, seat, sequence, step, samples, exponent, rate, payload, closes)
+        return entry, end
 
     return read_segment(path, f"parameter {name!r}", read)

@@ -100,7 +100,7 @@ class MemoryParameter(MemoryStorage):
         check_not_retired(self)
         return self._changes[chunk_index]
 
-    def journal(self, *contribution: object) -> None:
+    def journal(self, *contribution: object, closes: bool = False) -> None:
         pass
 
     def replay(self) -> Sequence[JournalEntry]:

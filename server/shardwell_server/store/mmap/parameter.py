@@ -199,12 +199,22 @@ class MmapParameter(MmapStorage):
         exponent: int,
         learning_rate: float,
         payload: Bytes,
+        *,
+        closes: bool = False,
     ) -> None:
         if self._journaling is None:
             return
         sequence = self._stored[chunk_index].sequence + 1
         entry = JournalEntry(
-            chunk_index, seat_index, sequence, step, sample_count, exponent, learning_rate, payload
+            chunk_index,
+            seat_index,
+            sequence,
+            step,
+            sample_count,
+            exponent,
+            learning_rate,
+            payload,
+            closes,
         )
         self._journaling.append(pack_entry(entry, self._salt), self.layout.size_bytes)
 

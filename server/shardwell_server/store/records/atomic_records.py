@@ -153,7 +153,7 @@ class ChunkRecords:
             record.sample_total,
             stored.step,
             record.total_factor,
-            record.contribution_count,
+            ~record.contribution_count if record.is_full else record.contribution_count,
             record.shift,
             stored.seat_index,
             chunk_index,
@@ -176,7 +176,10 @@ class ChunkRecords:
         )
         if index != chunk_index:
             raise self._records.damaged(chunk_index, f"it is that of chunk {index}")
-        record = ChunkRecord(version, count, samples, factor, shift)
+        is_full = count < 0  # and its complement is the count
+        record = ChunkRecord(
+            version, ~count if is_full else count, samples, factor, shift, is_full=is_full
+        )
         return StoredChunkRecord(sequence, record, seat, step, tuple(crcs))
 
 

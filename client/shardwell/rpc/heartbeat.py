@@ -1,0 +1,192 @@
+"""What members of elastic parameters and tables say to each shard every second; docs/adr/0036.
+
+That they live, and which tenures they know to be over; each answer has those that the shard knows.
+So all shards come to know what one has found, and this client when a tenure of its own is over.
+
+The heartbeats have connections of their own, whose sockets no gradient fills. One thread sends
+them; it ends when no tenure is left, or nobody holds the channels any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+
+from shardwell.errors import CorruptChunkError
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.v1 import session_pb2 as pb
+from shardwell.wire import checksum
+
+PERIOD_S = 1.0
+"""Between two heartbeats, where no member's lease asks for more."""
+_PER_LEASE = 5
+_TOLD_S = 60.0
+"""A tenure that is over is passed on for so long."""
+_ENDED_COUNT_MAX = 1024
+"""In one heartbeat."""
+_ANSWER_S = 10.0
+"""How long an answer may take; later heartbeats do not wait for it."""
+
+
+class Membership(NamedTuple):
+    """A tenure of this worker's in a parameter or table."""
+
+    kind: str
+    """"parameter" or "table"."""
+    name: str
+    incarnation: int
+    worker_id: str
+    tenure: int
+
+    def to_proto(self) -> pb.EndedTenure:
+        """As heartbeats name one that is over."""
+        is_parameter = self.kind == "parameter"
+        return pb.EndedTenure(
+            parameter=self.name if is_parameter else "",
+            table="" if is_parameter else self.name,
+            incarnation=self.incarnation,
+            worker_id=self.worker_id,
+            tenure=self.tenure,
+        )
+
+    @staticmethod
+    def from_proto(message: pb.EndedTenure) -> Membership:
+        """What a heartbeat names."""
+        return Membership(
+            kind="parameter" if message.parameter else "table",
+            name=message.parameter or message.table,
+            incarnation=message.incarnation,
+            worker_id=message.worker_id,
+            tenure=message.tenure,
+        )
+
+
+class Heartbeats:
+    """Those of one client. Any thread may use it.
+
+    Args:
+        channels: Those of all shards.
+    """
+
+    def __init__(self, channels: Sequence[ShardChannel]) -> None:
+        self._channels = [weakref.ref(channel) for channel in channels]
+        self._changed = threading.Condition(threading.Lock())
+        self._own: dict[Membership, float] = {}
+        """Tenures of this worker's that go on, and how often they ask for a heartbeat."""
+        self._ended: dict[Membership, float] = {}
+        """Tenures that are known to be over, anybody's, and since when they are known to be."""
+        self._asked: dict[int, Any] = {}
+        """Heartbeats under way, by shard."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def begin(self, membership: Membership, lease_s: float) -> None:
+        """Says from now on that a member lives."""
+        with self._changed:
+            if self._closed:
+                return
+            self._own[membership] = min(PERIOD_S, lease_s / _PER_LEASE)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="shardwell-heartbeats", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def is_over(self, membership: Membership) -> bool:
+        """Whether a shard has said that a tenure is over."""
+        return membership in self._ended
+
+    def forget(self, membership: Membership) -> None:
+        """Says no more of a tenure, which its worker has given up."""
+        with self._changed:
+            self._own.pop(membership, None)
+
+    def end(self, membership: Membership, timeout_s: float) -> list[int]:
+        """Tells all shards that a tenure of this worker's is over; blocks.
+
+        Returns:
+            Shards that did not answer in time. They learn it from other members, or find it.
+        """
+        self.forget(membership)
+        with self._changed:
+            self._ended[membership] = time.monotonic()
+        until_s = time.monotonic() + timeout_s
+        silent = []
+        calls = [(channel, self._call(channel, timeout_s)) for channel in self._living()]
+        for channel, call in calls:
+            try:
+                self._take(channel, call.result(max(until_s - time.monotonic(), 0.0)))
+            except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                silent.append(channel.shard_index)
+            except CorruptChunkError:
+                silent.append(channel.shard_index)
+        return silent
+
+    def close(self) -> None:
+        """Ends the thread. Safe to repeat."""
+        with self._changed:
+            self._closed = True
+            self._own.clear()
+            self._changed.notify()
+
+    def _living(self) -> Iterable[ShardChannel]:
+        found = (each() for each in self._channels)
+        return [channel for channel in found if channel is not None]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed or not self._own:
+                    self._thread = None
+                    return
+                period_s = min(self._own.values())
+            channels = self._living()
+            if not channels:
+                return
+            for channel in channels:
+                self._beat(channel)
+            del channels
+            with contextlib.suppress(UnboundLocalError):
+                del channel
+            with self._changed:
+                if not self._closed:
+                    self._changed.wait(period_s)
+
+    def _beat(self, channel: ShardChannel) -> None:
+        """Sends a shard its next heartbeat, unless it has not answered the last."""
+        asked = self._asked.get(channel.shard_index)
+        if asked is not None and not asked.done():
+            return
+        if asked is not None:
+            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, CorruptChunkError):
+                self._take(channel, asked.result())
+        with contextlib.suppress(ValueError):  # gRPC's, for a closed channel
+            self._asked[channel.shard_index] = self._call(channel, _ANSWER_S)
+
+    def _call(self, channel: ShardChannel, timeout_s: float) -> Any:
+        now_s = time.monotonic()
+        with self._changed:
+            self._ended = {k: s for k, s in self._ended.items() if now_s - s < _TOLD_S}
+            ended = list(self._ended)[-_ENDED_COUNT_MAX:]
+        request = pb.HeartbeatRequest(
+            shard=channel.identity,
+            session=channel.session.number,
+            ended=[each.to_proto() for each in ended],
+        )
+        return channel.heartbeat(request, timeout_s)
+
+    def _take(self, channel: ShardChannel, response: pb.HeartbeatResponse) -> None:
+        checksum.check_sealed(response)
+        now_s = time.monotonic()
+        with self._changed:
+            for each in response.ended:
+                found = Membership.from_proto(each)
+                self._ended.setdefault(found, now_s)
+                self._own.pop(found, None)

@@ -1,0 +1,76 @@
+"""Who makes the steps of a parameter or table: workers that come and go. Value object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.checks import check_number, check_whole_number
+from shardwell.v1 import types_pb2
+
+MEMBER_COUNT_MAX = 2**12
+"""That an elastic parameter or table may have at once."""
+BOUND_S_MAX = 3600.0
+"""Of all bounds of time that a spec has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Workers come and go: a step waits for those that are members as it is open.
+
+    Raises:
+        ArgumentError: a value is out of its range.
+    """
+
+    min_count: int = 1
+    """The floor: no step closes with fewer gradients, so with fewer members all wait."""
+    max_count: int = 64
+    """Members at once, up to 4,096; one more is refused. It bounds memory and sums' scale."""
+    member_return_s: float = 1.0
+    """A member whose connection broke, as of a process that died, may come back for so long."""
+    member_lease_s: float = 5.0
+    """A member that is connected and silent, as one behind a cut cable, is lost after so long, and
+    `member_return_s`."""
+    reference_count: int = 0
+    """The optimizer's learning rate is that of so many members: a step of n gradients has the rate
+    times n / reference_count. 0: the rate is the same, whoever takes part."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("max_count", self.max_count, 1, MEMBER_COUNT_MAX)
+        check_whole_number("min_count", self.min_count, 1, self.max_count)
+        check_whole_number("reference_count", self.reference_count, 0, MEMBER_COUNT_MAX)
+        for name in ("member_return_s", "member_lease_s"):
+            value = getattr(self, name)
+            check_number(name, value, low=0.0, below=BOUND_S_MAX)
+            if value < 0.05:
+                raise ArgumentError(f"{name} must be at least 0.05 s; got {value!r}")
+
+    @property
+    def seat_count_max(self) -> int:
+        """Seats: members may leave a step that has their gradients, and others come."""
+        return 2 * self.max_count
+
+    def to_proto(self) -> types_pb2.ElasticMembers:
+        """The wire's form."""
+        return types_pb2.ElasticMembers(
+            min_count=self.min_count,
+            max_count=self.max_count,
+            member_return_s=self.member_return_s,
+            member_lease_s=self.member_lease_s,
+            reference_count=self.reference_count,
+        )
+
+    @staticmethod
+    def from_proto(message: types_pb2.ElasticMembers) -> Elastic:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: a value is out of its range.
+        """
+        return Elastic(
+            min_count=message.min_count,
+            max_count=message.max_count,
+            member_return_s=message.member_return_s,
+            member_lease_s=message.member_lease_s,
+            reference_count=message.reference_count,
+        )
