@@ -180,6 +180,7 @@ class Transfer(StepTransfer[ShardSlice]):
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
+        self._outcome_context = checksum.outcome_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
         self.late: set[Slice] = set()
         """Ranges whose step had closed, or that were of a tenure that is over; the same."""
@@ -598,7 +599,7 @@ class Transfer(StepTransfer[ShardSlice]):
             CorruptChunkError: that was damaged.
         """
         indexes = found.late_chunk_indexes
-        is_whole = checksum.of_message(found) == found.crc32c
+        is_whole = checksum.outcome(self._outcome_context, found) == found.crc32c
         if not is_whole or (indexes and max(indexes) >= len(part.chunks)):
             raise self._damaged(
                 part.channel,

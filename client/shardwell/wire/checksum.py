@@ -58,6 +58,7 @@ class Kind(enum.IntEnum):
     WEIGHTS_FETCH = 11
     GRADIENT_CONTROL = 20
     ROWS_COUNTED = 21
+    OUTCOME = 22
 
 
 def extended(crc: int, *values: int | str) -> int:
@@ -217,6 +218,12 @@ def weights_context(parameter: str) -> int:
     return extended(0, Kind.WEIGHTS, parameter)
 
 
+@functools.lru_cache(maxsize=1024)
+def outcome_context(parameter: str) -> int:
+    """Of outcomes of steps."""
+    return extended(0, Kind.OUTCOME, parameter)
+
+
 def weights_fetch_context(parameter: str) -> int:
     """Of questions for weights that Exchange is sent."""
     return extended(0, Kind.WEIGHTS_FETCH, parameter)
@@ -337,6 +344,13 @@ def gradient_control(header: types_pb2.GradientChunk) -> int:
     return _with_numbers(
         _CONTROL_CONTEXT, header.end_of_step, header.counts_only, header.wait_timeout_ms
     )
+
+
+def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
+    """Goes on over the outcome of a step, and ends: it has no payload."""
+    late, names = found.late_chunk_indexes, found.contributor_ids
+    head = (found.step, found.tenure_is_over, found.version, found.is_draining, len(late))
+    return extended(context, *head, *late, len(names), *names)
 
 
 def weights(context: int, version: int) -> int:

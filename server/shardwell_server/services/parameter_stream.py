@@ -313,7 +313,8 @@ def _outcome(
         if size_bytes > _NAMES_SIZE_MAX_BYTES:
             break
         found.contributor_ids.append(worker_id)
-    found.crc32c = checksum.of_message(found)
+    context = checksum.outcome_context(parameter.spec.name)
+    found.crc32c = checksum.outcome(context, found)
     return found
 
 

@@ -30,6 +30,8 @@ class Contributions:
         self._log = log
         self._lock = threading.Lock()
         self._by_step: dict[int, dict[int, Contributors]] = {}
+        self._known: tuple[int, int, list[str]] = (-1, 0, [])
+        """What `workers` found last, of how many chunks of which step."""
         self._last: Contributors = ()
         """The set that came last: mostly the next one is the same, and needs no memory."""
 
@@ -57,5 +59,10 @@ class Contributions:
     def workers(self, step: int) -> list[str]:
         """All who contributed to any chunk that has closed a step, sorted."""
         with self._lock:
-            sets = set(self._by_step.get(step, {}).values())
-        return sorted({worker_id for each in sets for worker_id in each})
+            chunks = self._by_step.get(step, {})
+            known_step, count, found = self._known
+            if (known_step, count) != (step, len(chunks)):  # each of its workers asks
+                sets = set(chunks.values())
+                found = sorted({worker_id for each in sets for worker_id in each})
+                self._known = step, len(chunks), found
+            return found

@@ -769,6 +769,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
     def contributors(self, step: int) -> list[str]:
         """Workers whose gradients a step has in any chunk, sorted, where sets are open."""
+        if self._tracker.version_min() > step:
+            return self.contributions.workers(step)
         found = set(self.contributions.workers(step))
         for index, record in enumerate(list(self._tracker.records)):
             if record.version == step:
