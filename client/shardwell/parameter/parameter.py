@@ -771,15 +771,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._transfer.superseded:
             superseded = merged(self._transfer.superseded)
             self._transfer.superseded.clear()
-        self.outcome = Outcome(
-            step=work.step,
-            size=self.spec.size,
-            version=max(self.version, work.step),
-            superseded=superseded,
-        )
         self.next_step, self._is_in_step = work.step + 1, False
         if self.spec.has_open_sets:
-            self._end_open_step(work, self.outcome)
+            self.outcome = self._end_open_step(work, superseded)
+        else:
+            version = max(self.version, work.step)
+            size = self.spec.size
+            self.outcome = Outcome(
+                step=work.step, size=size, version=version, superseded=superseded
+            )
         if superseded:
             _LOG.warning(
                 "parameter %r: of step %d of worker %r, another gradient had been counted before "
@@ -791,17 +791,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self.size,
             )
 
-    def _end_open_step(self, work: Gradient, outcome: Outcome) -> None:
-        """Notes what became of a gradient whose step may have closed without it."""
+    def _end_open_step(self, work: Gradient, superseded: tuple[Slice, ...]) -> Outcome:
+        """What became of a gradient whose step may have closed without it."""
         transfer = self._transfer
-        late, outcomes = merged(transfer.late), list(transfer.outcomes.values())
+        late = merged(transfer.late) if transfer.late else ()
+        outcomes = list(transfer.outcomes.values())
         transfer.late.clear()
         transfer.outcomes.clear()
         names = {name for each in outcomes for name in each.contributor_ids}
         version = min((int(each.version) for each in outcomes), default=work.step)
-        self.outcome = replace(
-            outcome, version=version, late=late, contributors=tuple(sorted(names))
-        )
         if any(each.tenure_is_over for each in outcomes):
             self._lose_tenure()
         self.is_draining |= any(each.is_draining for each in outcomes)
@@ -809,6 +807,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self.next_step = max(version, work.step + (not late))
         if self.late == "carry":
             self._carry(work, late)
+        return Outcome(
+            step=work.step,
+            size=self.spec.size,
+            version=version,
+            superseded=superseded,
+            late=late,
+            contributors=tuple(sorted(names)),
+        )
 
     def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
         """Keeps what did not count of a gradient for the next one."""
