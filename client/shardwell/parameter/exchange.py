@@ -115,6 +115,11 @@ Line: TypeAlias = transfer.Line[ShardSlice]
 Stretch: TypeAlias = transfer.Stretch[ShardSlice]
 
 
+def _stride(count: int) -> int:
+    """How far apart two steps begin, of so many chunks: by the golden ratio, so that few meet."""
+    return round(count * 0.382)
+
+
 def _ask(line: Line, request: pb.ExchangeRequest) -> None:
     """Sends a question."""
     line.stream.submit(iter((request.SerializeToString(),)), is_short=True)
@@ -351,6 +356,8 @@ class Transfer(StepTransfer[ShardSlice]):
             ShardwellError: see `Parameter.exchange`.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
+        if self._spec.has_open_sets:  # what was late before is late again, and said so
+            progress.row, progress.version = 0, math.inf
         stretches = _whole(self.parts)
         if ranges is not None:
             stretches = [(p, *r) for (p, _, _), r in zip(stretches, ranges, strict=True)]
@@ -373,7 +380,21 @@ class Transfer(StepTransfer[ShardSlice]):
         if self._codec.lz4:
             return 0
         item_size = self._codec.codec.item_size
-        return wanted_bytes([each.size * item_size for each in part.chunks[first:stop]])
+        chunks = part.chunks[first:stop]
+        if self._spec.min_contributors:  # any of them may be the first
+            return wanted_bytes([chunks[0].size * item_size] * len(chunks))
+        return wanted_bytes([each.size * item_size for each in chunks])
+
+    def _chunk_index(self, line: Line, unit: int, step: int) -> int:
+        """Which chunk is a line's `unit`: with a quorum, each step begins with another one.
+
+        So that a slow link does not lose the same chunks in each step, which are the same layers.
+        All workers do so, and meet in the same chunks.
+        """
+        count = len(line.part.chunks)
+        if not self._spec.min_contributors or line.stop - line.first != count:
+            return unit
+        return int((unit + step * _stride(count)) % count)
 
     def _send(
         self,
@@ -489,19 +510,20 @@ class Transfer(StepTransfer[ShardSlice]):
         places = batch = None
         if arena is not None:  # all chunks before the last have one size
             batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
-            before = (begin - first) * room_bytes(part.chunks[first].size * item_size)
+            before = (begin - first) * room_bytes(part.chunks[0].size * item_size)
             places = Places(arena.memory, before)
         start = checksum.gradient(self._gradient_context, common)
-        for index in range(begin, stop):
+        for unit in range(begin, stop):
             at_ns = now_ns()
+            index = self._chunk_index(line, unit, work.step)
             where = part.chunks[index]
             header = pb.ExchangeRequest(gradient=common)
             gradient = header.gradient
             chunk = gradient.chunk
-            if index == first:
+            if unit == first:
                 self._begin(header, line)
                 gradient.trace_parent = trace_parent
-            gradient.end_of_step = index == last
+            gradient.end_of_step = unit == last
             gradient.control_crc32c = checksum.gradient_control(gradient)
             room = None if places is None else places.room(where.size * item_size)
             try:
@@ -614,7 +636,7 @@ class Transfer(StepTransfer[ShardSlice]):
         wanted: _Wanted,
         versions: dict[int, list[int]],
         line: Line,
-        index: int,
+        unit: int,
         answer: Answer,
     ) -> None:
         """Checks a chunk of weights and writes it where it belongs, on any thread.
@@ -623,6 +645,7 @@ class Transfer(StepTransfer[ShardSlice]):
         """
         part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
+        index = self._chunk_index(line, unit, wanted.step) if wanted.is_exchange else unit
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:
@@ -657,7 +680,7 @@ class Transfer(StepTransfer[ShardSlice]):
             )
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
-        versions[index].append(int(header.version))
+        versions[unit].append(int(header.version))
         self._spans.add(
             SPAN_KIND_DECODE, self._name, wanted.step, index, part.channel.name, begin_ns
         )

@@ -914,6 +914,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._carried is not None and is_whole and count:
             values = Pieces(values.whole().astype(np.float32, copy=False) + self._carried)
         work = Gradient(values, self.next_step, count, learning_rate)
+        self._transfer.late.clear()  # of a call that failed
+        self._transfer.outcomes.clear()
         if self.spec.members is not None:
             self._check_tenure()
         if not self._has_seat and self.spec.members is not None:
