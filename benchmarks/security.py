@@ -32,7 +32,7 @@ from shardwell_server.access.tokens import (
     changing_tokens,
     digest_of,
     new_secret,
-    write_private,
+    private_file,
 )
 from shardwell_server.certificates import make_certificates
 from shardwell_server.shard.quotas import Quota
@@ -97,7 +97,8 @@ def make_tokens(directory: Path) -> tuple[Path, Path]:
                 quota=Quota(streams=100, members=100, bytes_per_s=10**12),
             )
     file = directory / "own.token"
-    write_private(file, secret)
+    with private_file(file, secret, is_ours=lambda path: True):
+        pass
     return path, file
 
 

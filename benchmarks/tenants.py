@@ -34,7 +34,7 @@ from shardwell_server.access.tokens import (
     changing_tokens,
     digest_of,
     new_secret,
-    write_private,
+    private_file,
 )
 from shardwell_server.shard.quotas import NO_QUOTA, Quota
 from shardwell_server.terminal import console
@@ -59,7 +59,9 @@ def make_tokens(directory: Path) -> Path:
                 grants=(Grant(Right.CREATE),),
                 quota=quota,
             )
-            write_private(directory / f"{name}.token", secret)
+            path = directory / f"{name}.token"
+            with private_file(path, secret, is_ours=lambda path: True):
+                pass
     return path
 
 
