@@ -4,6 +4,7 @@ python tools/pictures.py
 
 docs/images/architecture.svg    workers, shards, and what travels
 docs/images/exchange.svg        one chunk of an `exchange`, from the SDK to the disk and back
+docs/images/members.svg         a step with a worker that is late and one that is lost
 docs/images/demo.svg            the screen of a real `shardwell demo`, which this runs
 """
 
@@ -137,6 +138,36 @@ def exchange() -> None:
     picture.save("exchange.svg")
 
 
+def members() -> None:
+    """One chunk of step 7: who is in time, who is late, and who is lost."""
+    picture = Picture(960, 330)
+    lanes = {"w0": 60, "w1": 140, "w2": 220}
+    left, lost, closed, late = 110, 300, 560, 690
+    picture.box(10, 262, 80, 44, SHARD)
+    picture.text(50, 289, "shard", bold=True)
+    picture.line(left, 284, 940, 284)
+    for name, y in lanes.items():
+        picture.box(10, y - 22, 80, 44, WORKER)
+        picture.text(50, y + 5, name, bold=True)
+        picture.line(left, y, lost if name == "w2" else 940, y)
+    picture.text(180, 40, "computes step 7", size=13)
+    picture.arrow(240, 60, 260, 280)
+    picture.text(262, 100, "gradient", size=13)
+    picture.text(lost, 212, "killed", size=13)
+    picture.text(lost + 90, 240, "a second later no step awaits it", size=13)
+    picture.text(closed - 130, 306, "grace begins with the gradient of w0", size=13)
+    picture.text(closed, 256, "grace is over: closed", size=14, bold=True)
+    picture.text(closed, 274, "set: w0", size=13)
+    picture.arrow(closed + 6, 280, closed + 30, 62)
+    picture.text(closed + 60, 46, "weights 8: all counted", size=13)
+    picture.arrow(late - 20, 140, late, 280)
+    picture.text(late - 100, 132, "gradient of step 7, late", size=13)
+    picture.arrow(late + 6, 280, late + 30, 142)
+    picture.text(late + 130, 132, "weights 8: none counted", size=13)
+    picture.text(840, 306, "step 8 awaits w0 and w1", size=13)
+    picture.save("members.svg")
+
+
 def demo() -> None:
     """Runs it."""
     command = [sys.executable, "-m", "shardwell_server", "demo"]
@@ -150,4 +181,5 @@ def demo() -> None:
 if __name__ == "__main__":
     architecture()
     exchange()
+    members()
     demo()

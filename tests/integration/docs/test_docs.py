@@ -31,7 +31,7 @@ PAGES = [
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "compose", "guarantees", "errors", "performance", "wire", "architecture", "security",
-        "operations", "runbook", "ray",
+        "operations", "runbook", "ray", "members",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
@@ -68,6 +68,8 @@ PRINTED = {
     ),
     "shardwell run -n 2 -- python own_cluster.py": r"(\[[01]\] 0\.9\d*\n?){2}",
     "docs/groups.md 2": rf"\d\.\d+(e-\d+)? {ONES}",
+    "python elastic.py w1": rf"(all|none) {ONES}",
+    "docs/members.md 2": r"all \('w0',\)",
     "docs/tables.md 1": r"\[     7 123456\]",
     "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*numpy.*",
     "shardwell status": r"(?s).*0 of (2 .* serving .*1 of 2|1) .* serving .*",
