@@ -182,6 +182,8 @@ class Transfer(StepTransfer[ShardSlice]):
         self._spec = spec
         self.parts: list[ShardSlice] = []
         """Where the elements are, in the order of the shards; once the shards have said it."""
+        self._rotates = spec.min_contributors > 0
+        """Whether each step begins with another chunk."""
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
@@ -381,7 +383,7 @@ class Transfer(StepTransfer[ShardSlice]):
             return 0
         item_size = self._codec.codec.item_size
         chunks = part.chunks[first:stop]
-        if self._spec.min_contributors:  # any of them may be the first
+        if self._rotates:  # any of them may be the first
             return wanted_bytes([chunks[0].size * item_size] * len(chunks))
         return wanted_bytes([each.size * item_size for each in chunks])
 
@@ -392,7 +394,7 @@ class Transfer(StepTransfer[ShardSlice]):
         All workers do so, and meet in the same chunks.
         """
         count = len(line.part.chunks)
-        if not self._spec.min_contributors or line.stop - line.first != count:
+        if line.stop - line.first != count:
             return unit
         return int((unit + step * _stride(count)) % count)
 
@@ -515,7 +517,7 @@ class Transfer(StepTransfer[ShardSlice]):
         start = checksum.gradient(self._gradient_context, common)
         for unit in range(begin, stop):
             at_ns = now_ns()
-            index = self._chunk_index(line, unit, work.step)
+            index = self._chunk_index(line, unit, work.step) if self._rotates else unit
             where = part.chunks[index]
             header = pb.ExchangeRequest(gradient=common)
             gradient = header.gradient
@@ -645,7 +647,9 @@ class Transfer(StepTransfer[ShardSlice]):
         """
         part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
-        index = self._chunk_index(line, unit, wanted.step) if wanted.is_exchange else unit
+        index = unit
+        if self._rotates and wanted.is_exchange:
+            index = self._chunk_index(line, unit, wanted.step)
         where = part.chunks[index]
         chunk: types_pb2.Chunk = header.chunk
         try:

@@ -6,6 +6,7 @@ Value objects, checked when made; the wire knows them through `to_proto` and `fr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -105,12 +106,12 @@ class TrainingSpec:
                 f"max_count={self.members.max_count}; got {self.worker_count}"
             )
 
-    @property
+    @functools.cached_property
     def has_open_sets(self) -> bool:
         """Whether a step may close without a worker that could have contributed."""
         return self.members is not None or self.min_contributors > 0
 
-    @property
+    @functools.cached_property
     def step_size_max(self) -> int:
         """Gradients that a synchronous step may have."""
         return self.worker_count if self.members is None else self.members.seat_count_max

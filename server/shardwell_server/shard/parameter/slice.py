@@ -442,7 +442,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             closed = self._tracker.records[index].version != version
             if closes:
                 chunk.changed.notify_all()
-            elif self._tracker.begins_grace(index):
+            elif self.has_open_sets and self._tracker.begins_grace(index):
                 self._begin_grace(index, version)
             kind = SPAN_KIND_UPDATE if closed else SPAN_KIND_ADD
             end_ns = self._spans.add(
