@@ -286,6 +286,8 @@ class Seats(ABC, Generic[SeatT]):
         """Those with a seat whose sessions have ended in order, the first one first."""
         self.come_to_rest: Callable[[], None] = lambda: None
         """Returns when nothing is being counted that was checked before the call."""
+        self.give_on: Callable[[SeatT], None] = lambda seat: None
+        """Called before a seat of an elastic member is another worker's."""
         self.awaited: tuple[SeatT, ...] = ()
         """Elastic members that open steps may await: those whose tenure is not over."""
         self._openers: dict[int, str] = {}
@@ -414,6 +416,7 @@ class Seats(ABC, Generic[SeatT]):
             note(seat_event(made))
             return self._sit(made)
         if seat is None:
+            self.come_to_rest()  # what was checked before its tenure ended may be counted just now
             seat = next(
                 (each for each in self.seats if each.is_over and self._is_spent(each)), None
             )
@@ -426,6 +429,8 @@ class Seats(ABC, Generic[SeatT]):
         was_over, seat.is_over = seat.is_over, True
         self.come_to_rest()
         tenure = Tenure(contributor.tenure)
+        if seat.worker_id != worker_id:
+            self.give_on(seat)
         try:
             facts = _facts(worker_id, session, tenure)
             note({"kind": "tenure", "seat_index": seat.index, **facts})
@@ -436,20 +441,17 @@ class Seats(ABC, Generic[SeatT]):
 
     def member(self, worker_id: str, tenure: int) -> SeatT | None:
         """An elastic member's seat, if its tenure is that, and not over."""
-        seat = self._seats.get(worker_id)
+        seat = None if self.elastic is None else self._seats.get(worker_id)
         is_it = seat is not None and seat.tenure.number == tenure and not seat.is_over
         return seat if is_it else None
 
     def await_from(self, worker_id: str, tenure: int, step: int, note: TakesNote) -> bool:
         """Open steps await an elastic member from a step on; whether that was another one before.
 
-        Raises:
-            StepOrderError: the tenure is over.
+        They do not where its tenure is over: the answer says so.
         """
         seat = self.member(worker_id, tenure)
-        if seat is None:
-            raise _tenure_is_over(worker_id)
-        if seat.from_step == step:
+        if seat is None or seat.from_step == step:
             return False
         note({"kind": "from", "seat_index": seat.index, "from_step": step})
         seat.from_step = step

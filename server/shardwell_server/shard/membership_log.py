@@ -112,7 +112,6 @@ class MembershipLog(ABC, Generic[SeatT]):
         """Steps from that which an elastic member names await it; whether that changes anything.
 
         Raises:
-            StepOrderError: its tenure is over.
             StorageError: it can't be noted.
         """
         step = contributor.from_step

@@ -403,6 +403,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 raise self._another(to)
             with found.handing_over():
                 self._by_name[to] = self._renamed(found, to)
+                self._by_name[to].go_on_after_start()
             self._booked[to] = self._booked.pop(name)
             return 0
 

@@ -258,6 +258,8 @@ class Sessions:
     def check(self, number: int, worker_id: str, owner: str = "") -> Session:
         """The session of that number, which must attend to contribute as a worker.
 
+        That it calls is a sign of life, as a heartbeat is.
+
         Args:
             number: Of the session.
             worker_id: Under which it contributes.
@@ -271,6 +273,8 @@ class Sessions:
         with self._lock:
             found = self._attending.get(number)
             is_its = found is not None and found.owner == owner
+            if is_its:
+                self._heard_s[number] = self._now_s()
             has_ended = number in self._ended
         if has_ended:
             raise session_ended(number, worker_id)

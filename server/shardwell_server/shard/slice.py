@@ -84,6 +84,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._ended: dict[str, tuple[int, float]] = {}
         """Tenures that were over last, by worker, and when."""
         state.tracker.come_to_rest = self._come_to_rest
+        state.tracker.give_on = self._give_on
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
         """Of its synchronous steps."""
@@ -126,6 +127,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
                 took_over = self._seat(seat_for).was_taken_over
                 if tracker.elastic is not None:
                     self._state.register.await_from(seat_for)
+                    self._note_all_ended()  # who comes tells it to shards that do not know
                     is_changed = True
             elif worker_id and session_number:
                 tracker.remember(worker_id, session_number)
@@ -225,6 +227,12 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _TOLD_S}
             self._ended = {**kept, worker_id: (tenure, now_s)}
 
+    def _note_all_ended(self) -> None:
+        """Has all tenures told that are over, and whose seats nobody else has."""
+        for seat in self._state.tracker.seats:
+            if seat.is_over:
+                self._note_ended(seat.worker_id, seat.tenure.number)
+
     def ended_tenures(self) -> list[tuple[str, int]]:
         """Workers and tenures that were over in the last minute."""
         now_s = time.monotonic()
@@ -257,7 +265,10 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             StorageError: see `end_tenure`.
         """
         tracker = self._state.tracker
-        if tracker.elastic is None or self._state.storage.is_retired:
+        if tracker.elastic is None:
+            return None
+        if self._state.storage.is_retired:  # for good, or it is looked after anew
+            self._is_watched = False
             return None
         lost, next_s = tracker.lost(time.monotonic())
         for seat in lost:
@@ -283,8 +294,14 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def _come_to_rest(self) -> None:
         """Returns when nothing is being counted that was checked before the call."""
 
+    def _give_on(self, seat: SeatT) -> None:
+        """A seat becomes another worker's: what is kept by its index is not that one's."""
+
     def go_on_after_start(self) -> None:
         """Looks after the members that an earlier process had. The timer does it, in a moment."""
+        if self._state.tracker.elastic is not None:
+            with self._state.lock:
+                self._note_all_ended()
         if self._state.tracker.awaited:
             self._after(0.0, self._go_on)
 
@@ -306,6 +323,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
                 yield
         except BaseException:
             storage.is_retired = False
+            self._look_after()
             raise
 
     def _at_rest(self) -> AbstractContextManager[object]:

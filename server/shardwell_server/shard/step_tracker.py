@@ -223,6 +223,10 @@ class StepTracker(Seats[Seat]):
         return not any(seat is not arriving for seat in self._awaited_by(chunk_index))
 
     def begins_grace(self, chunk_index: int) -> bool:
+        """Whether grace begins with the contribution that a chunk's open step had last."""
+        return self._has_grace and self.records[chunk_index].contribution_count == self._quorum
+
+    def has_grace_begun(self, chunk_index: int) -> bool:
         """Whether a chunk's open step has as many contributions as grace begins with."""
         return self._has_grace and self.records[chunk_index].contribution_count >= self._quorum
 

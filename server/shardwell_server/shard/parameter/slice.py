@@ -162,6 +162,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         )
         self.reports = Reports()
         """What workers report of its steps."""
+        self._grace_over = [-1] * self.chunk_count
+        """Of each chunk: the last step whose grace was over."""
         self._restore_sets()
         self._replay()
         self.times.begin_anew()  # what was replayed was another process's
@@ -423,7 +425,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if not peak + decayed < SAFE_MAGNITUDE:
                 what = "gradient" if peak >= SAFE_MAGNITUDE else "weight decay"
                 self._check_state(chunk, index, contribution, seat, learning_rate, what)
-            closes = self._tracker.is_complete(index, seat)
+            is_grace_over = self._grace_over[index] == version
+            closes = self._tracker.is_complete(index, seat, is_grace_over=is_grace_over)
             self.storage.journal(
                 index,
                 seat.index,
@@ -694,16 +697,21 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
     def _begin_grace(self, index: int, version: int) -> None:
         """Closes a chunk's step once its grace is over, if it is open then."""
-        if self._tracker.records[index].contribution_count != self.spec.min_contributors:
-            return
 
         def end() -> None:
             if self._tracker.records[index].version == version:
-                self._settle(index, is_grace_over=True)
+                self._grace_over[index] = version
+                self._settle(index)
 
         self._after(self.spec.grace_s, end)
 
-    def _settle(self, index: int, *, is_grace_over: bool = False) -> None:
+    def go_on_after_start(self) -> None:
+        super().go_on_after_start()
+        for index, record in enumerate(self._tracker.records):
+            if self._tracker.has_grace_begun(index):
+                self._begin_grace(index, record.version)
+
+    def _settle(self, index: int) -> None:
         """Decides a chunk's open set without another contribution, if it is complete now.
 
         Raises:
@@ -712,6 +720,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         chunk, tracker = self._chunks[index], self._tracker
         with chunk.changed.lock:
             record = tracker.records[index]
+            is_grace_over = self._grace_over[index] == record.version
             if record.is_full or not tracker.is_complete(index, is_grace_over=is_grace_over):
                 return
             check_not_retired(self.storage)
@@ -761,6 +770,15 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         for chunk in self._chunks:
             with chunk.changed.lock:
                 pass  # what was changing it has ended
+
+    def _give_on(self, seat: Seat) -> None:
+        """Forgets closed sets that it is in: after a restart they would name who has it then."""
+        for index, record in enumerate(list(self._tracker.records)):
+            chunk, closed = self._chunks[index], record.version - 1
+            with chunk.changed.lock:
+                kept = self.storage.kept(index, closed) if closed >= 0 else None
+                if kept and seat.index in array("H", kept):
+                    self.storage.keep(index, closed, b"")
 
     @property
     def version_min(self) -> int:

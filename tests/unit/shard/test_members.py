@@ -1,0 +1,195 @@
+"""Goal: an open step of elastic members waits for those who live, and for nobody else.
+
+Method: shards in this process, without sockets; who lives and what time brings is what a test says
+(harness/elastic_shards.py). Each test is one way in which a step could stand still, or could name
+somebody who is not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from harness.data.sessions import session_of
+from harness.elastic_shards import ElasticShard, elastic_spec
+from harness.stories.crash import SameMachine
+from shardwell import SGD, ParameterSpec
+from shardwell_server.config import Durability
+from shardwell_server.shard.sessions import Sessions
+from shardwell_server.store.mmap.store import MmapStore
+
+
+def begun(**options: object) -> ElasticShard:
+    shard = ElasticShard(elastic_spec(**options))
+    shard.initialize()
+    return shard
+
+
+def stored_at(path: Path) -> MmapStore:
+    return MmapStore(path, durability=Durability("process"), boot=SameMachine(path))
+
+
+def member(shard: ElasticShard, worker_id: str, tenure: int, from_step: int = 0) -> None:
+    shard.ask(worker_id, tenure)
+    shard.ask(worker_id, tenure, from_step=from_step)
+
+
+def test_a_heartbeat_ends_no_seat_of_a_fixed_crew() -> None:
+    """Such seats have tenure 0, which anybody can name."""
+    spec = ParameterSpec(
+        name="p", size=32, optimizer=SGD(learning_rate=1.0), worker_count=2, codec="fp32"
+    )
+    shard = ElasticShard(spec)
+    shard.initialize()
+    shard.give("w0", 0, 0, 0)
+    shard.part.end_tenure("w0", 0)
+    assert shard.give("w0", 0, 1, 0) == "counted"
+
+
+def test_who_asks_for_its_first_step_in_a_tenure_that_is_over_takes_another() -> None:
+    """As where a shard found it to be lost between the two rounds."""
+    shard = begun()
+    shard.ask("w0", 7)
+    shard.part.end_tenure("w0", 7)
+    assert shard.ask("w0", 7, from_step=1).tenure == 0
+    assert shard.ask("w0", 8).tenure == 8
+    assert shard.ask("w0", 8, from_step=1).tenure == 8
+
+
+def test_who_was_connected_for_long_is_not_lost_as_it_takes_its_seat() -> None:
+    """It sends no heartbeats before: what it asks for is a sign of life."""
+    now_s = 0.0
+    sessions = Sessions(count_max=8, lease_s=30.0, return_s=5.0, now_s=lambda: now_s)
+    session = session_of("w0")
+    sessions.attend("w0", session, lambda: None)
+    now_s = 100.0
+    sessions.check(session.number, "w0")
+    assert sessions.silent_for_s(session.number) == 0.0
+    now_s = 103.0
+    assert sessions.silent_for_s(session.number) == 3.0
+
+
+def test_grace_begins_anew_after_a_restart(tmp_path: Path) -> None:
+    spec = ParameterSpec(
+        name="p",
+        size=32,
+        optimizer=SGD(learning_rate=1.0),
+        worker_count=3,
+        min_contributors=2,
+        grace_s=1.0,
+        codec="fp32",
+    )
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    for worker_id in ("w0", "w1"):
+        shard.give(worker_id, 0, 0, 0)
+    again = ElasticShard(spec, store=stored_at(tmp_path))
+    assert again.versions == [0, 0]
+    again.timer.fire()
+    assert again.versions == [1, 0]
+
+
+def test_grace_that_was_over_below_the_floor_is_over_above_it() -> None:
+    shard = begun(min_count=3, min_contributors=2, grace_s=1.0)
+    for number in range(4):
+        member(shard, f"w{number}", number + 1)
+    shard.give("w0", 1, 0, 0)
+    shard.give("w1", 2, 0, 0)
+    shard.timer.fire()
+    assert shard.versions[0] == 0
+    shard.give("w2", 3, 0, 0)
+    assert shard.versions[0] == 1
+
+
+def test_a_newcomer_learns_of_tenures_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody tells them to a shard that awaits one, which reaches that shard alone."""
+    shard = begun()
+    member(shard, "w0", 1)
+    shard.part.end_tenure("w0", 1)
+    shard.part._ended.clear()  # a minute has passed
+    member(shard, "w1", 2)
+    assert ("w0", 1) in shard.part.ended_tenures()
+
+
+def test_tenures_that_are_over_are_told_after_a_restart(tmp_path: Path) -> None:
+    spec = elastic_spec()
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    member(shard, "w0", 1)
+    shard.part.end_tenure("w0", 1)
+    again = ElasticShard(spec, store=stored_at(tmp_path))
+    again.timer.fire()
+    assert ("w0", 1) in again.part.ended_tenures()
+
+
+def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
+    """The mark of one that was checked before the tenure ended comes after that."""
+    shard = begun(max_count=1)
+    member(shard, "w0", 1)
+    member_of_other_seat = shard.part._tracker.seats[0]
+    shard.part.end_tenure("w0", 1)
+    member(shard, "w1", 2, from_step=1)
+    shard.part.end_tenure("w1", 2)
+    rest = shard.part._come_to_rest
+
+    def counted_meanwhile() -> None:
+        member_of_other_seat.last_step[0] = 0
+        rest()
+
+    shard.part._tracker.come_to_rest = counted_meanwhile
+    made = shard.part._tracker
+    shard.ask("w2", 3)
+    assert made._seats["w2"].index == 1
+
+
+def test_the_last_set_is_told_by_its_own_names_after_a_restart(tmp_path: Path) -> None:
+    """Though a seat of it is another worker's since."""
+    spec = elastic_spec(max_count=1)
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    member(shard, "w0", 1)
+    for chunk in (0, 1):
+        shard.give("w0", 1, chunk, 0)
+    for number in (1, 2):
+        shard.part.end_tenure(f"w{number - 1}", number)
+        member(shard, f"w{number}", number + 1, from_step=1)
+    assert [seat.worker_id for seat in shard.part._tracker.seats] == ["w2", "w1"]
+    again = ElasticShard(spec, store=stored_at(tmp_path))
+    assert "w2" not in again.part.contributors(0)
+
+
+def test_who_comes_back_keeps_what_counted() -> None:
+    shard = begun(min_count=2)
+    member(shard, "w0", 1)
+    assert shard.give("w0", 1, 0, 0) == "counted"
+    shard.part.end_tenure("w0", 1)
+    assert shard.give("w0", 1, 1, 0) == "over"
+    member(shard, "w0", 2)
+    assert shard.give("w0", 2, 0, 0, 5.0) == "duplicate"
+    assert shard.give("w0", 2, 1, 0) == "counted"
+
+
+def test_members_are_looked_after_where_a_hand_over_failed() -> None:
+    shard = begun()
+    member(shard, "w0", 1)
+    with contextlib.suppress(RuntimeError), shard.part.handing_over():
+        shard.timer.fire()
+        raise RuntimeError
+    shard.vanish("w0")
+    shard.timer.fire()
+    shard.timer.fire()
+    assert shard.part._tracker.seats[0].is_over
+
+
+def test_members_are_looked_after_under_another_name() -> None:
+    shard = ElasticShard(elastic_spec(), index=1, shard_count=2)
+    shard.initialize()
+    shard.part.join("w0", incarnation=5)
+    member(shard, "w0", 1)
+    assert shard.registry.rename("p", "q", 5, 0, "a test")
+    shard.vanish("w0")
+    for _ in range(3):
+        shard.timer.fire()
+    assert shard.registry.get("q")._tracker.seats[0].is_over
