@@ -208,8 +208,9 @@ class DeadlineError(ShardwellError, TimeoutError):
 
 
 class WorkersMissingError(DeadlineError):
-    """The deadline passed because other workers did not contribute.
+    """Other workers did not contribute before the deadline, or have ended and can't any more.
 
+    A worker that has closed its client is not waited for: the error comes 1 s after that.
     `missing_worker_ids` are those that the shard knows by name; of very many, the first. In a
     group, `missing_ranks` are those that did not come.
     """

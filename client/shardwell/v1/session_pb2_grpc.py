@@ -75,6 +75,10 @@ class SessionServiceServicer(object):
         workers are done (ParameterStatus.done_worker_ids). Idempotent. A client that ends without it
         frees them, too, once its connection is gone.
 
+        A synchronous step that a worker has not contributed to when it ends so can't close without a session that
+        comes with its worker id. 1 s later, as long as no session attends with that id, all calls that wait for such a
+        step end with ERROR_CODE_WORKERS_MISSING, whatever time they have left; missing_worker_ids has the worker.
+
         Call it on every shard, when no stream contributes any more. The shard then ends the session's Attend, and
         its streams that have brought a gradient, with FAILED_PRECONDITION and ERROR_CODE_SESSION_ENDED; streams that
         only fetch go on. The number never attends or contributes again: both fail so, for as long as the shard

@@ -5,17 +5,32 @@ They advise what every caller can do, in whatever language: the SDK adds what it
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
 from shardwell.placement.rows import Ids
+from shardwell.specs.members import Elastic
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.step_tracker import StepTracker
 
 
-class TableSteps(Protocol):
+class Ends(Protocol):
+    """What a step tracker says of workers that have ended in order."""
+
+    elastic: Elastic | None
+    """See `Seats`."""
+    ended: dict[str, int]
+    """See `Seats.ended`."""
+
+    def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
+        """See `Seats.ended_among`."""
+
+
+class TableSteps(Ends, Protocol):
     """What a table's step tracker says of its open step."""
 
     version: int
@@ -110,6 +125,27 @@ def workers_missing(
     )
 
 
+def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> float:
+    """Refuses to wait for a chunk's open step that needs a worker which has ended in order.
+
+    Returns:
+        In how many seconds a request that waits is to look again; math.inf: no sooner than that
+        something changes.
+
+    Raises:
+        WorkersMissingError: names the workers that ended.
+    """
+    if not tracker.ended or tracker.elastic is not None:  # no step awaits a member that has left
+        return math.inf
+    record = tracker.records[chunk_index]
+    if tracker.is_decided(record):
+        return math.inf
+    missing, _ = tracker.missing(record.version, chunk_index)
+    what = f"parameter {spec.name!r}: step {record.version} of chunk {chunk_index}"
+    spare_count = spec.worker_count - (spec.min_contributors or spec.worker_count)
+    return _check_ended(tracker, missing, what, spare_count, parameter=spec.name)
+
+
 def non_finite_row(
     spec: TableSpec, ids: Ids, place: int, what: str, advice: str = "mend it and send it again"
 ) -> NonFiniteError:
@@ -142,6 +178,36 @@ def table_workers_missing(
         missing_worker_ids=tuple(missing),
         table=spec.name,
     )
+
+
+def check_table_ended(spec: TableSpec, tracker: TableSteps) -> float:
+    """The same as `check_ended`, for the open step of a table."""
+    if not tracker.ended or tracker.elastic is not None:
+        return math.inf
+    missing, _ = tracker.missing(tracker.version)
+    what = f"table {spec.name!r}: step {tracker.version}"
+    return _check_ended(tracker, missing, what, 0, table=spec.name)
+
+
+def _check_ended(
+    tracker: Ends, missing: list[str], what: str, spare_count: int, **where: Any
+) -> float:
+    """The same of a step that closes without `spare_count` workers."""
+    ended, rest_s = tracker.ended_among(missing)
+    if len(ended) <= spare_count:
+        return math.inf
+    if not rest_s:
+        one = len(ended) == 1
+        named = _names(ended, 0, "")
+        cause = "its client was closed" if one else "their clients were closed"
+        cure = f"a worker with worker_id {named}" if one else "workers with those worker_ids"
+        raise WorkersMissingError(
+            f"{what} waits for {named}, which ended in order ({cause}), and can't close without; "
+            f"start {cure} and make this call again",
+            missing_worker_ids=tuple(ended),
+            **where,
+        )
+    return rest_s
 
 
 def _names(missing: list[str], unknown_count: int, unknown: str) -> str:

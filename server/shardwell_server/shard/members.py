@@ -79,6 +79,9 @@ class Liveness(Protocol):
     def silent_for_s(self, number: int) -> float:
         """For how many seconds a session that attends was not heard of: by heartbeats."""
 
+    def attends_as(self, worker_id: str) -> bool:
+        """Whether any session of a worker attends."""
+
 
 class Tenure(NamedTuple):
     """Of a seat; see the module."""
@@ -91,6 +94,10 @@ class Tenure(NamedTuple):
 
 _FOR_GOOD = Tenure()
 
+RETURN_AFTER_END_S = 1.0
+"""For so long after a worker's session has ended in order, others wait for its next one. A client
+that is closed and made anew in one process attends within that; longer, and those who wait for a
+worker that is gone for good would learn it late."""
 _MEMBER_COUNT_MAX = 64
 """That are told of: each takes a look at all chunks, and room in an answer."""
 
@@ -282,8 +289,9 @@ class Seats(ABC, Generic[SeatT]):
         self._sessions = sessions
         self._seats: dict[str, SeatT] = {}
         """In the order of their indexes."""
-        self._ended: dict[str, None] = {}
-        """Those with a seat whose sessions have ended in order, the first one first."""
+        self.ended: dict[str, int] = {}
+        """Those with a seat whose sessions have ended in order, the first one first; with the
+        session's number, 0 where it is not known."""
         self.come_to_rest: Callable[[], None] = lambda: None
         """Returns when nothing is being counted that was checked before the call."""
         self.give_on: Callable[[SeatT], None] = lambda seat: None
@@ -544,7 +552,7 @@ class Seats(ABC, Generic[SeatT]):
 
     def _replace(self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure) -> SeatT:
         made = self._seat_after(seat, worker_id, owner, tenure)
-        self._ended.pop(seat.worker_id, None)
+        self.ended.pop(seat.worker_id, None)
         seats = (made if each is seat else each for each in self.seats)
         self._seats = {each.worker_id: each for each in seats}
         self._note_ended(made)
@@ -555,7 +563,7 @@ class Seats(ABC, Generic[SeatT]):
         """The fewest events that lead to where the seats stand."""
         return [
             *map(seat_event, self.seats),
-            *(owner_event(worker_id, None) for worker_id in self._ended),  # for their order
+            *(owner_event(worker_id, None) for worker_id in self.ended),  # for their order
         ]
 
     def _check_room(self, worker_id: str) -> SeatT | None:
@@ -571,7 +579,7 @@ class Seats(ABC, Generic[SeatT]):
             return None
         advice = "reuse worker ids"
         if not self.is_sync:
-            ended = next(iter(self._ended), None)
+            ended = next(iter(self.ended), None)
             if ended is not None:  # nothing of it can come any more
                 return self._seats[ended]
             spares = [(self._spare_in_s(seat), seat.index) for seat in self.seats]
@@ -628,13 +636,30 @@ class Seats(ABC, Generic[SeatT]):
             KeyError: the worker has no seat.
         """
         seat = self._seats[worker_id]
-        seat.owner = owner
-        self._note_ended(seat)
+        before, seat.owner = seat.owner, owner
+        self._note_ended(seat, 0 if before is None else before.number)
 
-    def _note_ended(self, seat: SeatT) -> None:
-        self._ended.pop(seat.worker_id, None)
+    def _note_ended(self, seat: SeatT, number: int = 0) -> None:
+        self.ended.pop(seat.worker_id, None)
         if seat.owner is None:
-            self._ended[seat.worker_id] = None
+            self.ended[seat.worker_id] = number
+
+    def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
+        """Those of some workers that have ended in order, and under whose ids no session attends.
+
+        Returns:
+            Their ids, and for how many seconds more all of them may be expected back: 0 once one
+            has been gone for RETURN_AFTER_END_S; math.inf: there are none.
+        """
+        found, rest_s = [], math.inf
+        for worker_id in worker_ids:
+            number = self.ended.get(worker_id)
+            if number is None or self._sessions.attends_as(worker_id):
+                continue
+            found.append(worker_id)
+            gone_for_s = self._sessions.gone_for_s(number)
+            rest_s = min(rest_s, max(RETURN_AFTER_END_S - gone_for_s, 0.0))
+        return found, rest_s
 
     def _sit(self, seat: SeatT) -> SeatT:
         """Gives the next seat to its worker."""

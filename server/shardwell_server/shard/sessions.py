@@ -255,6 +255,10 @@ class Sessions:
             left_s = self._left_s.get(number, self._others_left_s)
             return max(self._now_s() - left_s, 0.0)
 
+    def attends_as(self, worker_id: str) -> bool:
+        with self._lock:
+            return any(each.worker_id == worker_id for each in self._attending.values())
+
     def check(self, number: int, worker_id: str, owner: str = "") -> Session:
         """The session of that number, which must attend to contribute as a worker.
 

@@ -196,8 +196,14 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self._state.register.end_session(number)
             for worker_id, tenure in ended:
                 self._note_ended(worker_id, tenure)
+            if self._state.tracker.is_sync and self._state.tracker.ended:
+                self._wake_all()
         if self._state.tracker.elastic is not None:
             self._settle_all()
+
+    @abstractmethod
+    def _wake_all(self) -> None:
+        """Has all requests look again that wait for other workers; the state's lock is held."""
 
     # Elastic members, see docs/adr/0036.
 

@@ -6,10 +6,14 @@ ones.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from harness.data.sessions import AllAlive, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
+from shardwell_server.shard.members import RETURN_AFTER_END_S
+from shardwell_server.shard.sessions import Sessions
 from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
 from shardwell_server.store import ChunkRecord
 
@@ -221,3 +225,30 @@ def test_what_an_earlier_process_counted_with_is_known_to_the_next() -> None:
     assert steps.decide(seat, 0, 1, 20) is Decision.DUPLICATE
     with pytest.raises(StepOrderError, match="another than was counted"):
         steps.decide(seat, 0, 1, 10)
+
+
+def test_who_has_ended_is_expected_back_for_a_while_and_while_another_session_attends() -> None:
+    now_s = [100.0]
+    sessions = Sessions(count_max=9, lease_s=10.0, return_s=0.0, now_s=lambda: now_s[0])
+    steps = StepTracker([ChunkRecord()], worker_count=3, worker_count_max=9, sessions=sessions)
+    calls = {}
+    for name in ("w0", "w1", "w2"):
+        calls[name] = sessions.attend(name, session_of(name), lambda: None)
+        take(steps, name)
+    everybody = list(calls)
+    assert steps.ended_among(everybody) == ([], math.inf)
+    sessions.leave(session_of("w2"), calls["w2"])  # killed, say: it has not ended in order
+    for name in ("w0", "w1"):
+        sessions.end(session_of(name).number)
+        steps.set_owner(name, None)
+        now_s[0] += 0.25
+    assert steps.ended_among(everybody) == (["w0", "w1"], RETURN_AFTER_END_S - 0.5)
+    assert steps.ended_among(["w1", "w2"]) == (["w1"], RETURN_AFTER_END_S - 0.25)
+    now_s[0] += RETURN_AFTER_END_S
+    assert steps.ended_among(everybody) == (["w0", "w1"], 0.0)
+    assert steps.ended_among(["w2"]) == ([], math.inf)
+    sessions.attend("w0", session_of("w0", 1), lambda: None)
+    assert steps.ended_among(everybody) == (["w1"], 0.0)
+    take(steps, "w0", 1)
+    sessions.end(session_of("w0", 1).number)
+    assert steps.ended_among(everybody) == (["w1"], 0.0)  # until that end is noted here, too

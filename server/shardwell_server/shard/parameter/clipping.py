@@ -33,7 +33,7 @@ from shardwell.process.spans import now_ns
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import workers_missing
+from shardwell_server.shard.errors import check_ended, workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.state import ParameterState
@@ -124,7 +124,8 @@ class ClosingByNorm(Closing):
                 if version > step:
                     return None, self._register.norm_of(step)
                 if version < step or not self._tracker.is_full(index):
-                    deadline.wait(chunk.changed)
+                    look_s = check_ended(self._spec, self._tracker, index)
+                    deadline.wait(chunk.changed, look_s=look_s)
                     raise workers_missing(self._spec, self._tracker, index, step + 1, deadline)
                 if self._squared_norms[index][0] != step:
                     chunk.verify()

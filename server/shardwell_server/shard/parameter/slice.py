@@ -196,10 +196,13 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
     def _taken_over(self, seat: Seat) -> None:
         """All that the last owner was counting is counted on return."""
+        self._wake_all()  # its last owner may wait there
+        seat.forget_checksums()
+
+    def _wake_all(self) -> None:
         for chunk in self._chunks:
             with chunk.changed.lock:
-                chunk.changed.notify_all()  # its last owner may wait there
-        seat.forget_checksums()
+                chunk.changed.notify_all()
 
     def claim_init(
         self, worker_id: str, deadline: RequestDeadline, above_epoch: int = 0
@@ -406,7 +409,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
             )
             if decision is Decision.WAIT:
-                deadline.wait(chunk.changed)
+                look_s = refusals.check_ended(self.spec, self._tracker, index)
+                deadline.wait(chunk.changed, look_s=look_s)
                 raise workers_missing(self.spec, self._tracker, index, step, deadline)
             if decision is Decision.LATE:
                 return self._late(contributor, index)
@@ -823,7 +827,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         with chunk.changed.lock:
             version = self._tracker.records[chunk_index].version
             if version < min_version:
-                deadline.wait(chunk.changed)
+                look_s = refusals.check_ended(self.spec, self._tracker, chunk_index)
+                deadline.wait(chunk.changed, look_s=look_s)
                 raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
             if max_version is not None and version > max_version >= min_version:
                 kept = self.storage.kept(chunk_index, max_version)

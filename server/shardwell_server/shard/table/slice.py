@@ -38,6 +38,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard.byte_budget import OwnedBytes
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import (
+    check_table_ended,
     diverged_row,
     non_finite_row,
     state_overflow,
@@ -211,6 +212,9 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         )
 
     def _taken_over(self, seat: Seat) -> None:
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         self._changed.notify_all()
 
     # Gradients in.
@@ -250,7 +254,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 self._finish_step()
                 decision = self._decide(seat, header)
             if decision is Decision.WAIT:
-                deadline.wait(self._changed)
+                look_s = check_table_ended(self.spec, self._tracker)
+                deadline.wait(self._changed, look_s=look_s)
                 raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
             if decision is not Decision.COUNT:
                 self._duplicate_part_count += not header.abandons
@@ -430,7 +435,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             with self._lock:
                 self._finish_step()
                 if self.version < version:
-                    deadline.wait(self._changed)
+                    look_s = check_table_ended(self.spec, self._tracker)
+                    deadline.wait(self._changed, look_s=look_s)
                     raise table_workers_missing(self.spec, self._tracker, version, deadline)
 
     # Keeping.

@@ -1,0 +1,284 @@
+"""Goal: a worker that has ended in order, and that a step still needs, is an error at once for all
+who wait, which names it; one that the step does not need is none.
+
+Method: each verb that waits is given ten minutes, and is to end within the patience of a test. How
+long a worker that ended is expected back is set to nothing or to very long, so that no test depends
+on how fast its machine is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import PATIENCE_S, eventually
+from harness.threads import in_background
+from harness.wire_client.worker import WireWorker
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server import LocalCluster
+from shardwell_server.shard import members
+
+SIZE = 200
+SGD = shardwell.SGD(learning_rate=0.5)
+LONG_S = 600.0
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has nobody wait for a worker that has ended."""
+    monkeypatch.setattr(members, "RETURN_AFTER_END_S", 0.0)
+
+
+def ones(value: float = 1.0) -> np.ndarray:
+    return np.full(SIZE, value, np.float32)
+
+
+def opened(client: shardwell.Client, worker_count: int = 2, **options: Any) -> shardwell.Parameter:
+    options = {"optimizer": SGD, **options}
+    net = client.parameter("net", size=SIZE, worker_count=worker_count, **options)
+    net.init(ones(0))
+    return net
+
+
+def rows_of(client: shardwell.Client, worker_count: int = 2) -> shardwell.Table:
+    zeros = shardwell.Zeros()
+    return client.table(
+        "rows", row_count=100, dim=4, optimizer=SGD, initializer=zeros, worker_count=worker_count
+    )
+
+
+def exchange(net: shardwell.Parameter) -> object:
+    return net.exchange(ones(), timeout_s=LONG_S)
+
+
+def begun_exchange(net: shardwell.Parameter) -> object:
+    begun = net.begin_exchange(ones())
+    begun.ready(0, SIZE)
+    return begun.finish(timeout_s=LONG_S)
+
+
+def put_two(net: shardwell.Parameter) -> object:
+    """The second waits for the step of the first."""
+    if net.next_step == 1:
+        net.put_gradient(ones())
+    return net.put_gradient(ones(), timeout_s=LONG_S)
+
+
+def get_weights(net: shardwell.Parameter) -> object:
+    return net.get_weights(min_version=2, timeout_s=LONG_S)
+
+
+def get_weights_async(net: shardwell.Parameter) -> object:
+    return net.get_weights_async(min_version=2, timeout_s=LONG_S).result(LONG_S)
+
+
+VERBS = [exchange, begun_exchange, put_two, get_weights, get_weights_async]
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize("verb", VERBS)
+def test_all_who_wait_are_given_the_name_at_once(cluster, connect, verb, clip_norm) -> None:
+    """The same call goes on when a worker of that name is back."""
+    running = cluster(2, chunk_size_bytes=64)
+    rule = shardwell.SGD(learning_rate=0.5, clip_norm=clip_norm)
+    last = connect(running, "last")
+    net, other = opened(connect(running, "w0"), optimizer=rule), opened(last, optimizer=rule)
+    net.put_gradient(ones())
+    other.exchange(ones(), timeout_s=LONG_S)
+    waiting = in_background(lambda: verb(net))
+    reader = connect(running, "reader").parameter("net")
+    read = in_background(lambda: get_weights(reader))
+    eventually("they wait", lambda: all(each.open_stream_count for each in last.status()))
+    last.close()
+    for future in (waiting, read):
+        error = future.exception(PATIENCE_S)
+        assert isinstance(error, shardwell.WorkersMissingError), error
+        assert error.missing_worker_ids == ("last",)
+        assert error.parameter == "net"
+        assert error.retryable
+        assert "waits for 'last', which ended in order" in error.message
+        assert re.search(r"step 1 of chunk \d+ waits", error.message)
+    again = in_background(lambda: verb(net)).exception(PATIENCE_S)  # now it does not wait at all
+    assert isinstance(again, shardwell.WorkersMissingError)
+    back = opened(connect(running, "last"), optimizer=rule)
+    assert back.next_step == 1
+    going_on = in_background(lambda: verb(net))
+    if verb in (get_weights, get_weights_async):
+        net.put_gradient(ones())
+    back.put_gradient(ones())
+    going_on.result(PATIENCE_S)
+    if not clip_norm:
+        np.testing.assert_array_equal(net.get_weights(min_version=2), ones(-1))
+
+
+@pytest.mark.parametrize("verb", ["exchange", "put", "get"])
+def test_those_who_wait_for_rows(cluster, connect, verb) -> None:
+    running = cluster(2)
+    last = connect(running, "last")
+    rows, other = (rows_of(client) for client in (connect(running, "w0"), last))
+    ids, gradients = np.arange(20), np.ones((20, 4), np.float32)
+    rows.put_row_gradients(ids, gradients)
+    other.put_row_gradients(ids, gradients)
+
+    def call() -> object:
+        if verb == "exchange":
+            return rows.exchange_rows(ids, gradients, ids, timeout_s=LONG_S)
+        if verb == "get":
+            return rows.get_rows(ids, min_version=2, timeout_s=LONG_S)
+        if rows.next_step == 1:
+            rows.put_row_gradients(ids, gradients)
+        return rows.put_row_gradients(ids, gradients, timeout_s=LONG_S)
+
+    waiting = in_background(call)
+    eventually("it waits", lambda: all(each.open_stream_count for each in last.status()))
+    last.close()
+    error = waiting.exception(PATIENCE_S)
+    assert isinstance(error, shardwell.WorkersMissingError), error
+    assert (error.missing_worker_ids, error.table) == (("last",), "rows")
+    assert "table 'rows': step 1 waits for 'last', which ended in order" in error.message
+    back = rows_of(connect(running, "last"))
+    going_on = in_background(call)
+    if verb == "get":
+        rows.put_row_gradients(ids, gradients)
+    back.put_row_gradients(ids, gradients)
+    going_on.result(PATIENCE_S)
+    assert rows.get_rows(ids, min_version=2)[0, 0] == -1
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("is_table", [False, True], ids=["parameter", "table"])
+def test_who_has_contributed_to_the_step_may_end(cluster, connect, is_table) -> None:
+    """As at every training's end: one is done first, and closes; the slowest comes last."""
+    running = cluster(2, chunk_size_bytes=64)
+    names = ["w0", "first", "slow"]
+    ids, gradients = np.arange(20), np.ones((20, 4), np.float32)
+    calls: dict[str, Callable[[], Any]] = {}
+    clients = {name: connect(running, name) for name in names}
+    for name, client in clients.items():
+        if is_table:
+            table = rows_of(client, worker_count=3)
+            calls[name] = lambda table=table: table.exchange_rows(ids, gradients, ids)
+        else:
+            net = opened(client, worker_count=3)
+            calls[name] = lambda net=net: net.exchange(ones())
+    for _ in range(2):
+        step = [in_background(calls[name]) for name in names]
+        assert {float(each.result(PATIENCE_S).max()) for each in step} in ({-0.5}, {-1.0})
+    waiting = in_background(calls["w0"])
+    if is_table:
+        table = clients["first"].table("rows")
+        table.put_row_gradients(ids, gradients)
+    else:
+        clients["first"].parameter("net").put_gradient(ones())
+    clients["first"].close()
+
+    def members_that_are_done() -> bool:
+        shown = clients["slow"].status()
+        return all(
+            list(each.done_worker_ids) == ["first"]
+            for status in shown
+            for each in (status.tables if is_table else status.parameters)
+        )
+
+    eventually("it has ended", members_that_are_done)
+    assert not waiting.done()
+    assert float(calls["slow"]().max()) == -1.5
+    assert float(waiting.result(PATIENCE_S).max()) == -1.5
+    clients["slow"].close()
+    clients["w0"].close()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_step_waits_for_a_process_that_has_connected_under_the_name(cluster, connect) -> None:
+    """Started again before the old one closes, it may take as long as it likes."""
+    running = cluster(2, chunk_size_bytes=64)
+    last = connect(running, "last")
+    net, other = opened(connect(running, "w0")), opened(last)
+    net.put_gradient(ones())
+    other.exchange(ones())
+    successor = connect(running, "last")
+    last.close()
+    waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+    watcher = connect(running, "watcher")
+    eventually("it waits", lambda: all(each.open_stream_count for each in watcher.status()))
+    opened(successor).put_gradient(ones())
+    np.testing.assert_array_equal(waiting.result(PATIENCE_S), ones(-1))
+    waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+    successor.close()
+    error = waiting.exception(PATIENCE_S)
+    assert isinstance(error, shardwell.WorkersMissingError), error
+    assert error.missing_worker_ids == ("last",)
+
+
+def test_who_comes_back_soon_is_waited_for(cluster, connect, monkeypatch) -> None:
+    monkeypatch.setattr(members, "RETURN_AFTER_END_S", LONG_S)
+    running = cluster(2, chunk_size_bytes=64)
+    last = connect(running, "last")
+    net, other = opened(connect(running, "w0")), opened(last)
+    net.put_gradient(ones())
+    other.exchange(ones())
+    waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+    last.close()
+    opened(connect(running, "last")).put_gradient(ones())
+    np.testing.assert_array_equal(waiting.result(PATIENCE_S), ones(-1))
+
+
+def test_a_version_that_no_step_will_bring(cluster, connect) -> None:
+    """All have ended: who waits for more than they made is given all their names."""
+    running = cluster(2, chunk_size_bytes=64)
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    for net in [opened(client) for client in clients]:
+        net.put_gradient(ones())
+    for client in clients:
+        client.close()
+    reader = connect(running, "reader").parameter("net")
+    np.testing.assert_array_equal(reader.get_weights(min_version=1), ones(-0.5))
+    late = in_background(lambda: reader.get_weights(min_version=2, timeout_s=LONG_S))
+    error = late.exception(PATIENCE_S)
+    assert isinstance(error, shardwell.WorkersMissingError), error
+    assert error.missing_worker_ids == ("w0", "w1")
+    assert "'w0', 'w1', which ended in order (their clients were closed)" in error.message
+
+
+def test_a_shard_that_was_started_again_knows_who_has_ended(connect, tmp_path) -> None:
+    with LocalCluster(2, tmp_path, processes=True, chunk_size_bytes=64) as running:
+        last = connect(running, "last")
+        net, other = opened(connect(running, "w0")), opened(last)
+        net.put_gradient(ones())
+        other.exchange(ones())
+        last.close()
+        running.children[1].kill()
+        running.start_again(1)
+        waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+        error = waiting.exception(PATIENCE_S)
+        assert isinstance(error, shardwell.WorkersMissingError), error
+        assert error.missing_worker_ids == ("last",)
+        back = opened(connect(running, "last"))
+        going_on = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+        back.put_gradient(ones())
+        np.testing.assert_array_equal(going_on.result(PATIENCE_S), ones(-1))
+
+
+def test_a_snapshot_of_a_step_that_is_stuck_half_way(cluster, connect, tmp_path) -> None:
+    """One shard has closed a step, and another never will: there is no version to take."""
+    running = cluster(2)
+    net = opened(connect(running, "w0"))
+    net.put_gradient(ones())
+    saver = connect(running, "saver")
+    with WireWorker(running.target, "late") as worker:
+        late = worker.create(net.spec.to_proto())
+        late.push(ones())
+        net.put_gradient(ones())
+        first = late.gradient_messages(pb.PutGradientRequest, 0, ones(), step=1)
+        worker.stubs[0].PutGradient(iter(first), timeout=PATIENCE_S)
+        save = in_background(lambda: saver.save_checkpoint(tmp_path / "c", timeout_s=LONG_S))
+        worker.end_session()
+        error = save.exception(PATIENCE_S)
+    assert isinstance(error, shardwell.WorkersMissingError), error
+    assert error.missing_worker_ids == ("late",)
+    assert list(tmp_path.iterdir()) == []
