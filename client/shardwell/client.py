@@ -692,9 +692,20 @@ class Client(Connected, Closing):
     def close(self) -> None:
         """Ends all connections; other threads' calls end with ClosedError. Safe to repeat.
 
-        Another process may contribute under this worker's id from then on. In a process that was
-        forked from the one that connected, it does nothing.
+        Another process may contribute under this worker's id from then on. Other workers that need
+        this one for a step of a fixed `worker_count` have an error 1 s later, unless a process has
+        connected under its id. An exception that ends a `with` block of the client closes it as
+        the death of its process would: they wait for the worker to be started again.
+
+        In a process that was forked from the one that connected, it does nothing.
         """
+        self._close(ends_in_order=True)
+
+    def __exit__(self, *reason: object) -> None:
+        error = reason[1]
+        self._close(ends_in_order=error is None or isinstance(error, SystemExit))
+
+    def _close(self, *, ends_in_order: bool) -> None:
         if not self._shards.threads.owner.is_here:
             return  # what a fork inherited may be locked for good
         self._calls.close()
@@ -703,7 +714,8 @@ class Client(Connected, Closing):
         self._idle_streams.close()
         self._idle_row_streams.close()
         try:
-            self._shards.end_session()
+            if ends_in_order:
+                self._shards.end_session()
         finally:  # Ctrl-C comes there too
             self._shards.close()
 

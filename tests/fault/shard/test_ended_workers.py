@@ -282,3 +282,45 @@ def test_a_snapshot_of_a_step_that_is_stuck_half_way(cluster, connect, tmp_path)
     assert isinstance(error, shardwell.WorkersMissingError), error
     assert error.missing_worker_ids == ("late",)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_worker_that_fails_is_waited_for_and_one_that_exits_is_not(
+    cluster, connect, error
+) -> None:
+    """What is started again after an error goes on where it was, as after a kill."""
+    running = cluster(2, chunk_size_bytes=64)
+    net = opened(connect(running, "w0"))
+    net.put_gradient(ones())
+    last = connect(running, "last")
+    opened(last).exchange(ones())
+    with pytest.raises(error), last:
+        raise error
+    waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
+    if error is SystemExit:
+        assert isinstance(waiting.exception(PATIENCE_S), shardwell.WorkersMissingError)
+        return
+    watcher = connect(running, "watcher")
+    eventually("it waits", lambda: all(each.open_stream_count for each in watcher.status()))
+    for each in watcher.status():
+        assert not each.parameters[0].done_worker_ids
+    opened(connect(running, "last")).put_gradient(ones())
+    np.testing.assert_array_equal(waiting.result(PATIENCE_S), ones(-1))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_step_that_closes_with_fewer_does_without_who_has_ended(cluster, connect) -> None:
+    running = cluster(2, chunk_size_bytes=64)
+    clients = [connect(running, name) for name in ("w0", "w1", "last")]
+    nets = [opened(client, 3, min_contributors=2, grace_s=0.0) for client in clients]
+    nets[2].put_gradient(ones())
+    clients[2].close()
+    for _ in range(2):
+        waiting = in_background(lambda: nets[0].exchange(ones(), timeout_s=LONG_S))
+        nets[1].exchange(ones(), timeout_s=LONG_S)
+        waiting.result(PATIENCE_S)
+    clients[1].close()
+    error = in_background(lambda: nets[0].exchange(ones(), timeout_s=LONG_S)).exception(PATIENCE_S)
+    assert isinstance(error, shardwell.WorkersMissingError), error
+    assert set(error.missing_worker_ids) == {"w1", "last"}
