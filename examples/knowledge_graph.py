@@ -44,7 +44,7 @@ def gradients(heads, relations, tails, negatives):
     return by_heads, by_relations, by_scores[:, :1] * queries, by_scores[:, 1:].T @ queries
 
 
-with shardwell.connect(worker_id=f"w{worker}") as client:
+with shardwell.connect(worker_id=f"w{worker}") as client, shardwell.LeaveRequest() as request:
     options = {
         "dim": DIM,
         "optimizer": shardwell.Adagrad(learning_rate=0.3, weight_decay=3e-4),
@@ -55,6 +55,7 @@ with shardwell.connect(worker_id=f"w{worker}") as client:
     relations = client.table("umls-relations", row_count=len(relation_names), **options)
     random = np.random.default_rng(worker)
     for _ in range(STEP_COUNT):
+        request.check()  # SIGTERM ends it here; the other workers go on
         h, r, t = random.choice(training, BATCH_SIZE).T
         ids = np.concatenate([h, t, random.integers(0, len(entity_names), NEGATIVE_COUNT)])
         rows = np.split(entities.get_rows(ids), [BATCH_SIZE, 2 * BATCH_SIZE])

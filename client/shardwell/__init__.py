@@ -98,6 +98,7 @@ if typing.TYPE_CHECKING:
     from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
     from shardwell.training.batches import Update, merge_updates, split_batch
     from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
+    from shardwell.training.leave_request import LeaveRequest
     from shardwell.training.thread_group import ThreadedSync
     from shardwell.training.trainer import DataParallelTrainer, StepResult
 
@@ -114,6 +115,7 @@ _LATER = {
     "GradientSync": "training.gradient_sync",
     "Group": "group.group",
     "GroupSync": "training.gradient_sync",
+    "LeaveRequest": "training.leave_request",
     "LocalSync": "training.gradient_sync",
     "Ring": "group.schedule.strategies",
     "ServerSync": "training.gradient_sync",
@@ -160,6 +162,7 @@ __all__ = [
     "InitSupersededError",
     "Initializer",
     "InternalError",
+    "LeaveRequest",
     "LimitError",
     "LocalSync",
     "MembersAliveError",

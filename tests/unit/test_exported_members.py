@@ -33,6 +33,7 @@ PROMISED = {
     "GradientSync",
     "GroupSync",
     "GroupedRate",
+    "LeaveRequest",
     "LocalSync",
     "ServerSync",
     "StepResult",

@@ -59,6 +59,7 @@ from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.pushed_values import Meeting, PushedValues, replace, saved_values
 from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
+from shardwell.training.leave_request import LeaveRequest
 
 _LOG = logging.getLogger("shardwell")
 
@@ -101,6 +102,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             GradScaler or a second backward pass, the others go on like that, with one log line.
         broadcast_frozen: Whether the shards keep the frozen parameters, too, so that a worker
             without the first worker's gets them. All workers give the same.
+        leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
+            under way end, and then the program: see `is_leaving`. Default: where the others go on
+            without this worker; with a fixed `worker_count` they wait until it is started again,
+            so it may as well be killed.
         timeout_s: Of a step; default: the client's.
 
     Raises:
@@ -128,6 +133,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         mode: ModeName = "sync",
         overlap: bool | Literal["auto"] = "auto",
         broadcast_frozen: bool = False,
+        leave_on_sigterm: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
         check_client(client)
@@ -266,6 +272,14 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         if not self._is_on_gpu:
             watch_threads(self, client, self.parameter)
         self._close_earlier()
+        if leave_on_sigterm is None:
+            spec = self.parameter.spec
+            leave_on_sigterm = (
+                spec.worker_count == 1 or spec.mode == "async" or spec.members is not None
+            )
+        self._leave = LeaveRequest()
+        if leave_on_sigterm:
+            self._leave.open()
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._has_gradient)
             for tensor in self._tensors.values()
@@ -306,6 +320,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         return self.parameter.next_step
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether SIGTERM has come, so that this process is about to be ended.
+
+        `step` makes the step under way as ever. A loop that looks here ends by itself then; the
+        next `step` of any other raises SystemExit(143) once it is made, which ends `with` blocks
+        in order. A second SIGTERM ends the process at once.
+        """
+        return self._leave.has_come
+
     # What torch's optimizers have.
 
     @torch.no_grad()
@@ -324,16 +348,18 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 gradients are those that the last step counted.
             DivergedError: the weights that came of the step are not finite; it is over.
             ShardwellError: as `Parameter.exchange`.
+            SystemExit: see `is_leaving`.
         """
-        found_inf, scale = self._left_by_scaler()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._make_step(found_inf, scale)
-        if found_inf is not None:  # which the scaler removes
-            self.found_inf, self.grad_scale = found_inf, scale
-        return loss
+        with self._leave.ending_after_step():
+            found_inf, scale = self._left_by_scaler()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._make_step(found_inf, scale)
+            if found_inf is not None:  # which the scaler removes
+                self.found_inf, self.grad_scale = found_inf, scale
+            return loss
 
     def _make_step(self, found_inf: torch.Tensor | None, scale: torch.Tensor | None) -> None:
         """What `step` does once gradients are there."""
@@ -345,7 +371,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if failed and all(a[0] is b[0] and a[1] == b[1] for a, b in pairs):
                 return  # it was this step that failed
         if found_inf is not None and float(found_inf) > 0:
-            self.skip_step()
+            self._skip()
             return
         if scale is not None:
             self._scale_back(scale)
@@ -374,7 +400,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
         Raises:
             ShardwellError: as `Parameter.exchange`; the next step makes good for it.
+            SystemExit: see `is_leaving`.
         """
+        with self._leave.ending_after_step():
+            self._skip()
+
+    def _skip(self) -> None:
         self._settle()
         self._copies.wait()  # which write to where `forget` writes
         begun, self._begun = self._begun, None
@@ -723,7 +754,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._untrained.average(timeout_s)
 
     def close(self) -> None:
-        """Takes the hooks off the model. The client is the caller's to close."""
+        """Takes the hooks off the model, and does not note SIGTERM any more.
+
+        The client is the caller's to close.
+        """
+        self._leave.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -40,6 +40,7 @@ from shardwell.training.batches import (
     split_batch,
 )
 from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
+from shardwell.training.leave_request import LeaveRequest
 from shardwell.training.thread_group import ThreadedSync
 
 GradientFunction: TypeAlias = Callable[[Float32, Any], tuple[float, Any]]
@@ -83,6 +84,9 @@ class DataParallelTrainer:
         rank: Which share of a batch is this worker's. None: the sync's, which ServerSync has not.
         micro_batch_size: At most so many samples a call of the gradient function; None: the share
             as a whole.
+        leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
+            under way end, and then the program: see `is_leaving`. Default: with GroupSync alone;
+            with ServerSync others wait until this worker is started again.
 
     Raises:
         ArgumentError: an argument can't be used.
@@ -97,6 +101,7 @@ class DataParallelTrainer:
         *,
         rank: int | None = None,
         micro_batch_size: int | None = None,
+        leave_on_sigterm: bool | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Average):
             raise ArgumentError(
@@ -128,6 +133,9 @@ class DataParallelTrainer:
         self._learning_rate = float(self._rule.learning_rate or 0.0)
         self._synced = np.empty(self._flat.size + 1, np.float32)
         self._step = 0
+        self._leave = LeaveRequest()
+        if isinstance(self.sync, GroupSync) if leave_on_sigterm is None else leave_on_sigterm:
+            self._leave.open()
 
     split_batch = staticmethod(split_batch)
     merge_updates = staticmethod(merge_updates)
@@ -147,6 +155,16 @@ class DataParallelTrainer:
     def next_step(self) -> int:
         """The number that the next step gets: how many there were."""
         return self._step
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether SIGTERM has come, so that this process is about to be ended.
+
+        The step under way is made as ever. A loop that looks here ends by itself then; the next
+        step of any other raises SystemExit(143) once it is made. A second SIGTERM ends the process
+        at once.
+        """
+        return self._leave.has_come
 
     @property
     def learning_rate(self) -> float:
@@ -190,6 +208,7 @@ class DataParallelTrainer:
             ArgumentError: the batch or what the gradient function returned can't be used.
             NonFiniteError: the loss or gradient of this worker is NaN or infinite.
             ShardwellError: synchronising failed; see `sync_gradients` of the sync.
+            SystemExit: see `is_leaving`.
         """
         if count_samples(batch) == 0:
             raise ArgumentError(f"step {self._step}: a batch needs at least 1 sample; got 0")
@@ -201,6 +220,10 @@ class DataParallelTrainer:
         Raises:
             ShardwellError: as `step`.
         """
+        with self._leave.ending_after_step():
+            return self._make_step(batch)
+
+    def _make_step(self, batch: Any) -> StepResult:
         if self._given_rank is not None:
             _ = self.rank  # takes the seat of a thread
         update = self._update_of(batch)

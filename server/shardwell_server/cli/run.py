@@ -67,9 +67,8 @@ _LOCALHOST = "127.0.0.1"
 @click.option(
     "--grace-s",
     type=Duration(0.0, 3600.0),
-    default=5.0,
-    show_default=True,
-    help="How long workers that are asked to stop may take before they are killed.",
+    help="How long workers that are asked to stop may take before they are killed; default: 120 s "
+    "after SIGTERM, in which they end the step under way, and 5 s after Ctrl-C or a failure.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -78,7 +77,7 @@ def run(
     group_name: str | None,
     rendezvous: str | None,
     with_shards: bool,
-    grace_s: float,
+    grace_s: float | None,
     command: tuple[str, ...],
 ) -> None:
     """Start a program as N workers on this machine.
@@ -93,6 +92,7 @@ def run(
     Every line of output has the rank in front. When a worker fails, the others get SIGTERM, and
     SIGKILL after the grace; exit code: that of the worker, 128 and the number of the signal that
     ended it, or 0 if none failed. Ctrl-C and SIGTERM are passed on; a second one kills at once.
+    SIGTERM goes to each worker, and to what it has started once the worker has ended.
     What workers have started ends with them, also when this command is killed, except what has
     made itself a session of its own.
 

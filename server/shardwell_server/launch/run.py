@@ -36,6 +36,10 @@ _LOOK_INTERVAL_S = 0.05
 """How often groups are looked at whose leader has ended: nothing wakes us for them."""
 _LAST_WORDS_S = 1.0
 """How long output is waited for that a process holds open which has left its group."""
+_GRACE_S = 5.0
+"""For workers whose run has failed, or that Ctrl-C ends."""
+_LEAVE_GRACE_S = 120.0
+"""After SIGTERM: what a spot instance is given, in which workers end the step under way."""
 _LAST_READ_COUNT_MAX = 16
 """Reads of what one stream of an ended worker still holds: a whole pipe."""
 
@@ -83,6 +87,8 @@ class RankProcess:
             )
         ]
         self._has_group = True
+        self._asked_alone: int | None = None
+        """The signal that the worker was asked to stop with, and nothing that it has started."""
 
     @property
     def pid(self) -> int:
@@ -116,6 +122,24 @@ class RankProcess:
             self._has_group = False
         return self._has_group
 
+    def ask_to_stop(self, number: int) -> None:
+        """Sends a signal; also from signal handlers.
+
+        SIGTERM is for the worker alone at first: the step that it may end needs what it has
+        started, such as the processes of a DataLoader.
+        """
+        if number == signal.SIGTERM and self.exit_code is None:
+            self._asked_alone = number
+            self._process.send_signal(number)
+        else:
+            self.send(number)
+
+    def ask_the_rest(self) -> None:
+        """Sends what the worker was asked with to all that it has left, once it has ended."""
+        if self._asked_alone is not None:
+            self.send(self._asked_alone)
+            self._asked_alone = None
+
     def kill(self) -> None:
         """Kills the group, and waits for the worker."""
         self.send(signal.SIGKILL)
@@ -139,7 +163,8 @@ class LocalRun:
         command: Its arguments, its name first.
         environments: The variables of each rank.
         shards: Processes that serve the workers: the end of one is a failure, too.
-        grace_s: How long workers that are asked to stop may take.
+        grace_s: How long workers that are asked to stop may take; None: 120 s after
+            SIGTERM, a few seconds after all else.
     """
 
     def __init__(
@@ -149,13 +174,14 @@ class LocalRun:
         environments: Sequence[Mapping[str, str]],
         shards: Sequence[ChildProcess] = (),
         *,
-        grace_s: float,
+        grace_s: float | None,
     ) -> None:
         self._program = program
         self._command = command
         self._environments = environments
         self._shards = shards
-        self._grace_s = grace_s
+        self._grace_s = _GRACE_S if grace_s is None else grace_s
+        self._leave_grace_s = _LEAVE_GRACE_S if grace_s is None else grace_s
         self._ranks: list[RankProcess] = []
         self._keeper: subprocess.Popen[bytes] | None = None
         self._failed_code: int | None = None
@@ -280,6 +306,8 @@ class LocalRun:
             running = [rank for rank in running if rank not in ended]
             self._pass_on_last_words(ended)
             self._judge(ended)
+            for rank in ended:
+                rank.ask_the_rest()
             left = [rank for rank in left + ended if not _is_released(rank, keeper_fd)]
             if self._stop_s is None and (self._failed_code is not None or (left and not running)):
                 self._ask_to_stop(signal.SIGTERM)
@@ -346,10 +374,12 @@ class LocalRun:
         """Sends a signal to those that have got none. Also called by the signals' handler."""
         if self._stop_s is None:
             self._stop_s = time.monotonic()
+            if self._signal == signal.SIGTERM:
+                self._grace_s = self._leave_grace_s
         for rank in self._ranks:
             if rank.rank not in self._asked:
                 self._asked.add(rank.rank)
-                rank.send(number)
+                rank.ask_to_stop(number)
 
     def _end_all(self, keeper_fd: int) -> None:
         """Kills what is left, and writes what it has said."""

@@ -300,6 +300,28 @@ def test_signals_are_passed_on(script, pids, number, caught) -> None:
         ]
 
 
+def test_sigterm_leaves_a_worker_what_it_needs_for_its_last_step(script, pids) -> None:
+    """As the processes of a DataLoader; they get it, too, once their worker has ended."""
+    program = script(
+        "asked = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.append(True))\n"
+        "pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}\n"
+        "loader = subprocess.Popen(['sh', '-c', 'read line; echo $line; sleep 60'], **pipes)\n"
+        "tell(loader.pid, 'loader'); tell(os.getpid())\n"
+        "while not asked: time.sleep(0.01)\n"
+        "loader.stdin.write(b'a batch\\n'); loader.stdin.flush()\n"
+        "print(loader.stdout.readline().decode(), end='')"
+    )
+    with _start(2, program) as running:
+        _all_told(pids, 4)
+        running.send(signal.SIGTERM)
+        assert running.end() == 128 + signal.SIGTERM
+        assert sorted(running.lines) == ["[0] a batch", "[1] a batch"]
+        assert running.log == [
+            "shardwell: SIGTERM: workers have 120 s to stop; another one kills them at once"
+        ]
+
+
 def test_a_hangup_stops_workers_unless_it_is_ignored(script, pids) -> None:
     command = [sys.executable, "-m", "shardwell_server", "run", "-n1"]
     program = script("tell(os.getpid())\ntime.sleep(60)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,25 @@ def output_of(*arguments: str, target: str = "") -> list[str]:
 def test_examples_of_the_server(name: str) -> None:
     with LocalCluster(2) as cluster:
         assert output_of(str(ROOT / "examples" / name), target=cluster.target)
+
+
+def test_the_smallest_worker_leaves_between_two_steps(tmp_path: Path) -> None:
+    """Started again, it goes on where it was."""
+    program = ROOT / "examples" / "worker.py"
+    stopped = tmp_path / "worker.py"
+    mark = "request.check()"
+    assert mark in program.read_text()
+    asked = "import os, signal; model.next_step == 7 and os.kill(os.getpid(), signal.SIGTERM); "
+    stopped.write_text(program.read_text().replace(mark, asked + mark))
+    with LocalCluster(2) as cluster:
+        environment = {"SHARDWELL_SHARDS": cluster.target}
+        with Program(str(stopped), environment=environment) as first:
+            assert first.end() == 128 + signal.SIGTERM, first.log
+        with shardwell.connect(cluster.target, worker_id="observer") as client:
+            (status,) = client.status()[0].parameters
+            assert (status.version_min, list(status.done_worker_ids)) == (7, ["w0"])
+        (line,) = output_of(str(program), target=cluster.target)
+        assert line.endswith(" 1.  2.  3.  4.  5.  6.  7.]")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")
