@@ -9,6 +9,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
+    CorruptChunkError,
     DeadlineError,
     DivergedError,
     LimitError,
@@ -33,7 +35,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.update_rules import TensorRules, clip_factor
-from shardwell.parameter.exchange import Gradient, Progress, Transfer
+from shardwell.parameter.exchange import Gradient, Progress, ShardSlice, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
 from shardwell.parameter.membership import ParameterOpening
 from shardwell.parameter.open_exchange import OpenExchange, Piece
@@ -625,6 +627,100 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self._shards.heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
 
         self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
+
+    def contributions(
+        self, step: int, *, timeout_s: float | None = None
+    ) -> list[tuple[Slice, tuple[str, ...]]]:
+        """The workers whose gradients are in one of the last steps, in the order of the sums.
+
+        A step has the bits of a fixed crew of these workers whose gradients came in that order.
+        Chunks may differ: a chunk's step closes without those that were late there. The shards keep
+        the last 16 steps in memory; `shardwell serve --contribution-log` keeps all in a file.
+
+        Args:
+            step: The step, such as `outcome.step`.
+            timeout_s: See `Client`.
+
+        Returns:
+            Ranges of elements in order, each with its worker ids; neighbours with the same are one.
+            Ranges that have not closed the step are left out, and so are those of a shard that was
+            started again since: it knows the last step of each chunk.
+
+        Raises:
+            ArgumentError: a step has all of worker_count, as neither members= nor min_contributors=
+                was given.
+            StepOrderError: no shard knows the step: it is open, or older.
+        """
+        number = check_integer("step", step, 0, STEP_MAX)
+
+        def get(attempts: Attempts) -> list[tuple[Slice, tuple[str, ...]]]:
+            def ask(part: ShardSlice) -> list[tuple[Slice, tuple[str, ...]]]:
+                return self._contributions(part, number, attempts.beside())
+
+            found: list[tuple[Slice, tuple[str, ...]]] = []
+            for where, workers in itertools.chain(*ask_all(self._transfer.parts, ask)):
+                last = found[-1] if found else (Slice(0, 0), ())
+                if last[0].stop == where.offset and last[1] == workers:
+                    found[-1] = Slice(last[0].offset, last[0].size + where.size), workers
+                else:
+                    found.append((where, workers))
+            if not found:
+                raise StepOrderError(
+                    f"no shard knows who contributed to step {number} of parameter {self.name!r}: "
+                    "it is open, or not among the last 16 that closed; the shards' "
+                    "--contribution-log keeps all steps",
+                    parameter=self.name,
+                )
+            return found
+
+        return self._calls.run(get, timeout_s)
+
+    def _contributions(
+        self, part: ShardSlice, step: int, attempts: Attempts
+    ) -> list[tuple[Slice, tuple[str, ...]]]:
+        """Who contributed to each chunk of a shard that has closed a step, in order."""
+        channel = part.channel
+        request = pb.GetContributionsRequest(
+            shard=channel.identity,
+            parameter=self.name,
+            step=step,
+            incarnation=self._opening.incarnation,
+        )
+
+        def ask() -> pb.GetContributionsResponse:
+            request.shard.CopyFrom(channel.identity)
+            answer = channel.call(
+                "GetContributions",
+                request,
+                pb.GetContributionsResponse,
+                timeout_s=attempts.rest_s,
+                parameter=self.name,
+            )
+            first, stop = request.first_chunk_index, len(part.chunks)
+            indexes = [index for each in answer.sets for index in each.chunk_indexes]
+            following = answer.next_chunk_index if answer.HasField("next_chunk_index") else stop
+            if len(set(indexes)) < len(indexes) or not all(
+                first <= index < following for index in indexes
+            ):
+                following = 0
+            if not first <= following <= stop or (following < stop and not indexes):
+                raise CorruptChunkError(
+                    f"shard {channel.shard_index} names chunks of parameter {self.name!r} that it "
+                    f"does not have: expected indexes from {first} to {stop - 1}, each once; run "
+                    "the same version everywhere",
+                    shard_index=channel.shard_index,
+                    parameter=self.name,
+                )
+            return answer
+
+        workers: dict[int, tuple[str, ...]] = {}
+        while True:
+            answer = attempts.run(ask)
+            for each in answer.sets:
+                workers.update(dict.fromkeys(each.chunk_indexes, tuple(each.worker_ids)))
+            if not answer.HasField("next_chunk_index"):
+                return [(part.chunks[index], workers[index]) for index in sorted(workers)]
+            request.first_chunk_index = answer.next_chunk_index
 
     def _join(self, attempts: Attempts) -> None:
         """Takes a seat on all shards, and agrees with them from which step on it is awaited."""

@@ -413,6 +413,40 @@ class ReportResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class GetContributionsRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "step", "incarnation", "first_chunk_index", "crc32c")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    step: int
+    incarnation: int
+    first_chunk_index: int
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., incarnation: _Optional[int] = ..., first_chunk_index: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class GetContributionsResponse(_message.Message):
+    __slots__ = ("sets", "next_chunk_index", "crc32c")
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    sets: _containers.RepeatedCompositeFieldContainer[ContributorSet]
+    next_chunk_index: int
+    crc32c: int
+    def __init__(self, sets: _Optional[_Iterable[_Union[ContributorSet, _Mapping]]] = ..., next_chunk_index: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class ContributorSet(_message.Message):
+    __slots__ = ("chunk_indexes", "worker_ids")
+    CHUNK_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    chunk_indexes: _containers.RepeatedScalarFieldContainer[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunk_indexes: _Optional[_Iterable[int]] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("identity_only", "parameter", "after", "crc32c")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]

@@ -90,6 +90,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.GetContributions = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/GetContributions',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/shardwell.v1.ParameterServerService/GetStatus',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -253,6 +258,19 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetContributions(self, request, context):
+        """Who contributed to each chunk of one of the last 16 steps, in the order in which the shard added the gradients,
+        where a step may close without a worker (ElasticMembers, ParameterSpec.min_contributors).
+
+        A closed step has the bits of a fixed crew of its set whose gradients came in that order. Only chunks that have
+        closed the step are in the answer; none are, where the shard does not know the step any more. It forgets steps,
+        except the last of each chunk, when it is started again. Safe to repeat. It needs the right to read. Errors:
+        NOT_FOUND, INVALID_ARGUMENT (a step is made by all of worker_count).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Who this shard is, what it holds, and who is missing. Safe to repeat.
         """
@@ -317,6 +335,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.SerializeToString,
+            ),
+            'GetContributions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetContributions,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -622,6 +645,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/Report',
             shardwell_dot_v1_dot_parameter__server__pb2.ReportRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetContributions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/GetContributions',
+            shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,7 @@ from shardwell_server.services.step_stream import Kind, Recorder, opened
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
+from shardwell_server.shard.parameter.contributions import Contributors
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 
@@ -59,6 +60,10 @@ _STATUS_SIZE_MAX_BYTES = 2**19
 """Of the parameters in one answer, except one that is larger alone: half of a message."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
+_CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
+"""Of the sets in one answer, except one that is larger alone: half of a message."""
+_CHUNK_INDEX_SIZE_BYTES = 5
+"""In a message, at most."""
 _FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 """Of a snapshot, in a message."""
@@ -92,6 +97,7 @@ class ParameterServerService:
             "CloseStep": calls.unary(self.close_step, pb.CloseStepRequest),
             "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
             "Report": calls.unary(self.report, pb.ReportRequest),
+            "GetContributions": calls.unary(self.get_contributions, pb.GetContributionsRequest),
             "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
             "InitWeights": calls.messages(self.init_weights),
             "PutGradient": calls.messages(self.put_gradient),
@@ -285,6 +291,36 @@ class ParameterServerService:
         parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         parameter.reports.note(request.step, figures)
         return pb.ReportResponse()
+
+    def get_contributions(
+        self, request: pb.GetContributionsRequest, call: Call
+    ) -> pb.GetContributionsResponse:
+        self._shard.check_identity(request.shard)
+        call.check(Right.READ, "parameter", request.parameter)
+        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        if not parameter.has_open_sets:
+            raise ArgumentError(
+                f"every step of parameter {request.parameter!r} has the gradients of "
+                f"{parameter.spec.crew}, so shards keep no sets of it; they do where members= or "
+                "min_contributors= is given",
+                parameter=request.parameter,
+            )
+        response = pb.GetContributionsResponse()
+        by_set: dict[Contributors, pb.ContributorSet] = {}
+        size_bytes = 0
+        for index, workers in sorted(parameter.contributions.of_step(request.step).items()):
+            if index < request.first_chunk_index:
+                continue
+            known = by_set.get(workers)
+            size_bytes += _CHUNK_INDEX_SIZE_BYTES
+            size_bytes += 0 if known else sum(len(each) + 4 for each in workers)
+            if size_bytes > _CONTRIBUTIONS_SIZE_MAX_BYTES and response.sets:
+                response.next_chunk_index = index
+                break
+            if known is None:
+                known = by_set[workers] = response.sets.add(worker_ids=workers)
+            known.chunk_indexes.append(index)
+        return checksum.seal(response)
 
     def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
         shard, config = self._shard, self._shard.config

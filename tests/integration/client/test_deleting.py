@@ -258,6 +258,7 @@ def test_requests_by_hand_name_what_they_are_about(running, connect) -> None:
     requests: dict[str, tuple[Any, Any]] = {
         "CloseStep": (pb.CloseStepRequest(norm=0.5), pb.CloseStepResponse),  # which clips nothing
         "ConfirmInit": (pb.ConfirmInitRequest(epoch=9), pb.ConfirmInitResponse),
+        "GetContributions": (pb.GetContributionsRequest(), pb.GetContributionsResponse),
         "Report": (pb.ReportRequest(figures=[pb.Figure(name="a")]), pb.ReportResponse),
         "SetLearningRate": (pb.SetLearningRateRequest(), pb.SetLearningRateResponse),
     }

@@ -168,6 +168,9 @@ ROWS: dict[str, list[Row]] = {
     "ParameterServerService/Report": [
         Row("contribute", _named("parameter", "prod-p", step=1), Code.INVALID_ARGUMENT)
     ],
+    "ParameterServerService/GetContributions": [
+        Row("read", _named("parameter", "prod-p"), Code.INVALID_ARGUMENT)
+    ],
     "ParameterServerService/GetStatus": [
         Row("any", lambda shard: {}),
         Row("any", lambda shard: {"identity_only": True}),
@@ -236,6 +239,17 @@ ROWS: dict[str, list[Row]] = {
             lambda shard: {"shard": shard, "worker_id": "w", "session": 0, "host": "here"},
             Code.INVALID_ARGUMENT,  # or the call would not end
         )
+    ],
+    "SessionService/Heartbeat": [
+        Row("any", lambda shard: {"shard": shard, "session": 99}),
+        Row(
+            "contribute",
+            lambda shard: {
+                "shard": shard,
+                "session": 99,
+                "ended": [session_pb2.EndedTenure(parameter="prod-p", worker_id="w", tenure=1)],
+            },
+        ),
     ],
     "SessionService/EndSession": [Row("any", lambda shard: {"shard": shard, "session": 99})],
     "TraceService/GetClock": [Row("any", lambda shard: {"shard": shard})],
