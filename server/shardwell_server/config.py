@@ -183,6 +183,9 @@ class ShardConfig:
     everything, then, or read and change what passes."""
     audit_log: Path | None = None
     """File of the audit log: who opened, made, restored or removed what, and who was refused."""
+    contribution_log: Path | None = None
+    """File to which a line of JSON is added for each chunk whose step closes, where steps may close
+    without a worker: who contributed, in the order of the sum. A line is about 150 bytes."""
     admin_listen: str = ""
     """HOST:PORT for probes, metrics and the status page, over HTTP, or HTTPS with `tls`; port 0
     takes a free one; empty: none. What is no probe needs a token there, as calls do."""

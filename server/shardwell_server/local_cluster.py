@@ -54,6 +54,8 @@ class LocalCluster(Closing):
         jwt_keys: See ShardConfig.
         same_token: See ShardConfig.
         audit_dir: Where each shard writes its audit log, `shard-I.jsonl`; None: nowhere.
+        contribution_dir: Where each shard writes its contribution log, `shard-I.jsonl`; None:
+            nowhere.
         admin_listen: HOST:PORT of shard 0's admin port; the others' are on the ports after it, and
             port 0 takes free ones. Empty: there are none.
         limits: See Limits; shards in this process only.
@@ -83,6 +85,7 @@ class LocalCluster(Closing):
         jwt_keys: str | os.PathLike[str] | None = None,
         same_token: str | os.PathLike[str] | None = None,
         audit_dir: str | os.PathLike[str] | None = None,
+        contribution_dir: str | os.PathLike[str] | None = None,
         admin_listen: str = "",
         limits: Limits | None = None,
         log_level: str = "error",
@@ -91,9 +94,7 @@ class LocalCluster(Closing):
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
         self._owner = OwnerProcess("cluster")
-        if audit_dir is not None:
-            audit_dir = local_path(audit_dir)
-            audit_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        audit_dir, contribution_dir = _log_dir(audit_dir), _log_dir(contribution_dir)
         Durability(durability).check_files(data_dir is not None)
         self._data_dir = None if data_dir is None else local_path(data_dir)
         self._log_level = log_level
@@ -113,6 +114,9 @@ class LocalCluster(Closing):
                 jwt_keys=None if jwt_keys is None else local_path(jwt_keys),
                 same_token=None if same_token is None else Path(same_token),
                 audit_log=None if audit_dir is None else audit_dir / f"shard-{index}.jsonl",
+                contribution_log=(
+                    None if contribution_dir is None else contribution_dir / f"shard-{index}.jsonl"
+                ),
                 admin_listen=_port_after(admin_listen, index),
                 durability=Durability(durability),
                 limits=limits or Limits(),
@@ -257,6 +261,15 @@ class LocalCluster(Closing):
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
+
+
+def _log_dir(given: str | os.PathLike[str] | None) -> Path | None:
+    """A directory of logs, made if it is new."""
+    if given is None:
+        return None
+    path = local_path(given)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
 
 
 def _port_after(address: str, index: int) -> str:

@@ -50,7 +50,7 @@ class ShardProcess(ChildProcess):
         ]
         if config.tls is not None:
             arguments += _tls_arguments(config.tls)
-        for name in ("tokens", "jwt_keys", "same_token", "audit_log"):
+        for name in ("tokens", "jwt_keys", "same_token", "audit_log", "contribution_log"):
             path = getattr(config, name)
             if path is not None:
                 arguments.append(f"--{name.replace('_', '-')}={path}")

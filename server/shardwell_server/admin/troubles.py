@@ -27,6 +27,7 @@ def troubles(vitals: Vitals) -> list[pb.Trouble]:
     return [
         *_of_disk(vitals.data_dir),
         *_of_damages(vitals),
+        *_of_contribution_log(vitals),
         *_of_strangers(vitals),
         *_of_groups(vitals),
     ]
@@ -49,6 +50,12 @@ def _of_disk(data_dir: Path | None) -> Iterator[pb.Trouble]:
 def _of_damages(vitals: Vitals) -> Iterator[pb.Trouble]:
     for words in vitals.damages():
         yield pb.Trouble(words=f"what was stored is damaged: {words}"[:_WORDS_LENGTH_MAX])
+
+
+def _of_contribution_log(vitals: Vitals) -> Iterator[pb.Trouble]:
+    log = vitals.shard.contribution_log
+    if log is not None and log.trouble:
+        yield pb.Trouble(words=log.trouble[:_WORDS_LENGTH_MAX])
 
 
 def _of_strangers(vitals: Vitals) -> Iterator[pb.Trouble]:

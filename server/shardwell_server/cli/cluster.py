@@ -63,6 +63,13 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
     help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
 )
 @click.option(
+    "--contribution-dir",
+    type=GivenPath(file_okay=False),
+    envvar="SHARDWELL_CONTRIBUTION_DIR",
+    help="Each shard writes shard-I.jsonl in it: the contributors of each chunk's steps, where "
+    "steps may close without a worker.",
+)
+@click.option(
     "--admin-listen",
     default="",
     envvar="SHARDWELL_ADMIN_LISTEN",
@@ -85,6 +92,7 @@ def cluster(
     durability: str,
     with_tls: bool,
     tokens: Path | None,
+    contribution_dir: Path | None,
     admin_listen: str,
     log_level: str,
 ) -> None:
@@ -110,6 +118,7 @@ def cluster(
                     durability=durability,
                     tls=tls,
                     tokens=tokens,
+                    contribution_dir=contribution_dir,
                     admin_listen=admin_listen,
                     log_level=log_level,
                 )

@@ -226,6 +226,13 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="File for who opened, made, restored or removed what, and who was refused; JSON lines.",
 )
 @click.option(
+    "--contribution-log",
+    type=GivenPath(),
+    envvar="SHARDWELL_CONTRIBUTION_LOG",
+    help="File for the contributors of each chunk's steps, where steps may close without a worker; "
+    "JSON lines.",
+)
+@click.option(
     "--admin-listen",
     default="",
     envvar="SHARDWELL_ADMIN_LISTEN",
@@ -280,6 +287,7 @@ def serve(
     same_token: Path | None,
     insecure: bool,
     audit_log: Path | None,
+    contribution_log: Path | None,
     admin_listen: str,
     cluster: str,
     worker_metrics: bool,
@@ -315,6 +323,7 @@ def serve(
             same_token=same_token,
             insecure=insecure,
             audit_log=audit_log,
+            contribution_log=contribution_log,
             admin_listen=admin_listen,
             cluster=tuple(parse_target(cluster)) if admin_listen and cluster else (),
             worker_metrics=worker_metrics,

@@ -43,7 +43,7 @@ from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.members import Liveness
 from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
-from shardwell_server.shard.parameter.contributions import TakesLine
+from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
 from shardwell_server.shard.table.slice import TableSlice
@@ -130,7 +130,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         changes: NameChanges,
         spool_dir: Path | None = None,
         timer: Timer | None = None,
-        log: TakesLine | None = None,
+        log: Callable[[ClosedSet], None] | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
         """That of the other kind, whose names are taken, too."""

@@ -20,6 +20,7 @@ from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.name_changes import NameChanges
+from shardwell_server.shard.parameter.contribution_log import ContributionLog
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.recordings import Recordings
@@ -64,6 +65,7 @@ class Shard:
 
     Raises:
         StorageError: what it kept can't be believed.
+        ArgumentError: the contribution log can't be written.
     """
 
     def __init__(
@@ -94,6 +96,10 @@ class Shard:
         """What it did last."""
         self.recordings = Recordings()
         """Who records what all did last."""
+        self.contribution_log: ContributionLog | None = None
+        """Has the contributors of each chunk's steps."""
+        if config.contribution_log is not None:
+            self.contribution_log = ContributionLog(config.contribution_log, config.shard_index)
         lock = threading.Lock()
         parameters, tables = store.recover(), store.recover_tables()
         common = (
@@ -107,6 +113,7 @@ class Shard:
             NameChanges(store),
             spool_dir,
             self._watch,
+            None if self.contribution_log is None else self.contribution_log.take,
         )
         self.core_threads = CoreThreads(thread_count(config.threads))
         """What takes pieces of its calls' work."""
@@ -263,6 +270,8 @@ class Shard:
     def close(self) -> None:
         """Lets go of the store and of threads, when no request is left."""
         self._watch.close()
+        if self.contribution_log is not None:
+            self.contribution_log.close()
         self.core_threads.close()
         self._store.close()
 

@@ -3,8 +3,9 @@
 python elastic_worker.py TARGET WORKER_ID SIZE STEP_COUNT [OPTIONS as JSON]
 
 OPTIONS: `min_count`, `max_count`, `member_return_s`, `member_lease_s`, `min_contributors`,
-`grace_s`, `late`, `clip_norm`, and `pause_s` between two steps. A gradient's elements are all
-`gradient_of` its worker and step. Each line is JSON: step, counted, contributors, version.
+`grace_s`, `late`, `clip_norm`, `pause_s` between two steps, `is_inexact`. A gradient's elements are
+all `gradient_of` its worker and step, or it is an `inexact_gradient`. Each line is JSON: step,
+counted, contributors, version.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ NAME = "subject"
 def gradient_of(worker_id: str, step: int) -> float:
     """The value of each element of a worker's gradient of a step: a small integer."""
     return float(sum(worker_id.encode()) % 7 + step % 5 + 1)
+
+
+def inexact_gradient(worker_id: str, step: int, size: int) -> np.ndarray:
+    """Values whose sum depends on the order."""
+    chance = np.random.default_rng([*worker_id.encode(), step])
+    return chance.standard_normal(size, np.float32)
 
 
 def opened(client: shardwell.Client, size: int, options: dict[str, Any]) -> shardwell.Parameter:
@@ -83,8 +90,12 @@ def main() -> None:
         model = opened(client, int(size), options)
         model.get_weights()
         for _ in range(int(step_count)):
-            value = gradient_of(worker_id, model.next_step)
-            model.exchange(np.full(int(size), value, np.float32))
+            if options.get("is_inexact"):
+                gradient = inexact_gradient(worker_id, model.next_step, int(size))
+            else:
+                value = gradient_of(worker_id, model.next_step)
+                gradient = np.full(int(size), value, np.float32)
+            model.exchange(gradient)
             outcome = model.outcome
             assert outcome is not None
             found = {

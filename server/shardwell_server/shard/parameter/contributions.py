@@ -13,20 +13,18 @@ STEP_COUNT_MAX = 16
 """Steps that are known."""
 
 Contributors = tuple[str, ...]
-TakesLine = Callable[[str, int, int, Contributors], None]
-"""Takes the parameter, the step, the chunk of the shard, and who contributed, in order."""
+TakesSet = Callable[[int, int, Contributors], None]
+"""Takes the step, the chunk of the shard, and who contributed, in order."""
 
 
 class Contributions:
     """Any thread may call it.
 
     Args:
-        name: The parameter.
         log: Where each set goes besides; None: nowhere.
     """
 
-    def __init__(self, name: str, log: TakesLine | None = None) -> None:
-        self._name = name
+    def __init__(self, log: TakesSet | None = None) -> None:
         self._log = log
         self._lock = threading.Lock()
         self._by_step: dict[int, dict[int, Contributors]] = {}
@@ -49,7 +47,7 @@ class Contributions:
                     del self._by_step[min(self._by_step)]
             chunks[chunk_index] = found
         if self._log is not None:
-            self._log(self._name, step, chunk_index, found)
+            self._log(step, chunk_index, found)
 
     def of_step(self, step: int) -> dict[int, Contributors]:
         """Who contributed to each chunk that has closed a step; empty: it is not known any more."""

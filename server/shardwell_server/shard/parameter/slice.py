@@ -51,7 +51,8 @@ from shardwell_server.shard.parameter.averaging import (
 )
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.clipping import NORM_SIZE_BYTES, Closing, ClosingByNorm
-from shardwell_server.shard.parameter.contributions import Contributions, TakesLine
+from shardwell_server.shard.parameter.contribution_log import ClosedSet
+from shardwell_server.shard.parameter.contributions import Contributions, Contributors
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.reports import Reports
@@ -89,7 +90,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         sessions: Liveness,
         spans: Spans,
         timer: Timer | None = None,
-        log: TakesLine | None = None,
+        log: Callable[[ClosedSet], None] | None = None,
         spool_dir: Path | None = None,
         former_names: Sequence[str] = (),
     ) -> None:
@@ -121,7 +122,10 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         )
         self.has_open_sets = spec.has_open_sets
         """Whether a step may close without a worker, so that each gradient has an outcome."""
-        self.contributions = Contributions(spec.name, log)
+        self._log = log
+        self._is_restoring = True
+        """Whether sets that are noted now may have been noted by an earlier process."""
+        self.contributions = Contributions(None if log is None else self._log_set)
         """Whose gradients the last steps have, where sets are open."""
         self._register = Register(
             spec,
@@ -166,6 +170,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         """Of each chunk: the last step whose grace was over."""
         self._restore_sets()
         self._replay()
+        self._is_restoring = False
         self.times.begin_anew()  # what was replayed was another process's
         self.closing.recovered()
         if storage.is_torn:
@@ -698,6 +703,15 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         """A chunk's step has closed; its lock is held."""
         closed = self._tracker.close(index)
         self.contributions.note(step, index, [seat.worker_id for seat in closed])
+
+    def _log_set(self, step: int, index: int, worker_ids: Contributors) -> None:
+        assert self._log is not None
+        incarnation, where = self._register.incarnation, self._chunks[index].where
+        self._log(
+            ClosedSet(
+                self.spec.name, incarnation, index, where, step, worker_ids, self._is_restoring
+            )
+        )
 
     def _begin_grace(self, index: int, version: int) -> None:
         """Closes a chunk's step once its grace is over, if it is open then."""
