@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, get_args
 
 import numpy as np
+from typing_extensions import override
 
 from shardwell.errors import (
     ArgumentError,
@@ -30,7 +31,6 @@ from shardwell.errors import (
     NonFiniteError,
     ShardUnavailableError,
     StepOrderError,
-    WorkersMissingError,
 )
 from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32
@@ -47,13 +47,13 @@ from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
-from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.steps.handle import Handle
+from shardwell.steps.member import Member
 from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
@@ -64,11 +64,6 @@ _REPORT_S = 10.0
 _REPORT_ERROR_COUNT = 10
 """Reasons that are logged why reports were refused."""
 _LOG = logging.getLogger("shardwell")
-_ASK_S = 1.0
-"""How often a member asks the shards, while it waits for the weights of its first step, whether an
-open step needs it."""
-_LEAVE_S = 1.0
-"""For telling the shards that a member leaves."""
 
 LateName = Literal["drop", "carry"]
 """What becomes of a gradient whose step has closed without it."""
@@ -125,10 +120,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """Whether an operator wants this elastic member to leave after its step."""
         self._carried: Float32 | None = None
         """What did not count of earlier gradients, to be added to the next: (size,)."""
-        self._membership: Membership | None = None
-        """This elastic member's tenure; None: it has none."""
-        self._first_step: int | None = None
-        """The step from which on shards await it, until it has the weights of that."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -164,6 +155,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             traffic=traffic,
             threads=shards.core_threads,
         )
+        self._member = self._member_of(self._transfer, worker_id)
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
@@ -423,8 +415,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
             self._end_exchange(work, room.pieces, attempts)
-            if self._first_step is not None:  # it has joined with this gradient
-                self._read_first(room.pieces, attempts)
+            if self._member is not None:  # it may have joined with this gradient
+                self._read_first(self._member, room.pieces, attempts)
             return room.result
 
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
@@ -579,54 +571,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     # Elastic members.
 
-    def join(self, *, timeout_s: float | None = None) -> int:
-        """Takes part as an elastic member, ahead of its first gradient; returns the step of that.
-
-        Waits until the weights before that step are there: `get_weights` has them, and the others
-        await a gradient of them. A worker that does not call it joins with its first gradient: that
-        is of a step that may have closed by then, and nobody waits while the worker gets ready.
-
-        Args:
-            timeout_s: See `Client`.
-
-        Raises:
-            ArgumentError: it has no elastic members.
-            SeatsTakenError: max_count others are members.
-            NotInitializedError, WorkerIdInUseError, WorkersMissingError: see the errors.
-        """
-        if self.spec.members is None:
-            raise ArgumentError(
-                f"parameter {self.name!r} has {self.spec.crew}, who need not join; open it with "
-                "members=shardwell.Elastic(...)"
-            )
-
-        def join(attempts: Attempts) -> int:
-            self._check_tenure()
-            if not self._has_seat:
-                self._join(attempts)
-            if self._first_step is not None:
-                self._read_first(Pieces(np.empty(self.size, np.float32)), attempts)
-            return self.next_step
-
-        return self._calls.run(join, timeout_s, in_turn=True, verb="join")
-
-    def leave(self, *, timeout_s: float | None = None) -> None:
-        """Takes part no more as an elastic member: no step awaits it from now on.
-
-        What it has given counts. Its next gradient, or `join`, takes part anew. Does nothing where
-        it is no member. A call that is under way, such as a begun exchange, ends first.
-
-        Args:
-            timeout_s: See `Client`.
-        """
-
-        def leave(attempts: Attempts) -> None:
-            membership, self._membership = self._membership, None
-            self._has_seat, self._first_step = False, None
-            if membership is not None:
-                self._shards.heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
-
-        self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
+    @override
+    def _take_part(self, member: Member, attempts: Attempts) -> None:
+        if not member.takes_part:
+            member.join(attempts)
+        self._read_first(member, Pieces(np.empty(self.size, np.float32)), attempts)
 
     def contributions(
         self, step: int, *, timeout_s: float | None = None
@@ -722,56 +671,25 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 return [(part.chunks[index], workers[index]) for index in sorted(workers)]
             request.first_chunk_index = answer.next_chunk_index
 
-    def _join(self, attempts: Attempts) -> None:
-        """Takes a seat on all shards, and agrees with them from which step on it is awaited."""
-        opening, members = self._opening, self.spec.members
-        assert members is not None
-        self._first_step = opening.join_members(attempts)
-        self._transfer.tenure = opening.tenure
-        self._membership = Membership(
-            self.kind, self.name, opening.incarnation, self._worker_id, opening.tenure
-        )
-        self._shards.heartbeats.begin(self._membership, members.member_lease_s)
-        self._has_seat = True
-
-    def _read_first(self, weights: Pieces, attempts: Attempts) -> None:
+    def _read_first(self, member: Member, weights: Pieces, attempts: Attempts) -> None:
         """Reads the weights of the first step that awaits this member, waiting for them."""
-        while self._first_step is not None:
-            step, part = self._first_step, attempts.within(_ASK_S)
-            try:
-                found = part.run(partial(self._transfer.get_weights, weights, step, part))
-            except WorkersMissingError:
-                if attempts.remaining_s <= 0:
-                    raise
-                self._first_step = self._opening.join_members(attempts, step)
-                self._transfer.tenure = self._opening.tenure
-                continue
-            self.version = int(found.version)
-            self.next_step, self._first_step = max(self.next_step, self.version), None
 
-    def _check_tenure(self) -> None:
-        """Notes where a shard has found that this member's tenure is over."""
-        membership = self._membership
-        if membership is not None and self._shards.heartbeats.is_over(membership):
-            self._lose_tenure()
+        def read(step: int, part: Attempts) -> int:
+            found = part.run(partial(self._transfer.get_weights, weights, step, part))
+            return int(found.version)
 
-    def _lose_tenure(self) -> None:
-        membership, self._membership = self._membership, None
-        self._has_seat, self._first_step = False, None
-        if membership is not None:
-            self._shards.heartbeats.forget(membership)
-            _LOG.warning(
-                "parameter %r: shards lost worker %r and went on without it; it takes part again "
-                "with its next gradient",
-                self.name,
-                self._worker_id,
-            )
+        version = member.read_first(read, attempts)
+        if version is not None:
+            self.version = version
+            self.next_step = max(self.next_step, version)
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""
 
         def reopened(attempts: Attempts) -> None:
             self._has_seat = False  # another process may have taken it over
+            if self._member is not None:
+                self._member.forget()
             self._open(attempts)
 
         self._calls.run(reopened, in_turn=True)
@@ -896,8 +814,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         transfer.outcomes.clear()
         names = {name for each in outcomes for name in each.contributor_ids}
         version = min((int(each.version) for each in outcomes), default=work.step)
-        if any(each.tenure_is_over for each in outcomes):
-            self._lose_tenure()
+        if self._member is not None and any(each.tenure_is_over for each in outcomes):
+            self._member.lose()
         self.is_draining |= any(each.is_draining for each in outcomes)
         # A step that has its gradient is not its next; nor is one that is closed everywhere.
         self.next_step = max(version, work.step + (not late))
@@ -1012,15 +930,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         work = Gradient(values, self.next_step, count, learning_rate)
         self._transfer.late.clear()  # of a call that failed
         self._transfer.outcomes.clear()
-        if self.spec.members is not None:
-            self._check_tenure()
-        if not self._has_seat and self.spec.members is not None:
-            if is_whole:
-                self._transfer.check_finite(work)
-            self._join(attempts)
-        elif not self._has_seat:
-            if is_whole:
-                self._transfer.check_finite(work)
+        member = self._member
+        if self._has_seat if member is None else member.takes_part:
+            self._is_in_step = True
+            return work
+        if is_whole:
+            self._transfer.check_finite(work)
+        if member is not None:
+            member.join(attempts)
+        else:
             self._opening.take_seat(self.next_step, attempts)
             self._transfer.tenure = self._opening.tenure
             self._has_seat = True

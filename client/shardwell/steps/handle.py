@@ -7,12 +7,16 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from typing_extensions import override
 
+from shardwell.errors import ArgumentError
 from shardwell.process.connected import Closing, Connected
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
+from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer, check_learning_rate
+from shardwell.steps.member import Member
 from shardwell.steps.opening import Opening
+from shardwell.steps.transfer import StepTransfer
 
 
 class Spec(Protocol):
@@ -30,6 +34,14 @@ class Spec(Protocol):
     def optimizer(self) -> Optimizer:
         """How it is trained."""
 
+    @property
+    def members(self) -> Elastic | None:
+        """Who makes its steps, where workers come and go."""
+
+    @property
+    def crew(self) -> str:
+        """Who makes a step, in words."""
+
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
@@ -40,6 +52,8 @@ class Handle(Connected, Closing, Generic[SpecT]):
     kind: ClassVar[str]
     """"parameter" or "table"."""
     _opening: Opening[Any, Any]
+    _member: Member | None = None
+    """This worker, where members come and go."""
 
     def __init__(self, spec: SpecT, shards: Shards, *, timeout_s: float) -> None:
         self.spec: SpecT = spec
@@ -62,6 +76,64 @@ class Handle(Connected, Closing, Generic[SpecT]):
         In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
         have given its seat away meanwhile, for want of seats: see `Limits.worker_count_max`.
         """
+
+    # Elastic members.
+
+    def _member_of(self, transfer: StepTransfer[Any], worker_id: str) -> Member | None:
+        """This worker as an elastic member; None: there are none."""
+        members = self.spec.members
+        if members is None:
+            return None
+        return Member(self._opening, transfer, self._shards.heartbeats, worker_id, members)
+
+    def join(self, *, timeout_s: float | None = None) -> int:
+        """Takes part as an elastic member, ahead of its first gradient; returns the step of that.
+
+        Waits until the steps before that one have closed: what is read then is of that version, and
+        the others await a gradient of it. A worker that does not call it joins with its first
+        gradient: that is of a step that may have closed by then, and nobody waits while the worker
+        gets ready.
+
+        Args:
+            timeout_s: See `Client`.
+
+        Raises:
+            ArgumentError: it has no elastic members.
+            SeatsTakenError: max_count others are members.
+            NotInitializedError, WorkerIdInUseError, WorkersMissingError: see the errors.
+        """
+        member = self._member
+        if member is None:
+            raise ArgumentError(
+                f"{self._what} has {self.spec.crew}, who need not join; open it with "
+                "members=shardwell.Elastic(...)"
+            )
+
+        def join(attempts: Attempts) -> int:
+            self._take_part(member, attempts)
+            return self.next_step
+
+        return self._calls.run(join, timeout_s, in_turn=True, verb="join")
+
+    @abstractmethod
+    def _take_part(self, member: Member, attempts: Attempts) -> None:
+        """Joins, unless it has, and goes on at the first step that awaits this member."""
+
+    def leave(self, *, timeout_s: float | None = None) -> None:
+        """Takes part no more as an elastic member: no step awaits it from now on.
+
+        What it has given counts. Its next gradient, or `join`, takes part anew. Does nothing where
+        it is no member. A call that is under way, such as a begun exchange, ends first.
+
+        Args:
+            timeout_s: See `Client`.
+        """
+
+        def leave(attempts: Attempts) -> None:
+            if self._member is not None:
+                self._member.leave(attempts)
+
+        self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
 
     @property
     def is_closed(self) -> bool:

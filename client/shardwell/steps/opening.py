@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import claim_seat, common_tenure
@@ -78,6 +79,13 @@ class Opening(Generic[SpecT, AnswerT]):
         """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
         self._opened_in = 0
         """The tenure that it had when it opened."""
+
+    @property
+    def membership(self) -> Membership:
+        """This worker's tenure, as heartbeats name it."""
+        return Membership(
+            self.calls.kind, self._spec.name, self.incarnation, self._worker_id, self.tenure
+        )
 
     @property
     def shard_count(self) -> int:

@@ -24,6 +24,7 @@ from shardwell.rpc.shard_status import TableStatus
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
 from shardwell.steps.handle import Handle
+from shardwell.steps.member import Member
 from shardwell.table.batch import RowBatch, as_ids, as_row_output
 from shardwell.table.cache import RowCache
 from shardwell.table.exchange import RowTransfer
@@ -343,6 +344,10 @@ class Table(Handle[TableSpec]):
     def status(self, *, timeout_s: float | None = None) -> list[TableStatus]:
         """What each shard holds of the table, in the order of the shards."""
         return self._calls.run(self._opening.status, timeout_s)
+
+    @override
+    def _take_part(self, member: Member, attempts: Attempts) -> None:
+        raise ArgumentError(f"{self._what}: members of tables can't join yet")
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""

@@ -1,0 +1,141 @@
+"""A worker as an elastic member of a parameter or table: it joins, leaves, is lost, joins anew.
+
+See docs/adr/0036. Calls of its handle, which take turns, use it; heartbeats say meanwhile whether a
+shard has found its tenure to be over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from shardwell.errors import WorkersMissingError
+from shardwell.rpc.heartbeat import Heartbeats, Membership
+from shardwell.rpc.retry import Attempts
+from shardwell.specs.members import Elastic
+from shardwell.steps.opening import Opening
+from shardwell.steps.transfer import StepTransfer
+
+_LOG = logging.getLogger("shardwell")
+_ASK_S = 1.0
+"""How often a member asks the shards, while it waits for what its first step is to be computed on,
+whether an open step needs it."""
+_LEAVE_S = 1.0
+"""For telling the shards that a member leaves."""
+
+
+class Member:
+    """See the module.
+
+    Args:
+        opening: The calls about the parameter or table as a whole, which agree on a first step.
+        transfer: How its gradients travel; the tenure that they name is set here.
+        heartbeats: Those of the client.
+        worker_id: Who it is.
+        members: How long it may be silent, among others.
+    """
+
+    def __init__(
+        self,
+        opening: Opening[Any, Any],
+        transfer: StepTransfer[Any],
+        heartbeats: Heartbeats,
+        worker_id: str,
+        members: Elastic,
+    ) -> None:
+        self._opening = opening
+        self._transfer = transfer
+        self._heartbeats = heartbeats
+        self._worker_id = worker_id
+        self._lease_s = members.member_lease_s
+        self._membership: Membership | None = None
+        self.first_step: int | None = None
+        """The step from which on shards await it, until it has what is to be computed on then."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has a tenure, as far as it knows; notes where a shard has found it over."""
+        membership = self._membership
+        if membership is not None and self._heartbeats.is_over(membership):
+            self.lose()
+        return self._membership is not None
+
+    def join(self, attempts: Attempts) -> None:
+        """Takes a seat on all shards, and agrees with them from which step on it is awaited.
+
+        Raises:
+            ShardwellError: see `Opening.join_members`.
+        """
+        opening = self._opening
+        self._give_up()
+        self.first_step = opening.join_members(attempts)
+        self._transfer.tenure = opening.tenure
+        self._membership = opening.membership
+        self._heartbeats.begin(self._membership, self._lease_s)
+
+    def read_first(self, read: Callable[[int, Attempts], int], attempts: Attempts) -> int | None:
+        """Reads what its first step is to be computed on, waiting for the steps before.
+
+        Args:
+            read: Makes one attempt to read what has seen so many steps; returns how many it has.
+            attempts: The call's deadline.
+
+        Returns:
+            The version that was read; None: it has that already.
+
+        Raises:
+            WorkersMissingError: the steps before did not close in time.
+            ShardwellError: as `read` does.
+        """
+        version: int | None = None
+        while self.first_step is not None:
+            step, part = self.first_step, attempts.within(_ASK_S)
+            try:
+                version = read(step, part)
+            except WorkersMissingError:
+                if attempts.remaining_s <= 0:
+                    raise
+                self.first_step = self._opening.join_members(attempts, step)
+                self._renew()
+                continue
+            self.first_step = None
+        return version
+
+    def leave(self, attempts: Attempts) -> None:
+        """No step awaits it from now on. Does nothing where it is no member."""
+        membership = self._give_up()
+        if membership is not None:
+            self._heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
+
+    def lose(self) -> None:
+        """Notes that its tenure is over, which it did not want."""
+        membership = self._give_up()
+        if membership is not None:
+            _LOG.warning(
+                "%s %r: shards lost worker %r and went on without it; it takes part again with "
+                "its next gradient",
+                membership.kind,
+                membership.name,
+                self._worker_id,
+            )
+
+    def forget(self) -> None:
+        """Has it join anew: another process of this worker may have taken its seat over."""
+        self._give_up()
+
+    def _renew(self) -> None:
+        """Goes on in the tenure that it has on the shards: another one, if one was over."""
+        membership = self._opening.membership
+        if membership != self._membership:
+            if self._membership is not None:
+                self._heartbeats.forget(self._membership)
+            self._transfer.tenure, self._membership = membership.tenure, membership
+            self._heartbeats.begin(membership, self._lease_s)
+
+    def _give_up(self) -> Membership | None:
+        membership, self._membership = self._membership, None
+        self.first_step = None
+        if membership is not None:
+            self._heartbeats.forget(membership)
+        return membership
