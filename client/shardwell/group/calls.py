@@ -6,9 +6,10 @@ fail with the same error, at once.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numkong
 import numpy as np
@@ -61,6 +62,32 @@ class CallOptions(NamedTuple):
     sample_count: int = 1
     codec: WireName | None = None
     timeout_s: float | None = None
+    retry: bool = False
+    generation: int = 0
+    """Number of the only one in which an elastic group makes it; 0: any, if the call allows it."""
+
+
+class Started(Protocol):
+    """A call that was made ready and announced, or will be."""
+
+    result: Future[int]
+    """Done when the call is."""
+
+    @property
+    def array(self) -> Float32:
+        """What is reduced."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See `Call`."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `Call`."""
+
+    @property
+    def have_state(self) -> tuple[bool, ...]:
+        """See `Call`."""
 
 
 class CallMaker:
@@ -94,13 +121,14 @@ class CallMaker:
         Raises:
             ArgumentError: `timeout_s` can't be used. What else is wrong is in the announcement.
         """
-        op, root, sample_count, codec, timeout_s = options
+        op, root, sample_count, codec, timeout_s, retry, _ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
         call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement
         try:
             call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
             announcement.codec = WIRE_CODECS[call.codec_name]
+            announcement.retries = retry
             if operation is not None:
                 call.array = as_writable("array", array)
                 announcement.element_count = call.array.size
@@ -123,6 +151,13 @@ class CallMaker:
             if not isinstance(error, NonFiniteError):
                 told = CollectiveMismatchError(error.message)
             announcement.problem.CopyFrom(failure_of(told))
+        return call
+
+    def state(self, *, has_state: bool, timeout_s: float | None) -> Call:
+        """A call that tells all ranks which of them have the group's state."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = self._call(pb.OPERATION_STATE, None, timeout_s)
+        call.announcement.sample_count = int(has_state)
         return call
 
     def join(self, timeout_s: float | None) -> Call:

@@ -6,6 +6,7 @@ data of earlier calls still flow; its data flow when its turn comes.
 
 from __future__ import annotations
 
+import enum
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.group.agreement.coordinator import Agreement, error_of, failure_of
+from shardwell.group.agreement.settlement import Counts
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction, chunk_element_count
 from shardwell.group.schedule.collective import Arrival, Collective, Job, Sending
@@ -42,6 +44,23 @@ _SPREAD_ELEMENT_COUNT = 128 * 1024
 """One thread does chunks of fewer elements sooner than others would be awake."""
 _ENDING_S = 2.0
 """How long rank 0 may take to tell all why the generation is over; not beyond the deadline."""
+
+
+class Progress(enum.Enum):
+    """How far a call is on this rank."""
+
+    ANNOUNCED = enum.auto()
+    """Rank 0 has not said whether all call it: nothing was written."""
+    MOVING = enum.auto()
+    """It goes on: the array may be written."""
+    PREPARED = enum.auto()
+    """The result is whole here; in an elastic group, not known to be on all ranks."""
+    ENDED = enum.auto()
+    """It has ended on all ranks alike."""
+
+
+class Regrouping(Exception):  # noqa: N818 (no error: the call is made in the next generation)
+    """No rank of an elastic group makes the call in this generation."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +89,12 @@ class Call:
     """Done when the array is; with a join, the rank that was last."""
     place: tuple[int, int] = (0, 1)
     """This rank's place among those that take part, and how many they are, once data move."""
+    progress: Progress = Progress.ANNOUNCED
+    """How far it is."""
+    ranks: tuple[int, ...] = ()
+    """Of OPERATION_STATE: those that take part."""
+    have_state: tuple[bool, ...] = ()
+    """Of OPERATION_STATE: whether each of them has the group's state."""
 
     @property
     def is_join(self) -> bool:
@@ -126,6 +151,10 @@ class Engine:
         context_of: ContextOf,
         threads: CoreThreads,
     ) -> None:
+        self.is_elastic = False
+        """Whether calls end when all ranks have made them; set before the first call."""
+        self.counts = Counts()
+        """How far the calls of an elastic group are; final once the engine is closed."""
         self._context_of = context_of
         self._threads = threads
         self._rank = rank
@@ -177,10 +206,20 @@ class Engine:
                 0.0,
             )
         if verdict.HasField("failure"):
+            if self.is_elastic:
+                self._note(call, Progress.ENDED)
             raise error_of(verdict.failure)
         if call.is_join:
             self.next_call_index = verdict.call_index
             return verdict.last_rank
+        if verdict.regroup:
+            raise Regrouping
+        if self.is_elastic:
+            self._note(call, Progress.MOVING)
+        if call.announcement.operation == pb.OPERATION_STATE:
+            call.place = (list(verdict.active_ranks).index(self._rank), len(verdict.active_ranks))
+            call.ranks = tuple(verdict.active_ranks)
+            call.have_state = tuple(map(bool, verdict.sample_counts))
         if call.operation is not None and call.array.size:
             deadline_s = time.monotonic() + call.timeout_s
             try:
@@ -195,7 +234,38 @@ class Engine:
                 told = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
                 failed = InternalError(told, rank=self._rank)
                 raise self._given_up(failed, deadline_s) from error
+        if self.is_elastic:
+            self._await_others(call)
         return 0
+
+    def _note(self, call: Call, progress: Progress) -> None:
+        """How far a call is now."""
+        call.progress = progress
+        reached = call.announcement.call_index + 1
+        if progress is Progress.MOVING:
+            self.counts = Counts(self.counts.made, reached)
+        elif progress is Progress.ENDED:
+            self.counts = Counts(reached, reached)
+
+    def _await_others(self, call: Call) -> None:
+        """Waits until all ranks of an elastic group have the whole result.
+
+        Raises:
+            ShardwellError: the generation has ended, which some may not have seen.
+        """
+        self._note(call, Progress.PREPARED)
+        index = call.announcement.call_index
+        self._agreement.made(index)
+        timeout_s = max(call.timeout_s, _VERDICT_S_MIN)
+        if self._mailbox.await_verdict(index, timeout_s) is None:
+            raise self._given_up(
+                DeadlineError(
+                    f"rank {self._rank} has the result of {_name(call)}, and not all ranks had "
+                    f"it within {call.timeout_s:.3g} s; see whether one is stuck"
+                ),
+                0.0,
+            )
+        self._note(call, Progress.ENDED)
 
     def _given_up(self, error: ShardwellError, deadline_s: float) -> ShardwellError:
         """Ends the generation for all because of an error of this rank; what all are told."""

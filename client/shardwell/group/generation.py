@@ -18,7 +18,13 @@ from typing import Protocol
 import grpc
 
 from shardwell.connection.tls import TlsFiles
-from shardwell.errors import ArgumentError, ClosedError, ShardwellError, WorkerLostError
+from shardwell.errors import (
+    ArgumentError,
+    ClosedError,
+    DeadlineError,
+    ShardwellError,
+    WorkerLostError,
+)
 from shardwell.group.agreement.coordinator import (
     Agreement,
     Coordinator,
@@ -27,6 +33,7 @@ from shardwell.group.agreement.coordinator import (
     failure_of,
     lost,
 )
+from shardwell.group.agreement.settlement import Standings, from_message
 from shardwell.group.engine import Call, Engine
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.rendezvous.client import Formed
@@ -67,6 +74,7 @@ class Generation:
         same_host: bool,
         tls: TlsFiles | None,
         threads: CoreThreads,
+        is_elastic: bool = False,
     ) -> None:
         self.number = formed.generation
         self.rank = formed.rank
@@ -88,7 +96,9 @@ class Generation:
         """Learns whether this rank itself was declared lost, before another is called lost here."""
         self._agreement: Agreement
         if self.rank == 0:
-            self._host: Coordinator | None = Coordinator(self.size, self._mailbox, self.end)
+            self._host: Coordinator | None = Coordinator(
+                self.size, self._mailbox, self.end, is_elastic=is_elastic
+            )
             self._agreement = self._host
         else:
             self._host = None
@@ -104,12 +114,43 @@ class Generation:
             context_of=partial(checksum.peer_context, group, self.number),
             threads=threads,
         )
+        self.engine.is_elastic = is_elastic
         self._announcing = threading.Lock()
 
     @property
     def size(self) -> int:
         """Number of members."""
         return len(self.members)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further call can be made."""
+        return self._mailbox.ended is not None
+
+    def count_newcomers(self, count: Callable[[], int]) -> None:
+        """Has rank 0 learn from `count` how many workers wait for the next generation."""
+        if self._host is not None:
+            self._host.newcomer_count = count
+
+    def settled(self, standings: Standings, timeout_s: float) -> Standings:
+        """What all ranks of an elastic group know of earlier generations; blocks. Once.
+
+        Args:
+            standings: What this rank knows.
+            timeout_s: How long the others are waited for.
+
+        Raises:
+            DeadlineError: not all have said it.
+            ShardwellError: the generation is over.
+        """
+        self._agreement.settle(standings)
+        answer = self._mailbox.await_standings(timeout_s)
+        if answer is None:
+            raise DeadlineError(
+                f"not all ranks of generation {self.number} of group {self._group!r} began it "
+                f"within {timeout_s:.3g} s; see whether they are stuck"
+            )
+        return from_message(answer)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -120,6 +161,15 @@ class Generation:
         error = error_of(failure)
         is_lost = isinstance(error, WorkerLostError) and error.rank is not None
         return (error.rank,) if is_lost and error.rank is not None else ()
+
+    @property
+    def has_expelled(self) -> bool:
+        """Whether it has ended for this rank because the others took this one for dead."""
+        failure = self._ended_by
+        if failure is None or failure.rebuilding:
+            return False
+        error = error_of(failure)
+        return isinstance(error, WorkerLostError) and error.rank == self.rank
 
     def check(self) -> None:
         """Raises what has ended the generation, if it has."""
@@ -341,8 +391,22 @@ class Membership(Protocol):
     def generation(self) -> Generation:
         """The newest that it is in."""
 
-    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
-        """The generation that follows; blocks until it is ready."""
+    def rejoin(
+        self,
+        previous: Generation,
+        timeout_s: float,
+        wait_s: float,
+        *,
+        without_newcomers: bool = False,
+    ) -> Generation:
+        """The generation that follows; blocks until it is ready.
+
+        Args:
+            previous: The one that it follows.
+            timeout_s: How long the other members are waited for.
+            wait_s: How long the others wait for replacements.
+            without_newcomers: In an elastic group, whether it has members of the last one alone.
+        """
 
     @property
     def waiting_count(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -13,19 +13,27 @@ from typing import TypeVar
 import numpy as np
 
 from shardwell.connection.tls import Tls
-from shardwell.errors import ArgumentError, ClosedError, LimitError, WorkerLostError
+from shardwell.errors import (
+    ArgumentError,
+    ClosedError,
+    GroupMismatchError,
+    LimitError,
+    WorkerLostError,
+)
 from shardwell.group.agreement.coordinator import failure_of
-from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions
+from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions, Started
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Strategy
+from shardwell.group.state import SharedState
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
 from shardwell.process.connected import Connected
 from shardwell.process.ending import closed_text
 from shardwell.specs.deadlines import check_duration, check_timeout
+from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import WireName
 from shardwell.threads.calls import CallThreads, cancelled_by
 from shardwell.traffic import Traffic
@@ -38,6 +46,7 @@ _CALL_COUNT_MAX = 64
 """Calls of a member that may be under way at once."""
 
 ResultT = TypeVar("ResultT")
+StartedT = TypeVar("StartedT", bound=Started)
 
 
 def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
@@ -93,6 +102,8 @@ class Group(Connected):
         self._calls = calls
         self._under_way = _CallsUnderWay(name)
         self._closed = False
+        self._has_state = False
+        """Whether it has been in a `broadcast_state`."""
         self._rebuilding = threading.Lock()
         # A program that ends without `close` leaves all the same, once its calls are done.
         self._at_exit = weakref.finalize(self, _close_at_exit, weakref.ref(self))
@@ -109,17 +120,17 @@ class Group(Connected):
 
     @property
     def rank(self) -> int:
-        """This worker's 0-based place; `rebuild` may change it."""
+        """This worker's 0-based place; `rebuild`, and calls of an elastic group, may change it."""
         return self._generation.rank
 
     @property
     def size(self) -> int:
-        """Number of members; `rebuild` may change it."""
+        """Number of members; `rebuild`, and calls of an elastic group, may change it."""
         return self._generation.size
 
     @property
     def generation(self) -> int:
-        """Number of the generation: it grows with every `rebuild`."""
+        """Number of the generation: it grows whenever members change."""
         return self._generation.number
 
     @property
@@ -140,6 +151,7 @@ class Group(Connected):
         sample_count: int = 1,
         codec: WireName | None = None,
         timeout_s: float | None = None,
+        retry: bool = False,
     ) -> None:
         """Reduces the arrays of all ranks, and gives the result to each, in place. Blocks.
 
@@ -152,6 +164,9 @@ class Group(Connected):
                 travel in it too, and are rounded to it at each hop.
             timeout_s: How long the other ranks are waited for to make the call; then again for
                 their data. Default: the group's.
+            retry: In an elastic group: copies the array before the call, and if a rank is lost in
+                the middle, makes the call again with the ranks that are left. The same on all
+                ranks. The copy takes as much memory as the array, until the call ends.
 
         Raises:
             CollectiveMismatchError: the ranks called something else, or with other lengths or
@@ -160,9 +175,10 @@ class Group(Connected):
             WorkersMissingError: ranks did not call in time. All get it; the group goes on, unless
                 data were already moving.
             WorkerLostError: a rank is gone; `rebuild`, or leave.
+            ArgumentError: `retry` in a group that is not elastic.
             ClosedError: the group was closed.
         """
-        options = CallOptions(op, 0, sample_count, codec, timeout_s)
+        options = CallOptions(op, 0, sample_count, codec, timeout_s, retry)
         self._ended(partial(self._start, Operation.ALL_REDUCE, array, options))
 
     def all_reduce_async(
@@ -265,6 +281,91 @@ class Group(Connected):
         """
         options = CallOptions(codec=codec, timeout_s=timeout_s)
         self._ended(partial(self._start, Operation.ALL_GATHER, array, options))
+
+    def broadcast_state(
+        self, state: Mapping[str, np.ndarray], *, timeout_s: float | None = None
+    ) -> bool:
+        """Gives the state of the group to members that lack it, in place, bit for bit. Blocks.
+
+        All ranks call it, with the same names, shapes and dtypes. A member has the state from its
+        first `broadcast_state` on. If all have it, nothing moves. Otherwise the lowest rank that
+        has it gives its arrays to those that lack it; rank 0 does at the start, when none has it.
+        Arrays are written when all of the state has come, which takes as much memory once more.
+
+        In an elastic group, workers that wait come in here and, once a member has called this,
+        nowhere else: call it at the top of each step.
+
+        Args:
+            state: Arrays by name: C-contiguous, writable, of any dtype but object; not changed by
+                others until this returns.
+            timeout_s: How long the other ranks are waited for; default: the group's.
+
+        Returns:
+            Whether this worker was given the state: True on a newcomer.
+
+        Raises:
+            ArgumentError: an array can't be used.
+            GroupMismatchError: the ranks' names, shapes or dtypes differ. In an elastic group that
+                has a state, only newcomers get it, and leave; the others go on.
+            ShardwellError: as `broadcast`.
+        """
+        return self._shared_state(SharedState(state), timeout_s)
+
+    def _refuse_state(self, error: GroupMismatchError, *, goes_on: bool) -> None:
+        """Raises that the states differ, unless this member goes on and newcomers leave."""
+        raise error
+
+    def _ask_for_state(self, timeout_s: float | None) -> Started:
+        call = self._calls.state(has_state=self._has_state, timeout_s=timeout_s)
+        return self._submitted(call)
+
+    def _number_of(self, asked: Started) -> int:
+        """Number of the generation in which a call was made, if others are to be made there too."""
+        return 0
+
+    def _shared_state(self, state: SharedState, timeout_s: float | None) -> bool:
+        given = self._tried_state(state, timeout_s)
+        assert given is not None
+        return given
+
+    def _tried_state(self, state: SharedState, timeout_s: float | None) -> bool | None:
+        """Whether this worker was given the state; None: newcomers with another one are to leave.
+
+        Raises:
+            GroupMismatchError: the ranks' states differ.
+        """
+        asked = self._ended(partial(self._ask_for_state, timeout_s))
+        if all(asked.have_state):
+            return False
+        place, has_state = asked.place[0], asked.have_state[asked.place[0]]
+        root = asked.have_state.index(True) if any(asked.have_state) else 0
+        summing = CallOptions(
+            "sum", codec="fp32", timeout_s=timeout_s, generation=self._number_of(asked)
+        )
+        options = summing._replace(op=None, root=asked.ranks[root])
+        words = state.digest_words()
+        self._ended(partial(self._start, Operation.BROADCAST, words, options))
+        differing: Float32 = np.zeros(len(asked.ranks), np.float32)
+        differing[place] = (words != state.digest_words()).any()
+        self._ended(partial(self._start, Operation.ALL_REDUCE, differing, summing))
+        if differing.any():
+            ranks = [asked.ranks[each] for each in np.flatnonzero(differing)]
+            error = GroupMismatchError(
+                f"the states of {format_ranks(ranks)} differ from rank {asked.ranks[root]}'s in "
+                f"names, shapes or dtypes; here: {state.description:.1000}; give all ranks the same"
+            )
+            self._refuse_state(error, goes_on=has_state)
+            return None
+        staged = None if has_state or place == root else state.staged()
+        for start, stop in state.pieces():
+            words = state.words(start, stop)
+            self._ended(partial(self._start, Operation.BROADCAST, words, options))
+            if staged is not None:
+                staged.take(start, words)
+        if staged is not None:
+            staged.write()
+        self._has_state = True
+        return staged is not None
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Blocks until all ranks have called it."""
@@ -403,8 +504,10 @@ class Group(Connected):
         options: CallOptions,
         *,
         waits: bool = True,
-    ) -> Call:
+    ) -> Started:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
+        if options.retry:
+            raise ArgumentError("retry=True needs a group that was joined with elastic=True")
         generation = self._generation
         call = self._calls.collective(generation.rank, generation.size, operation, array, options)
         return self._submitted(call, generation, waits=waits)
@@ -417,12 +520,12 @@ class Group(Connected):
         self._under_way.submit(call, generation, waits=waits)
         return call
 
-    def _ended(self, begin: Callable[[], Call]) -> Call:
+    def _ended(self, begin: Callable[[], StartedT]) -> StartedT:
         """A call that `begin` submits, when it has succeeded; the engine keeps its deadlines."""
         if self._generation.engine.is_current_thread:
             return begin()  # which refuses it: a callback can't wait
 
-        def made() -> Call:
+        def made() -> StartedT:
             call = begin()
             ended = threading.Event()
             call.result.add_done_callback(lambda _: ended.set())

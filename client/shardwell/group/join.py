@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -30,6 +31,7 @@ from shardwell.errors import (
 )
 from shardwell.group.agreement.coordinator import expired, failure_of, lost, rebuilding
 from shardwell.group.calls import CallMaker
+from shardwell.group.elastic import ElasticGroup
 from shardwell.group.generation import TELLING_S, Generation
 from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
@@ -78,6 +80,8 @@ def join_group(
     token_file: TokenFileArgument = None,
     insecure: bool | None = None,
     threads: int | None = None,
+    elastic: bool = False,
+    min_size: int = 1,
 ) -> Group:
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
@@ -87,8 +91,8 @@ def join_group(
     Args:
         name: Of the group; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's job,
             or "default".
-        rank: This worker's 0-based place.
-        size: Number of workers, 1 to 256.
+        rank: This worker's 0-based place. In an elastic group a wish, which need not be given.
+        size: Number of workers, 1 to 256; the largest number in an elastic group.
         strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`; or its spelling, such as
             "tree(arity=2)".
         rendezvous: Where the workers meet: the address of a cluster's shard 0, or the cluster's
@@ -121,6 +125,12 @@ def join_group(
             $SHARDWELL_INSECURE is 1; else that is refused.
         threads: Threads that a call may use for chunks beside each other: see `shardwell.connect`.
             Ranks may differ; the bits do not depend on it.
+        elastic: Workers may come, leave and be lost while calls go on: see docs/groups.md. The same
+            on all ranks. The group begins when `size` workers have come, or when `min_size` have
+            and `lease_s` has passed. A worker that comes later comes in at the members' next call,
+            and this function returns then. The meeting place should outlive members: a shard.
+        min_size: Of an elastic group: with fewer members, calls wait for others, until their
+            deadlines.
 
     Raises:
         ArgumentError: an argument, or what a launcher says, can't be used; or this worker would
@@ -135,7 +145,12 @@ def join_group(
         WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
         ShardUnavailableError: nobody answers at the meeting place.
     """
-    arguments = _arguments(name, rank, size, rendezvous, listen)
+    arguments = _arguments(name, rank, size, rendezvous, listen, elastic=elastic)
+    min_size = check_integer("min_size", min_size, 1, arguments.size)
+    if min_size > 1 and not elastic:
+        raise ArgumentError(
+            f"min_size={min_size} needs elastic=True; a group has `size` ranks else"
+        )
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy)
     strategy = Ring() if strategy is None else strategy
@@ -156,6 +171,7 @@ def join_group(
         strategy=str(strategy),
         codec=WIRE_CODECS[codec],
         allow_non_finite=bool(allow_non_finite),
+        min_size=min_size if elastic else 0,
     )
     traffic = Traffic()
     credentials = Credentials.of(tls, token_file)
@@ -191,7 +207,8 @@ def join_group(
         try:
             membership.join(join_timeout_s)
             # Made here, so that one which comes to nobody, after Ctrl-C, leaves by itself.
-            return Group(
+            make = partial(ElasticGroup, min_size=min_size) if elastic else Group
+            group = make(
                 arguments.name,
                 membership,
                 call_threads,
@@ -208,6 +225,9 @@ def join_group(
                 tls=None if files is None else files.tls,
                 token_file=None if credentials.token is None else credentials.token.path,
             )
+            if isinstance(group, ElasticGroup):
+                group.begin(join_timeout_s)
+            return group
         except BaseException:
             membership.close()
             raise
@@ -237,6 +257,8 @@ def _arguments(
     size: int | None,
     rendezvous: str | Sequence[str] | None,
     listen: str | None,
+    *,
+    elastic: bool,
 ) -> _Arguments:
     """What was given, and for the rest what the launcher says.
 
@@ -244,6 +266,8 @@ def _arguments(
         ArgumentError: it can't be used, or is not enough.
     """
     launched: LaunchEnvironment | None = None
+    if elastic and rank is None and isinstance(rendezvous, str):
+        rank = 0  # any: a newcomer has a rank that is free
     given = (rank, size, rendezvous)
     if all(value is None for value in given):
         launched = LaunchEnvironment.of(os.environ, parent_pid=os.getppid())
@@ -384,7 +408,14 @@ class _Membership:
         )
         self._begun(formed)
 
-    def rejoin(self, previous: Generation, timeout_s: float, wait_s: float) -> Generation:
+    def rejoin(
+        self,
+        previous: Generation,
+        timeout_s: float,
+        wait_s: float,
+        *,
+        without_newcomers: bool = False,
+    ) -> Generation:
         """See `Membership` in generation.py."""
         deadline_s = time.monotonic() + timeout_s
         lost_ranks = previous.lost_ranks
@@ -402,6 +433,7 @@ class _Membership:
                 previous=followed,
                 lost_ranks=lost_ranks,
                 replacement_wait_ms=int(1000 * wait_s),
+                without_newcomers=without_newcomers,
             )
         except BaseException:
             self._keep_lease(followed, previous)  # it lives, and may ask again
@@ -437,6 +469,7 @@ class _Membership:
             same_host=self._same_host != "off",
             tls=self._tls,
             threads=self._threads,
+            is_elastic=self._spec.min_size > 0,
         )
         self._server.begin(generation)
         self.generation = generation
@@ -467,6 +500,7 @@ class _Membership:
         )
         self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
         generation.confirm = self._lease.confirm
+        generation.count_newcomers(lambda: self.waiting_count)
 
     def _end_lease(self) -> None:
         lease, self._lease = self._lease, None

@@ -40,6 +40,7 @@ class Mailbox:
         """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
+        self._standings: pb.Standings | None = None
         self._ended: MakeError | None = None
         self._is_ending: MakeError | None = None
         self.inbox = Inbox()
@@ -83,6 +84,26 @@ class Mailbox:
             else:
                 self._verdicts[verdict.call_index] = verdict
             self._changed.notify_all()
+
+    def put_standings(self, standings: pb.Standings) -> None:
+        """Adds what all ranks of an elastic group know of earlier generations."""
+        with self._changed:
+            self._standings = standings
+            self._changed.notify_all()
+
+    def await_standings(self, timeout_s: float) -> pb.Standings | None:
+        """What all ranks know of earlier generations; None if it has not come in time.
+
+        Raises:
+            ShardwellError: the generation has ended before.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._standings is not None or self._is_ending is not None, timeout_s
+            )
+            if self._standings is None and self._is_ending is not None:
+                raise self._is_ending()
+            return self._standings
 
     def end(self, make_error: MakeError, *, lets_finish: bool = False) -> None:
         """Ends all waits with an error; the first of several stands.

@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupSpec(_message.Message):
-    __slots__ = ("name", "size", "strategy", "codec", "allow_non_finite")
+    __slots__ = ("name", "size", "strategy", "codec", "allow_non_finite", "min_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    MIN_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     strategy: str
     codec: _types_pb2.Codec
     allow_non_finite: bool
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., strategy: _Optional[str] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., allow_non_finite: bool = ...) -> None: ...
+    min_size: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., strategy: _Optional[str] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., allow_non_finite: bool = ..., min_size: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "address", "description", "arena_address", "stream_address")
@@ -58,7 +60,7 @@ class LostMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ..., expired: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count", "crc32c")
+    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count", "without_newcomers", "crc32c")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +71,7 @@ class JoinGroupRequest(_message.Message):
     CHECKED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     member: Member
@@ -80,8 +83,9 @@ class JoinGroupRequest(_message.Message):
     checked_generation: int
     unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableMember]
     previous_member_count: int
+    without_newcomers: bool
     crc32c: int
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ..., without_newcomers: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
     __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals", "crc32c")

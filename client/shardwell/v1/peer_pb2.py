@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shardwell/v1/peer.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"n\n\x08PeerOpen\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x16\n\x0e\x66rom_member_id\x18\x03 \x01(\t\x12\x11\n\tfrom_rank\x18\x04 \x01(\r\x12\x14\n\x0cto_member_id\x18\x05 \x01(\t\"0\n\x0cGreetRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\"\x0f\n\rGreetResponse\"\x9c\x02\n\x0e\x43ollectiveCall\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12*\n\toperation\x18\x02 \x01(\x0e\x32\x17.shardwell.v1.Operation\x12*\n\treduction\x18\x03 \x01(\x0e\x32\x17.shardwell.v1.Reduction\x12\"\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x13.shardwell.v1.Codec\x12\x15\n\relement_count\x18\x05 \x01(\x04\x12\x0c\n\x04root\x18\x06 \x01(\r\x12\x14\n\x0csample_count\x18\x07 \x01(\r\x12\x17\n\x0fwait_timeout_ms\x18\x08 \x01(\r\x12&\n\x07problem\x18\t \x01(\x0b\x32\x15.shardwell.v1.Failure\"j\n\x07\x46\x61ilure\x12)\n\x06\x64\x65tail\x18\x01 \x01(\x0b\x32\x19.shardwell.v1.ErrorDetail\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrebuilding\x18\x03 \x01(\x08\x12\x0f\n\x07\x65xpired\x18\x04 \x01(\x08\"\r\n\x0bLeavingRank\"\xc5\x01\n\x0c\x41greeRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.shardwell.v1.PeerOpen\x12,\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x1c.shardwell.v1.CollectiveCallH\x00\x12,\n\x07leaving\x18\x03 \x01(\x0b\x32\x19.shardwell.v1.LeavingRankH\x00\x12*\n\tgiving_up\x18\x04 \x01(\x0b\x32\x15.shardwell.v1.FailureH\x00\x42\x07\n\x05\x65vent\"\xb1\x01\n\x07Verdict\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12*\n\toperation\x18\x02 \x01(\x0e\x32\x17.shardwell.v1.Operation\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.shardwell.v1.Failure\x12\x14\n\x0c\x61\x63tive_ranks\x18\x04 \x03(\r\x12\x15\n\rsample_counts\x18\x05 \x03(\r\x12\x11\n\tlast_rank\x18\x06 \x01(\r\"\x96\x01\n\rAgreeResponse\x12(\n\x07verdict\x18\x01 \x01(\x0b\x32\x15.shardwell.v1.VerdictH\x00\x12$\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x15.shardwell.v1.FailureH\x00\x12,\n\x07leaving\x18\x03 \x01(\x0b\x32\x19.shardwell.v1.LeavingRankH\x00\x42\x07\n\x05\x65vent\"K\n\x14ReceiveChunksRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.shardwell.v1.PeerOpen\x12\r\n\x05\x61rena\x18\x02 \x01(\x06\"\xb2\x01\n\x15ReceiveChunksResponse\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12\"\n\x05stage\x18\x02 \x01(\x0e\x32\x13.shardwell.v1.Stage\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.shardwell.v1.Chunk\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\r\n\x05\x62\x61tch\x18\x05 \x03(\x0c\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c*\xd2\x01\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_ALL_REDUCE\x10\x01\x12\x14\n\x10OPERATION_REDUCE\x10\x02\x12\x17\n\x13OPERATION_BROADCAST\x10\x03\x12\x1c\n\x18OPERATION_REDUCE_SCATTER\x10\x04\x12\x18\n\x14OPERATION_ALL_GATHER\x10\x05\x12\x15\n\x11OPERATION_BARRIER\x10\x06\x12\x12\n\x0eOPERATION_JOIN\x10\x07*s\n\tReduction\x12\x19\n\x15REDUCTION_UNSPECIFIED\x10\x00\x12\x11\n\rREDUCTION_SUM\x10\x01\x12\x12\n\x0eREDUCTION_MEAN\x10\x02\x12\x11\n\rREDUCTION_MAX\x10\x03\x12\x11\n\rREDUCTION_MIN\x10\x04*B\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PARTIAL\x10\x01\x12\x0f\n\x0bSTAGE_FINAL\x10\x02\x32\xf1\x01\n\x0bPeerService\x12@\n\x05Greet\x12\x1a.shardwell.v1.GreetRequest\x1a\x1b.shardwell.v1.GreetResponse\x12\x44\n\x05\x41gree\x12\x1a.shardwell.v1.AgreeRequest\x1a\x1b.shardwell.v1.AgreeResponse(\x01\x30\x01\x12Z\n\rReceiveChunks\x12\".shardwell.v1.ReceiveChunksRequest\x1a#.shardwell.v1.ReceiveChunksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shardwell/v1/peer.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"n\n\x08PeerOpen\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x16\n\x0e\x66rom_member_id\x18\x03 \x01(\t\x12\x11\n\tfrom_rank\x18\x04 \x01(\r\x12\x14\n\x0cto_member_id\x18\x05 \x01(\t\"0\n\x0cGreetRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\"\x0f\n\rGreetResponse\"\xbd\x02\n\x0e\x43ollectiveCall\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12*\n\toperation\x18\x02 \x01(\x0e\x32\x17.shardwell.v1.Operation\x12*\n\treduction\x18\x03 \x01(\x0e\x32\x17.shardwell.v1.Reduction\x12\"\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x13.shardwell.v1.Codec\x12\x15\n\relement_count\x18\x05 \x01(\x04\x12\x0c\n\x04root\x18\x06 \x01(\r\x12\x14\n\x0csample_count\x18\x07 \x01(\r\x12\x17\n\x0fwait_timeout_ms\x18\x08 \x01(\r\x12&\n\x07problem\x18\t \x01(\x0b\x32\x15.shardwell.v1.Failure\x12\x0e\n\x06\x61\x64mits\x18\n \x01(\x08\x12\x0f\n\x07retries\x18\x0b \x01(\x08\"j\n\x07\x46\x61ilure\x12)\n\x06\x64\x65tail\x18\x01 \x01(\x0b\x32\x19.shardwell.v1.ErrorDetail\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrebuilding\x18\x03 \x01(\x08\x12\x0f\n\x07\x65xpired\x18\x04 \x01(\x08\"\r\n\x0bLeavingRank\"\x1e\n\x08MadeCall\x12\x12\n\ncall_index\x18\x01 \x01(\x04\"G\n\x08Standing\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x12\n\nmade_count\x18\x02 \x01(\x04\x12\x13\n\x0bmoved_count\x18\x03 \x01(\x04\"6\n\tStandings\x12)\n\tstandings\x18\x01 \x03(\x0b\x32\x16.shardwell.v1.Standing\"\x9b\x02\n\x0c\x41greeRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.shardwell.v1.PeerOpen\x12,\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x1c.shardwell.v1.CollectiveCallH\x00\x12,\n\x07leaving\x18\x03 \x01(\x0b\x32\x19.shardwell.v1.LeavingRankH\x00\x12*\n\tgiving_up\x18\x04 \x01(\x0b\x32\x15.shardwell.v1.FailureH\x00\x12&\n\x04made\x18\x05 \x01(\x0b\x32\x16.shardwell.v1.MadeCallH\x00\x12,\n\tstandings\x18\x06 \x01(\x0b\x32\x17.shardwell.v1.StandingsH\x00\x42\x07\n\x05\x65vent\"\xd0\x01\n\x07Verdict\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12*\n\toperation\x18\x02 \x01(\x0e\x32\x17.shardwell.v1.Operation\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.shardwell.v1.Failure\x12\x14\n\x0c\x61\x63tive_ranks\x18\x04 \x03(\r\x12\x15\n\rsample_counts\x18\x05 \x03(\r\x12\x11\n\tlast_rank\x18\x06 \x01(\r\x12\x0f\n\x07regroup\x18\x07 \x01(\x08\x12\x0c\n\x04made\x18\x08 \x01(\x08\"\xc4\x01\n\rAgreeResponse\x12(\n\x07verdict\x18\x01 \x01(\x0b\x32\x15.shardwell.v1.VerdictH\x00\x12$\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x15.shardwell.v1.FailureH\x00\x12,\n\x07leaving\x18\x03 \x01(\x0b\x32\x19.shardwell.v1.LeavingRankH\x00\x12,\n\tstandings\x18\x04 \x01(\x0b\x32\x17.shardwell.v1.StandingsH\x00\x42\x07\n\x05\x65vent\"K\n\x14ReceiveChunksRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.shardwell.v1.PeerOpen\x12\r\n\x05\x61rena\x18\x02 \x01(\x06\"\xb2\x01\n\x15ReceiveChunksResponse\x12\x12\n\ncall_index\x18\x01 \x01(\x04\x12\"\n\x05stage\x18\x02 \x01(\x0e\x32\x13.shardwell.v1.Stage\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x13.shardwell.v1.Chunk\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\r\n\x05\x62\x61tch\x18\x05 \x03(\x0c\x12\x0f\n\x07padding\x18\x0e \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c*\xe7\x01\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x18\n\x14OPERATION_ALL_REDUCE\x10\x01\x12\x14\n\x10OPERATION_REDUCE\x10\x02\x12\x17\n\x13OPERATION_BROADCAST\x10\x03\x12\x1c\n\x18OPERATION_REDUCE_SCATTER\x10\x04\x12\x18\n\x14OPERATION_ALL_GATHER\x10\x05\x12\x15\n\x11OPERATION_BARRIER\x10\x06\x12\x12\n\x0eOPERATION_JOIN\x10\x07\x12\x13\n\x0fOPERATION_STATE\x10\x08*s\n\tReduction\x12\x19\n\x15REDUCTION_UNSPECIFIED\x10\x00\x12\x11\n\rREDUCTION_SUM\x10\x01\x12\x12\n\x0eREDUCTION_MEAN\x10\x02\x12\x11\n\rREDUCTION_MAX\x10\x03\x12\x11\n\rREDUCTION_MIN\x10\x04*B\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PARTIAL\x10\x01\x12\x0f\n\x0bSTAGE_FINAL\x10\x02\x32\xf1\x01\n\x0bPeerService\x12@\n\x05Greet\x12\x1a.shardwell.v1.GreetRequest\x1a\x1b.shardwell.v1.GreetResponse\x12\x44\n\x05\x41gree\x12\x1a.shardwell.v1.AgreeRequest\x1a\x1b.shardwell.v1.AgreeResponse(\x01\x30\x01\x12Z\n\rReceiveChunks\x12\".shardwell.v1.ReceiveChunksRequest\x1a#.shardwell.v1.ReceiveChunksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATION']._serialized_start=1448
-  _globals['_OPERATION']._serialized_end=1658
-  _globals['_REDUCTION']._serialized_start=1660
-  _globals['_REDUCTION']._serialized_end=1775
-  _globals['_STAGE']._serialized_start=1777
-  _globals['_STAGE']._serialized_end=1843
+  _globals['_OPERATION']._serialized_start=1805
+  _globals['_OPERATION']._serialized_end=2036
+  _globals['_REDUCTION']._serialized_start=2038
+  _globals['_REDUCTION']._serialized_end=2153
+  _globals['_STAGE']._serialized_start=2155
+  _globals['_STAGE']._serialized_end=2221
   _globals['_PEEROPEN']._serialized_start=67
   _globals['_PEEROPEN']._serialized_end=177
   _globals['_GREETREQUEST']._serialized_start=179
@@ -45,21 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GREETRESPONSE']._serialized_start=229
   _globals['_GREETRESPONSE']._serialized_end=244
   _globals['_COLLECTIVECALL']._serialized_start=247
-  _globals['_COLLECTIVECALL']._serialized_end=531
-  _globals['_FAILURE']._serialized_start=533
-  _globals['_FAILURE']._serialized_end=639
-  _globals['_LEAVINGRANK']._serialized_start=641
-  _globals['_LEAVINGRANK']._serialized_end=654
-  _globals['_AGREEREQUEST']._serialized_start=657
-  _globals['_AGREEREQUEST']._serialized_end=854
-  _globals['_VERDICT']._serialized_start=857
-  _globals['_VERDICT']._serialized_end=1034
-  _globals['_AGREERESPONSE']._serialized_start=1037
-  _globals['_AGREERESPONSE']._serialized_end=1187
-  _globals['_RECEIVECHUNKSREQUEST']._serialized_start=1189
-  _globals['_RECEIVECHUNKSREQUEST']._serialized_end=1264
-  _globals['_RECEIVECHUNKSRESPONSE']._serialized_start=1267
-  _globals['_RECEIVECHUNKSRESPONSE']._serialized_end=1445
-  _globals['_PEERSERVICE']._serialized_start=1846
-  _globals['_PEERSERVICE']._serialized_end=2087
+  _globals['_COLLECTIVECALL']._serialized_end=564
+  _globals['_FAILURE']._serialized_start=566
+  _globals['_FAILURE']._serialized_end=672
+  _globals['_LEAVINGRANK']._serialized_start=674
+  _globals['_LEAVINGRANK']._serialized_end=687
+  _globals['_MADECALL']._serialized_start=689
+  _globals['_MADECALL']._serialized_end=719
+  _globals['_STANDING']._serialized_start=721
+  _globals['_STANDING']._serialized_end=792
+  _globals['_STANDINGS']._serialized_start=794
+  _globals['_STANDINGS']._serialized_end=848
+  _globals['_AGREEREQUEST']._serialized_start=851
+  _globals['_AGREEREQUEST']._serialized_end=1134
+  _globals['_VERDICT']._serialized_start=1137
+  _globals['_VERDICT']._serialized_end=1345
+  _globals['_AGREERESPONSE']._serialized_start=1348
+  _globals['_AGREERESPONSE']._serialized_end=1544
+  _globals['_RECEIVECHUNKSREQUEST']._serialized_start=1546
+  _globals['_RECEIVECHUNKSREQUEST']._serialized_end=1621
+  _globals['_RECEIVECHUNKSRESPONSE']._serialized_start=1624
+  _globals['_RECEIVECHUNKSRESPONSE']._serialized_end=1802
+  _globals['_PEERSERVICE']._serialized_start=2224
+  _globals['_PEERSERVICE']._serialized_end=2465
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,7 @@ class Operation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPERATION_ALL_GATHER: _ClassVar[Operation]
     OPERATION_BARRIER: _ClassVar[Operation]
     OPERATION_JOIN: _ClassVar[Operation]
+    OPERATION_STATE: _ClassVar[Operation]
 
 class Reduction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +41,7 @@ OPERATION_REDUCE_SCATTER: Operation
 OPERATION_ALL_GATHER: Operation
 OPERATION_BARRIER: Operation
 OPERATION_JOIN: Operation
+OPERATION_STATE: Operation
 REDUCTION_UNSPECIFIED: Reduction
 REDUCTION_SUM: Reduction
 REDUCTION_MEAN: Reduction
@@ -76,7 +78,7 @@ class GreetResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CollectiveCall(_message.Message):
-    __slots__ = ("call_index", "operation", "reduction", "codec", "element_count", "root", "sample_count", "wait_timeout_ms", "problem")
+    __slots__ = ("call_index", "operation", "reduction", "codec", "element_count", "root", "sample_count", "wait_timeout_ms", "problem", "admits", "retries")
     CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     REDUCTION_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +88,8 @@ class CollectiveCall(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ADMITS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
     call_index: int
     operation: Operation
     reduction: Reduction
@@ -95,7 +99,9 @@ class CollectiveCall(_message.Message):
     sample_count: int
     wait_timeout_ms: int
     problem: Failure
-    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    admits: bool
+    retries: bool
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., element_count: _Optional[int] = ..., root: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., problem: _Optional[_Union[Failure, _Mapping]] = ..., admits: bool = ..., retries: bool = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("detail", "message", "rebuilding", "expired")
@@ -113,43 +119,75 @@ class LeavingRank(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class MadeCall(_message.Message):
+    __slots__ = ("call_index",)
+    CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    call_index: int
+    def __init__(self, call_index: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("generation", "made_count", "moved_count")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MADE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    made_count: int
+    moved_count: int
+    def __init__(self, generation: _Optional[int] = ..., made_count: _Optional[int] = ..., moved_count: _Optional[int] = ...) -> None: ...
+
+class Standings(_message.Message):
+    __slots__ = ("standings",)
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
+    standings: _containers.RepeatedCompositeFieldContainer[Standing]
+    def __init__(self, standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ...) -> None: ...
+
 class AgreeRequest(_message.Message):
-    __slots__ = ("open", "call", "leaving", "giving_up")
+    __slots__ = ("open", "call", "leaving", "giving_up", "made", "standings")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     GIVING_UP_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
     open: PeerOpen
     call: CollectiveCall
     leaving: LeavingRank
     giving_up: Failure
-    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., giving_up: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    made: MadeCall
+    standings: Standings
+    def __init__(self, open: _Optional[_Union[PeerOpen, _Mapping]] = ..., call: _Optional[_Union[CollectiveCall, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., giving_up: _Optional[_Union[Failure, _Mapping]] = ..., made: _Optional[_Union[MadeCall, _Mapping]] = ..., standings: _Optional[_Union[Standings, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("call_index", "operation", "failure", "active_ranks", "sample_counts", "last_rank")
+    __slots__ = ("call_index", "operation", "failure", "active_ranks", "sample_counts", "last_rank", "regroup", "made")
     CALL_INDEX_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     LAST_RANK_FIELD_NUMBER: _ClassVar[int]
+    REGROUP_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     call_index: int
     operation: Operation
     failure: Failure
     active_ranks: _containers.RepeatedScalarFieldContainer[int]
     sample_counts: _containers.RepeatedScalarFieldContainer[int]
     last_rank: int
-    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., active_ranks: _Optional[_Iterable[int]] = ..., sample_counts: _Optional[_Iterable[int]] = ..., last_rank: _Optional[int] = ...) -> None: ...
+    regroup: bool
+    made: bool
+    def __init__(self, call_index: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., active_ranks: _Optional[_Iterable[int]] = ..., sample_counts: _Optional[_Iterable[int]] = ..., last_rank: _Optional[int] = ..., regroup: bool = ..., made: bool = ...) -> None: ...
 
 class AgreeResponse(_message.Message):
-    __slots__ = ("verdict", "end", "leaving")
+    __slots__ = ("verdict", "end", "leaving", "standings")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
     verdict: Verdict
     end: Failure
     leaving: LeavingRank
-    def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ...) -> None: ...
+    standings: Standings
+    def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[LeavingRank, _Mapping]] = ..., standings: _Optional[_Union[Standings, _Mapping]] = ...) -> None: ...
 
 class ReceiveChunksRequest(_message.Message):
     __slots__ = ("open", "arena")

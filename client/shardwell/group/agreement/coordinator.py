@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -18,9 +18,13 @@ from typing_extensions import override
 from shardwell.connection.error_codes import from_detail, to_detail
 from shardwell.errors import ArgumentError, ShardwellError, WorkerLostError
 from shardwell.group.agreement.matching import CallMatcher, Verdicts
+from shardwell.group.agreement.settlement import Standings, from_message, merged, to_message
 from shardwell.group.mailbox import Mailbox
 from shardwell.group.transport.peers import Peer
 from shardwell.v1 import peer_pb2 as pb
+
+TO_REBUILD = "call rebuild() to go on with the others, or leave the group"
+"""What a member does when another is lost; an elastic group does it by itself."""
 
 
 class Ending(Protocol):
@@ -38,6 +42,12 @@ class Agreement(Protocol):
 
     def give_up(self, failure: pb.Failure) -> None:
         """Ends the generation for all."""
+
+    def made(self, call_index: int) -> None:
+        """Tells, in an elastic group, that this rank has all of a call."""
+
+    def settle(self, standings: Standings) -> None:
+        """Tells, in an elastic group, what this rank knows; what all know comes to its mailbox."""
 
     def leave(self) -> None:
         """Tells that this rank leaves after the calls that it has made."""
@@ -63,12 +73,7 @@ def error_of(failure: pb.Failure) -> ShardwellError:
 
 def lost(rank: int, what: str) -> pb.Failure:
     """The failure of a generation in which `rank` is gone."""
-    return failure_of(
-        WorkerLostError(
-            f"rank {rank} {what}; call rebuild() to go on with the others, or leave the group",
-            rank=rank,
-        )
-    )
+    return failure_of(WorkerLostError(f"rank {rank} {what}; {TO_REBUILD}", rank=rank))
 
 
 def expired(rank: int, reason: str) -> pb.Failure:
@@ -88,10 +93,18 @@ def rebuilding(rank: int) -> pb.Failure:
 class Coordinator(Agreement):
     """Rank 0's side: its own, and what answers the other ranks' streams."""
 
-    def __init__(self, size: int, mailbox: Mailbox, on_end: Ending) -> None:
-        self._roll_call = CallMatcher(size)
+    def __init__(
+        self, size: int, mailbox: Mailbox, on_end: Ending, *, is_elastic: bool = False
+    ) -> None:
+        self._size = size
+        self._is_elastic = is_elastic
+        self._roll_call = CallMatcher(size, is_elastic=is_elastic)
         self._mailbox = mailbox
         self._on_end = on_end
+        self.newcomer_count: Callable[[], int] = lambda: 0
+        """Workers that wait for the next generation of an elastic group, as of a moment ago."""
+        self._standings: dict[int, Standings] = {}
+        """By rank of an elastic group."""
         self._changed = threading.Condition()
         # Bounded by the calls that a rank may be ahead.
         self._answers: list[queue.SimpleQueue[pb.AgreeResponse | None]] = [
@@ -107,6 +120,14 @@ class Coordinator(Agreement):
     @override
     def call(self, call: pb.CollectiveCall) -> None:
         self._take(0, pb.AgreeRequest(call=call))
+
+    @override
+    def made(self, call_index: int) -> None:
+        self._take(0, pb.AgreeRequest(made=pb.MadeCall(call_index=call_index)))
+
+    @override
+    def settle(self, standings: Standings) -> None:
+        self._take(0, pb.AgreeRequest(standings=to_message(standings)))
 
     @override
     def give_up(self, failure: pb.Failure) -> None:
@@ -189,7 +210,14 @@ class Coordinator(Agreement):
             return
         with self._changed:
             if event == "call":
+                if self._is_elastic:
+                    self._roll_call.newcomer_count = self.newcomer_count()
                 verdicts = self._roll_call.call(rank, request.call, time.monotonic())
+            elif event == "made":
+                verdicts = self._roll_call.made(rank, request.made.call_index)
+            elif event == "standings":
+                self._settle(rank, from_message(request.standings))
+                return
             elif event == "leaving":
                 self._left.add(rank)
                 verdicts = self._roll_call.leave(rank, "has left the group")
@@ -197,6 +225,15 @@ class Coordinator(Agreement):
                 return
             self._hand_out(verdicts)
             self._changed.notify_all()
+
+    def _settle(self, rank: int, standings: Standings) -> None:
+        """What all ranks know, for all, once the last has said so."""
+        self._standings[rank] = standings
+        if len(self._standings) == self._size:
+            answer = to_message(merged(self._standings.values()))
+            self._mailbox.put_standings(answer)
+            for answers in self._answers[1:]:
+                answers.put(pb.AgreeResponse(standings=answer))
 
     def _hand_out(self, verdicts: Verdicts) -> None:
         for rank, verdict in verdicts:
@@ -236,6 +273,14 @@ class CoordinatorLink(Agreement):
         self._requests.put(pb.AgreeRequest(call=call))
 
     @override
+    def made(self, call_index: int) -> None:
+        self._requests.put(pb.AgreeRequest(made=pb.MadeCall(call_index=call_index)))
+
+    @override
+    def settle(self, standings: Standings) -> None:
+        self._requests.put(pb.AgreeRequest(standings=to_message(standings)))
+
+    @override
     def give_up(self, failure: pb.Failure) -> None:
         # Rank 0 answers with what all get, unless it has left.
         if self._is_alone:
@@ -265,6 +310,8 @@ class CoordinatorLink(Agreement):
                 event = response.WhichOneof("event")
                 if event == "verdict":
                     self._mailbox.put_verdict(response.verdict)
+                elif event == "standings":
+                    self._mailbox.put_standings(response.standings)
                 elif event == "end":
                     self._on_end(response.end)
                     return

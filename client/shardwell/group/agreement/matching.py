@@ -10,6 +10,10 @@ before that is told when it calls JOIN again, which it must before any other cal
 
 Invariants: every rank gets one verdict for each call it makes, and all verdicts of a call say the
 same; no verdict but of a failure is given before all active ranks have called.
+
+In an elastic group a call that goes on has a second verdict, once all its ranks say that they have
+made it. A call that lacks a rank that left, and one that admits while newcomers wait, is not made:
+its verdict says that all follow the generation with another (docs/adr/0037-elastic-groups.md).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ FAILURE_COUNT_MAX = 1024
 UNDER_WAY_COUNT_MAX = 256
 """Calls that a rank may be ahead of the slowest."""
 _PROBLEM_LENGTH_MAX = 500
+_THAT_MOVE_NOTHING = (pb.OPERATION_BARRIER, pb.OPERATION_JOIN, pb.OPERATION_STATE)
 
 Verdicts = list[tuple[int, pb.Verdict]]
 """(rank, what it is told)."""
@@ -42,10 +47,22 @@ class _Open:
 
 
 class CallMatcher:
-    """For one thread at a time."""
+    """For one thread at a time.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: Number of ranks.
+        is_elastic: Whether calls have second verdicts, and the generation ends where ranks change.
+    """
+
+    def __init__(self, size: int, *, is_elastic: bool = False) -> None:
         self._size = size
+        self._is_elastic = is_elastic
+        self.newcomer_count = 0
+        """Workers that wait for the next generation."""
+        self._moving: dict[int, set[int]] = {}
+        """By call that goes on in an elastic group: ranks that have not made it."""
+        self._moving_ranks: dict[int, list[int]] = {}
+        """By such a call: all that take part."""
         self._next_index = [0] * size
         self._inactive_from: list[float] = [math.inf] * size
         self._joined: dict[int, list[float]] = {}
@@ -93,6 +110,22 @@ class CallMatcher:
         opened.deadline_s = min(opened.deadline_s, deadline_s)
         return self._decide(index)
 
+    def made(self, rank: int, index: int) -> Verdicts:
+        """A rank of an elastic group has all that it will have of a call that goes on.
+
+        Raises:
+            ArgumentError: it takes no part in the call, or has said so before.
+        """
+        awaited = self._moving.get(index, set())
+        if rank not in awaited:
+            raise ArgumentError(f"rank {rank} has not to make call {index}")
+        awaited.remove(rank)
+        if awaited:
+            return []
+        del self._moving[index]
+        verdict = pb.Verdict(call_index=index, made=True)
+        return [(each, verdict) for each in self._moving_ranks.pop(index)]
+
     def leave(self, rank: int, reason: str) -> Verdicts:
         """A rank has left, after the calls that it has made; later calls fail."""
         self._left[rank] = reason
@@ -137,7 +170,7 @@ class CallMatcher:
         is_join = call.operation == pb.OPERATION_JOIN
         if call.operation not in pb.Operation.values() or not call.operation:
             raise ArgumentError(f"operation {call.operation} is unknown")
-        moves = call.operation not in (pb.OPERATION_BARRIER, pb.OPERATION_JOIN)
+        moves = call.operation not in _THAT_MOVE_NOTHING
         if moves and not call.HasField("problem"):
             reduces = call.operation not in (pb.OPERATION_BROADCAST, pb.OPERATION_ALL_GATHER)
             if call.codec not in WIRE_CODECS.values() or (
@@ -220,14 +253,18 @@ class CallMatcher:
         missing = active - set(opened.calls)
         gone = sorted(rank for rank in missing if rank in self._left)
         if gone:
-            return self._fail(index, self._lost())
+            return self._regroup(index) if self._is_elastic else self._fail(index, self._lost())
         if missing:
             return []
         calls = {rank: opened.calls[rank] for rank in sorted(opened.calls)}
         failure = _disagreement(index, calls, self._size)
         if failure is not None:
             return self._fail(index, failure)
+        if self.newcomer_count and all(call.admits for call in calls.values()):
+            return self._regroup(index)
         del self._open[index]
+        if self._is_elastic:
+            self._moving[index], self._moving_ranks[index] = set(calls), list(calls)
         verdict = pb.Verdict(
             call_index=index,
             operation=next(iter(calls.values())).operation,
@@ -237,10 +274,16 @@ class CallMatcher:
         return [(rank, verdict) for rank in calls]
 
     def _fail(self, index: int, failure: pb.Failure) -> Verdicts:
+        return self._not_made(index, pb.Verdict(call_index=index, failure=failure))
+
+    def _regroup(self, index: int) -> Verdicts:
+        return self._not_made(index, pb.Verdict(call_index=index, regroup=True))
+
+    def _not_made(self, index: int, verdict: pb.Verdict) -> Verdicts:
+        """A verdict for those who have called, and for those who will."""
         calls = self._open.pop(index).calls
         # Of those who do not agree, the first one's.
-        operation = calls[min(calls)].operation
-        verdict = pb.Verdict(call_index=index, operation=operation, failure=failure)
+        verdict.operation = calls[min(calls)].operation
         told = [(rank, verdict) for rank in sorted(calls)]
         self._failed[index] = verdict
         self._forget_failures()
@@ -327,7 +370,7 @@ def _name(call: pb.CollectiveCall) -> str:
 def _described(call: pb.CollectiveCall) -> str:
     """All that ranks must have in common, in words."""
     parts = []
-    if call.operation != pb.OPERATION_BARRIER:
+    if call.operation not in _THAT_MOVE_NOTHING:
         parts.append(f"{call.element_count} elements")
         if call.reduction in pb.Reduction.values() and call.reduction:
             parts.append(f"op {pb.Reduction.Name(call.reduction)[len('REDUCTION_') :].lower()}")
@@ -335,4 +378,6 @@ def _described(call: pb.CollectiveCall) -> str:
             parts.append(f"codec {codec_words(call.codec)}")
     if call.operation in (pb.OPERATION_REDUCE, pb.OPERATION_BROADCAST):
         parts.append(f"root {call.root}")
+    if call.retries:
+        parts.append("retry")
     return f"{_name(call)}({', '.join(parts)})"

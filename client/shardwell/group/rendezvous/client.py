@@ -116,6 +116,7 @@ class Rendezvous(Closing):
         previous: Formed | None = None,
         lost_ranks: Sequence[int] = (),
         replacement_wait_ms: int = 0,
+        without_newcomers: bool = False,
     ) -> Formed:
         """A place in the group's next generation; blocks until all its members are there.
 
@@ -135,6 +136,7 @@ class Rendezvous(Closing):
             previous: The generation to follow with another.
             lost_ranks: Ranks there that are known to be lost.
             replacement_wait_ms: How long the others wait for replacements of those.
+            without_newcomers: In an elastic group, whether members of `previous` alone follow.
 
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
@@ -158,6 +160,7 @@ class Rendezvous(Closing):
             request.previous_member_count = len(previous.members)
             request.lost_ranks.extend(lost_ranks)
             request.replacement_wait_ms = replacement_wait_ms
+            request.without_newcomers = without_newcomers
         waiting = _Waiting(self.address, request, timeout_s)
         try:
             with contextlib.ExitStack() as greetings:
@@ -418,6 +421,14 @@ class _Waiting:
                 rank=self._rank,
             )
         missing = tuple(last.missing_ranks)
+        if self._spec.min_size and not last.members:
+            return WorkersMissingError(
+                f"elastic group {name!r} was not complete within {self._timeout_s:g} s: "
+                f"{'; '.join(last.refusals)}; start more workers, or raise join_timeout_s (of a "
+                f"call: timeout_s) ({self._address})",
+                missing_ranks=missing,
+                rank=self._rank,
+            )
         count = len(last.members) or size
         there = [rank for rank in range(count) if rank not in missing]
         verb = "have not reached all others" if last.members else "did not come"

@@ -57,6 +57,7 @@ class Applicant:
         "rank",
         "replacement_wait_s",
         "spec",
+        "without_newcomers",
     )
 
     def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
@@ -68,6 +69,8 @@ class Applicant:
         have closed up since and that one is taken."""
         self.previous_generation = request.previous_generation
         self.replacement_wait_s = request.replacement_wait_ms / 1000
+        self.without_newcomers = request.without_newcomers
+        """Only its generation's members are to be in the one that follows."""
         self.asked_s = now_s
         """When it asked first."""
         self.lease = Lease(request.lease_ms / 1000, now_s)
@@ -79,7 +82,13 @@ class Applicant:
             and self.spec == request.spec
             and self.asked_rank == request.rank
             and self.previous_generation == request.previous_generation
+            and self.without_newcomers == request.without_newcomers
         )
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether it was in no generation before."""
+        return not self.previous_generation
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +179,9 @@ class Suspicion:
     """A member of a forming generation whom another can't reach: it may be dead."""
 
     verdict: Verdict
-    """What all get if it lives."""
+    """What all get if it lives; in an elastic group, where a newcomer says so, it alone."""
+    reporter: Applicant
+    """The worker that can't reach it."""
     word_count: int = 0
     """How often it has asked since."""
 

@@ -82,6 +82,7 @@ def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
         ("strategy", repr(kept.strategy), repr(got.strategy)),
         ("codec", repr(codec_words(kept.codec)), repr(codec_words(got.codec))),
         ("allow_non_finite", str(kept.allow_non_finite), str(got.allow_non_finite)),
+        ("min_size", str(kept.min_size), str(got.min_size)),
     )
     return ", ".join(f"{what} {one}, got {other}" for what, one, other in pairs if one != other)
 

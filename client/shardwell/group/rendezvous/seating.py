@@ -1,7 +1,8 @@
 """Who has which place of a group: the members that live, and those who ask for one. Pure.
 
 Who asks for the rank of another, the holder, contends for it, and has no place while it does. So
-does who asks for the group's name with other settings than those who are there.
+does who asks for the group's name with other settings than those who are there. In an elastic group
+a rank is a wish, and nobody contends: a newcomer has a free rank, or waits for one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from shardwell.group.rendezvous.members import (
 )
 from shardwell.group.rendezvous.refusals import differences
 from shardwell.v1 import group_pb2 as pb
+
+_NAMED_COUNT_MAX = 8
+"""Workers that a note names."""
 
 
 class Holder(NamedTuple):
@@ -65,12 +69,35 @@ class Seating:
 
     def placed(self) -> dict[int, Applicant]:
         """Those who would take part, by the ranks they want; others contend with the holders."""
+        if self.is_elastic:
+            return self._placed_by_age()
         placed: dict[int, Applicant] = {}
         for applicant in self.agreeing():
             seat = None if self.generation is None else self.generation.living_at(applicant.rank)
             if (seat is None or self.is_back(seat, applicant)) and applicant.rank not in placed:
                 placed[applicant.rank] = applicant
         return placed
+
+    def _placed_by_age(self) -> dict[int, Applicant]:
+        """Those who would take part in an elastic group: members that come back, then newcomers.
+
+        Members have the ranks that they had, newcomers the ranks that are free.
+        """
+        agreeing = self.agreeing()
+        placed = {one.rank: one for one in agreeing if not one.is_newcomer}
+        taken = placed.keys() | {seat.rank for seat in self.living()}
+        free = [rank for rank in range(self.spec.size) if rank not in taken]
+        for applicant in agreeing:
+            if applicant.is_newcomer and free:
+                rank = applicant.rank if applicant.rank in free else free[0]
+                free.remove(rank)
+                placed[rank] = applicant
+        return placed
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers come and go: `size` is the largest number then, `min_size` the least."""
+        return self.spec.min_size > 0
 
     def agreeing(self) -> list[Applicant]:
         """Those who ask for the group as it is."""
@@ -157,11 +184,18 @@ class Seating:
         placed = self.placed()
         missing = {rank for rank in range(self.spec.size) if rank not in placed}
         notes = list(refusals)
+        if self.is_elastic:
+            missing = self._missing_of_elastic(placed)
+            notes.append(self._note_of_elastic(applicant, placed))
         asking: Iterable[Applicant] = self.agreeing()
         if forming is not None:
             missing, asking = set(range(len(forming.applicants))), ()
             notes.append(f"generation {forming.number} is formed without this worker; it waits")
-        contending = {one.rank: one for one in asking if placed.get(one.rank) is not one}
+        contending = {
+            one.rank: one
+            for one in asking
+            if not self.is_elastic and placed.get(one.rank) is not one
+        }
         for rank, contender in sorted(contending.items()):
             missing.add(rank)
             holder = self.holder(contender, placed)
@@ -171,6 +205,30 @@ class Seating:
                 f"{max(holder.lease.end_s - now_s, 0.0):.3g} s"
             )
         return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)
+
+    def _missing_of_elastic(self, placed: dict[int, Applicant]) -> set[int]:
+        """Ranks that an elastic group waits for: members that live, and as many as it lacks."""
+        awaited = {seat.rank for seat in self.living() if not self.is_back(seat)}
+        open_ranks = [
+            rank for rank in range(self.spec.size) if rank not in placed and rank not in awaited
+        ]
+        return awaited | set(open_ranks[: max(self.spec.min_size - len(placed) - len(awaited), 0)])
+
+    def _note_of_elastic(self, applicant: Applicant, placed: dict[int, Applicant]) -> str:
+        """Why the next generation of an elastic group is not formed yet."""
+        living, least = self.living(), self.spec.min_size
+        if applicant not in placed.values():
+            return f"all {self.spec.size} places are taken (size); this worker waits for one"
+        if applicant.is_newcomer and living:
+            return (
+                f"generation {self.generation.number if self.generation else 0} has "
+                f"{len(living)} members, which let this worker in at their next call: at "
+                "broadcast_state, where they call that"
+            )
+        there = ", ".join(
+            described(rank, one.member) for rank, one in sorted(placed.items())[:_NAMED_COUNT_MAX]
+        )
+        return f"{len(placed)} of at least {least} workers (min_size) are here: {there}"
 
     def _contender_answer(self, applicant: Applicant, now_s: float) -> pb.JoinGroupResponse:
         """What is told to who asks for the group's name with other settings."""
@@ -203,4 +261,5 @@ class Seating:
                 for other in generation.seats
                 if other is not seat and self.is_back(other)
             ]
-        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(self.placed()))
+        waiting = [one for one in self.placed().values() if one.is_newcomer or not self.is_elastic]
+        return pb.RenewLeaseResponse(lost=lost, waiting_count=len(waiting))

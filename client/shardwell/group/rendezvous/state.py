@@ -136,13 +136,15 @@ class Gathering:
         }
         found = {seat.rank: described(seat.rank, seat.member) for seat in living}
         found |= {rank: described(rank, one.member) for rank, one in placed.items()}
+        least = spec.min_size or spec.size
+        absent = [rank for rank in range(spec.size) if rank not in found]
         asked_s = [one.asked_s for one in placed.values()]
         return GroupState(
             name=spec.name,
             size=spec.size,
             generation=0 if generation is None or not living else generation.number,
             members=tuple(found[rank] for rank in sorted(found)),
-            missing_ranks=tuple(rank for rank in range(spec.size) if rank not in found),
+            missing_ranks=tuple(absent[: max(least - len(found), 0)]),
             waited_s=max(now_s - min(asked_s), 0.0) if asked_s else 0.0,
             notes=tuple(self._refusals.texts),
         )
@@ -198,6 +200,8 @@ class Gathering:
         placed = seating.placed()
         for applicant in list(seating.applicants.values()):
             agrees = applicant.spec == seating.spec
+            if agrees and seating.is_elastic:
+                continue  # it waits for a rank that is free
             if agrees and (closes_up or placed.get(applicant.rank) is applicant):
                 continue  # it has a place, or ranks are about to change
             holder = seating.holder(applicant, placed)
@@ -234,6 +238,9 @@ class Gathering:
         living = self.seating.living()
         if not placed or not all(self.seating.is_back(seat) for seat in living):
             return
+        if self.seating.is_elastic:
+            self._form_elastic(placed, now_s)
+            return
         if len(placed) < len(self.seating.agreeing()):
             return  # somebody contends: whether the holder lives is known within its lease
         if len(placed) < self.seating.spec.size:
@@ -246,6 +253,29 @@ class Gathering:
                 return
         applicants = [placed[rank] for rank in sorted(placed)]
         self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
+
+    def _form_elastic(self, placed: dict[int, Applicant], now_s: float) -> None:
+        """As `_form`, of an elastic group: members keep their order, and newcomers come behind.
+
+        A group's first generation waits for one lease: as long as members of an older one, of which
+        a server that was started anew has not heard yet, take to make themselves known.
+        """
+        spec = self.seating.spec
+        back = [placed[rank] for rank in sorted(placed) if not placed[rank].is_newcomer]
+        new = [placed[rank] for rank in sorted(placed) if placed[rank].is_newcomer]
+        if back:
+            wait_s = max(one.replacement_wait_s for one in back)
+            if len(placed) < spec.size and now_s < min(one.asked_s for one in back) + wait_s:
+                return
+        elif len(placed) < spec.size and now_s < min(
+            one.asked_s + one.lease.duration_s for one in new
+        ):
+            return
+        if any(one.without_newcomers for one in back):
+            new = []
+        elif len(placed) < spec.min_size:
+            return
+        self.seating.forming = Forming(number=self._numbers.take(), applicants=[*back, *new])
 
     def _begin_generation(self, forming: Forming) -> None:
         """All have reached one another."""
@@ -305,6 +335,13 @@ class Gathering:
         if suspicion is not None:
             suspicion.word_count += 1
             if suspicion.word_count >= WORD_COUNT_OF_THE_LIVING:
+                if (
+                    self.seating.is_elastic
+                    and suspicion.reporter.is_newcomer
+                    and not (forming.applicants[rank].is_newcomer)
+                ):  # the members go on without it
+                    self._refuse(suspicion.reporter, suspicion.verdict, now_s)
+                    return
                 self._refusals.fail(forming.number, suspicion.verdict, now_s)
                 for applicant in forming.applicants:
                     self._refuse(applicant, suspicion.verdict, now_s)
@@ -322,7 +359,11 @@ class Gathering:
         if missed.rank not in forming.suspicions:
             message = unreachable_text(self.seating.spec.name, rank, forming.applicants, missed)
             verdict = Verdict(kind=WorkerUnreachableError, message=message, rank=missed.rank)
-            forming.suspicions[missed.rank] = Suspicion(verdict=verdict)
+            reporter, other = forming.applicants[rank], forming.applicants[missed.rank]
+            if self.seating.is_elastic and other.is_newcomer and not reporter.is_newcomer:
+                self._refuse(other, verdict, now_s)  # members do not wait until its lease ends
+                return
+            forming.suspicions[missed.rank] = Suspicion(verdict=verdict, reporter=reporter)
 
     # Generations that were formed before this server was started.
 
@@ -357,6 +398,7 @@ class Gathering:
             and generation.is_adopted
             and request.checked_generation == generation.number
             and len(generation.seats) == self.seating.spec.size  # where nobody's rank has changed
+            and not self.seating.is_elastic
         ):
             free = generation.living_at(request.rank)
             if free is not None and free.member is None:

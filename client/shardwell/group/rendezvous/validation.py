@@ -105,6 +105,7 @@ def _check_spec(spec: pb.GroupSpec, limits: MeetingLimits) -> None:
             "make several groups"
         )
     _check_range("a group's size", spec.size, 1, limits.group_size_max)
+    _check_range("a group's min_size", spec.min_size, 0, spec.size)
     if len(spec.strategy) > STRATEGY_LENGTH_MAX or not _STRATEGY.fullmatch(spec.strategy):
         raise ArgumentError(
             f"a group's strategy is a name such as 'ring' or 'tree(arity=2)', of at most "

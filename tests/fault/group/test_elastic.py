@@ -1,0 +1,248 @@
+"""Workers of an elastic group that come, leave, are killed or stand still while all go on.
+
+Goal: nobody calls rebuild(), every step has the same sum on all that made it, weights are those of
+a replay of who took part, and a newcomer goes on from the state of the others. Method: real
+processes, killed for real; a sum says who took part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.faults.standing_still import stop
+from harness.programs.commands import ServingShard
+from harness.programs.elastic_group_processes import ElasticWorker, check_steps
+from harness.programs.ports import free_port
+
+LONG = 2_000_000
+"""A sum that is under way for most of a step."""
+STRATEGIES = ("ring", "tree(arity=2)", "centralized")
+
+Start = Callable[..., list[ElasticWorker]]
+
+
+@pytest.fixture
+def target(cluster) -> str:
+    """Where workers meet."""
+    return str(cluster(1).target)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts workers, which are there when each has made a step with all others of the call."""
+    with contextlib.ExitStack() as stack:
+
+        def started(target: str, *uids: int, others: tuple[int, ...] = (), **options):
+            workers = [stack.enter_context(ElasticWorker(target, uid, **options)) for uid in uids]
+            for worker in workers:
+                worker.await_step_of([*others, *uids])
+            return workers
+
+        yield started
+
+
+def kill(*workers: ElasticWorker) -> None:
+    for worker in workers:
+        worker.send(signal.SIGKILL)
+    for worker in workers:
+        assert worker.end() == -signal.SIGKILL
+
+
+def finish(*workers: ElasticWorker) -> None:
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        assert worker.end() == 0, worker.log
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_rank_that_is_killed(target, start, strategy, victim, retry) -> None:
+    """In calls of many chunks, so that some have final values; rank 0 decides, and may be it."""
+    workers = start(target, 0, 1, 2, element_count=LONG, retry=retry, strategy=strategy)
+    dead = next(each for each in workers if each.steps[-1]["rank"] == victim)
+    kill(dead)
+    left = [each for each in workers if each is not dead]
+    for worker in left:
+        worker.await_step_of(each.uid for each in left)
+    finish(*left)
+    check_steps(workers)
+    if retry:
+        assert not any('"error"' in line for worker in left for line in worker.lines)
+
+
+DEATHS = [
+    (rank, at)
+    for rank in (0, 1, 2)
+    for at in ("announcing", "sending", "made", "told", "going", "making")
+    if rank == 0 or at not in ("going", "making")
+]
+DEATH_STEP = 5
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.parametrize(("rank", "at"), DEATHS)
+def test_a_rank_dies_at_one_instant_of_a_sum(target, start, rank, at, retry) -> None:
+    """What some know of the call when it dies decides for all: it is over, or made again."""
+    dies = {"rank": rank, "size": 3, "step": DEATH_STEP, "at": at}
+    workers = start(target, 0, 1, 2, element_count=LONG, retry=retry, dies=dies)
+    dead = next(each for each in workers if each.steps[-1]["rank"] == rank)
+    assert dead.end() == -signal.SIGKILL
+    left = [each for each in workers if each is not dead]
+    for worker in left:
+        worker.await_step_of(each.uid for each in left)
+    finish(*left)
+    found = check_steps(left)
+    counts = at in ("told", "making")
+    assert found[DEATH_STEP] == sum(2**each.uid for each in (workers if counts else left))
+    fails = not (retry or counts or at == "announcing")
+    for worker in left:
+        assert sum('"error"' in line for line in worker.lines) == fails, worker.lines
+
+
+def test_a_newcomer_goes_on_from_the_state_of_the_others(target, start) -> None:
+    workers = start(target, 0, 1)
+    (new,) = start(target, 5, others=(0, 1))
+    for worker in workers:
+        worker.await_step_of([0, 1, 5])
+    finish(*workers, new)
+    check_steps([*workers, new])
+    assert new.steps[0]["step"] > 0
+    assert new.steps[0]["rank"] == 2, "newcomers come behind"
+    assert workers[0].steps[-1]["size"] == 3 or workers[1].steps[-1]["size"] == 3
+
+
+def test_a_worker_that_leaves_fails_no_call_of_the_others(target, start) -> None:
+    workers = start(target, 0, 1, 2, retry=False)
+    by_rank = sorted(workers, key=lambda each: each.steps[-1]["rank"])
+    while len(by_rank) > 1:
+        assert by_rank.pop(0).leave() == 0  # rank 0
+        for worker in by_rank:
+            worker.await_step_of(each.uid for each in by_rank)
+    finish(*by_rank)
+    check_steps(workers)
+    assert not any('"error"' in line for worker in workers for line in worker.lines)
+
+
+def test_two_killed_at_once(target, start) -> None:
+    workers = start(target, 0, 1, 2, 3, element_count=LONG)
+    kill(*workers[1:3])
+    for worker in (workers[0], workers[3]):
+        worker.await_step_of([0, 3])
+    finish(workers[0], workers[3])
+    check_steps(workers)
+
+
+def test_a_killed_worker_comes_back_with_nothing(target, start) -> None:
+    """All members are replaced one after the other, and the state goes on."""
+    workers = start(target, 0, 1, 2)
+    living = list(workers)
+    for uid in (3, 4, 5):
+        kill(living.pop(0))
+        for worker in living:
+            worker.await_step_of(each.uid for each in living)
+        workers += start(target, uid, others=tuple(each.uid for each in living))
+        living.append(workers[-1])
+    finish(*living)
+    found = check_steps(workers)
+    assert found[len(found) - 1] & 7 == 0, "none of the first is left"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_stood_still_beyond_its_lease(target, start, victim) -> None:
+    """The others go on; it is told to join again, and does, as a newcomer."""
+    workers = start(target, 0, 1, 2)
+    stopped = next(each for each in workers if each.steps[-1]["rank"] == victim)
+    left = [each for each in workers if each is not stopped]
+    stop(stopped.pid)
+    for worker in left:
+        worker.await_step_of(each.uid for each in left)
+    stopped.send(signal.SIGCONT)
+    error = stopped.await_line(lambda line: "error" in line)["error"]
+    assert "join it again" in error
+    assert "join it again" in stopped.await_line(lambda line: "over" in line)["over"]
+    assert stopped.end() == 0, stopped.log
+    (again,) = start(target, 6, others=tuple(each.uid for each in left))
+    finish(*left, again)
+    check_steps([*left, again])
+
+
+def test_fewer_than_min_size_wait_for_others(target, start) -> None:
+    workers = start(target, 0, 1, 2, min_size=3)
+    kill(workers[2])
+    with ElasticWorker(target, 3, min_size=3) as new:
+        for worker in (*workers[:2], new):
+            worker.await_step_of([0, 1, 3])
+        kill(*workers[:2], new)  # the last would wait for others
+        found = check_steps([*workers, new])
+    assert all(mask.bit_count() == 3 for mask in found.values())
+
+
+def test_a_newcomer_that_is_killed_while_it_comes_in(target, start) -> None:
+    """It has asked for a place; the members go on without it, before its lease has ended."""
+    workers = start(target, 0, 1)
+    for uid in (2, 3):
+        with ElasticWorker(target, uid, lease_s=600.0) as new:
+            new.send(signal.SIGKILL) if uid == 2 else new.await_line(lambda line: "joined" in line)
+            kill(new) if uid == 3 else new.end()
+        for worker in workers:
+            worker.await_line(lambda line: line.get("size") == 2)
+            worker.await_step_of([0, 1])
+    finish(*workers)
+    check_steps(workers)
+
+
+def test_the_meeting_place_is_started_again(start) -> None:
+    """Members make themselves known to it, and a newcomer comes in after it."""
+    port = free_port()
+    with ServingShard(port=port) as shard:
+        target = shard.address()
+        workers = start(target, 0, 1)
+        shard.send(signal.SIGKILL)
+        shard.end()
+        with ElasticWorker(target, 2) as new:
+            with ServingShard(port=port) as again:
+                again.address()
+                for worker in (*workers, new):
+                    worker.await_step_of([0, 1, 2])
+                kill(workers[0])
+                for worker in (workers[1], new):
+                    worker.await_step_of([1, 2])
+                finish(workers[1], new)
+            check_steps([*workers, new])
+    assert new.steps[0]["step"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_storm(target, start, seed) -> None:
+    """Workers are killed, leave and come at random, several at once."""
+    chance = random.Random(seed)
+    living = start(target, 0, 1, 2, element_count=200_000)
+    workers, uid = list(living), 3
+    for _ in range(12):
+        blow = chance.choice(["kill", "leave", "come", "come"])
+        if blow == "come" and len(living) < 5 and uid < 18:
+            new = start(
+                target, uid, others=tuple(each.uid for each in living), element_count=200_000
+            )
+            workers += new
+            living += new
+            uid += 1
+        elif blow == "kill" and len(living) > 1:
+            kill(living.pop(chance.randrange(len(living))))
+        elif blow == "leave" and len(living) > 1:
+            assert living.pop(chance.randrange(len(living))).leave() == 0
+        for worker in living:
+            worker.await_step_of([each.uid for each in living])
+    finish(*living)
+    check_steps(workers)
