@@ -165,7 +165,7 @@ class ElasticShard:
             NameChanges(store),
             None,
             self.timer,
-            lambda name, step, chunk, names: self.lines.append((step, chunk, names)),
+            lambda closed: self.lines.append((closed.step, closed.chunk_index, closed.worker_ids)),
         )
         self.registry.recover(parameters)
         store.recovered()
