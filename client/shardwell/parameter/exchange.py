@@ -76,6 +76,8 @@ class Gradient:
     """Largest magnitudes of chunks that were looked at, by number: of all parts, in order."""
     after_refusal: bool = False
     """Whether a shard refused a part of the step's gradient before, and this is another one."""
+    has_carried: bool = False
+    """Whether it has what did not count of the gradients before."""
     is_clipped: bool = False
     """Whether the worker has scaled it down to its largest norm, or found that it need not."""
 

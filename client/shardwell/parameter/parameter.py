@@ -497,6 +497,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
                 work.peaks.clear()
+                self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
                 return room.result
 
@@ -830,8 +831,17 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             contributors=tuple(sorted(names)),
         )
 
+    def _add_carried(self, work: Gradient) -> None:
+        """Adds what did not count of earlier gradients to one whose values are there."""
+        if self._carried is None or not work.sample_count or work.has_carried:
+            return
+        work.values = Pieces(work.values.whole().astype(np.float32, copy=False) + self._carried)
+        work.has_carried = True
+
     def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
         """Keeps what did not count of a gradient for the next one."""
+        if not work.sample_count:  # it had no values, and took none with it
+            return
         if not late:
             self._carried = None
             return
@@ -925,9 +935,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_whole: bool = True,
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
-        if self._carried is not None and is_whole and count:
-            values = Pieces(values.whole().astype(np.float32, copy=False) + self._carried)
         work = Gradient(values, self.next_step, count, learning_rate)
+        if is_whole:
+            self._add_carried(work)
         self._transfer.late.clear()  # of a call that failed
         self._transfer.outcomes.clear()
         member = self._member

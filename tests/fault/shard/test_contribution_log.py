@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import shardwell
+from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
-from harness.programs.elastic_worker import NAME, ElasticWorker, inexact_gradient, opened
+from harness.programs.elastic_worker import NAME, ElasticWorker, opened
 
 SIZE, MANY = 1000, 100_000
 KILL_COUNT = 6
-
-
-def sets_of(directory: Path) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """The lines that count, by shard, chunk and step."""
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for path in directory.glob("shard-*.jsonl"):
-        for text in path.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue  # a kill has cut it off
-            key = line["shard"], line["chunk"], line["step"]
-            if not line.get("restored") or key not in found:
-                found[key] = line
-    return found
-
-
-def replayed(sets: dict[tuple[int, int, int], dict[str, Any]]) -> np.ndarray:
-    """The weights that the recorded sets lead to, in float32."""
-    weights = np.zeros(SIZE, np.float32)
-    gradients: dict[tuple[str, int], np.ndarray] = {}
-    versions: dict[tuple[int, int], int] = {}
-    for (shard, chunk, step), line in sorted(sets.items()):
-        assert step == versions.get((shard, chunk), 0), f"a step is missing before {line}"
-        versions[shard, chunk] = step + 1
-        where = slice(line["offset"], line["offset"] + line["size"])
-        total = np.zeros(line["size"], np.float32)
-        for worker_id in line["contributors"]:
-            key = worker_id, step
-            if key not in gradients:
-                gradients[key] = inexact_gradient(worker_id, step, SIZE)
-            total += gradients[key][where]
-        weights[where] -= total / np.float32(len(line["contributors"]))
-    return weights
 
 
 @pytest.mark.parametrize(
@@ -93,14 +57,16 @@ def test_a_replay_of_the_sets_gives_the_weights(cluster, connect, tmp_path, seed
 
     def is_replayed() -> bool:
         """A step may close between the two looks, once the last members are lost."""
-        return bool((replayed(sets_of(tmp_path / "log")) == net.get_weights()).all())
+        return bool((replayed(sets_of(tmp_path / "log"), SIZE) == net.get_weights()).all())
 
     eventually(f"a replay has the weights' bits, seed {seed}", is_replayed)
     sets = sets_of(tmp_path / "log")
     assert len({tuple(line["contributors"]) for line in sets.values()}) > 3
     for line in sets.values():
         line["contributors"].reverse()
-    assert (replayed(sets) != net.get_weights()).any()  # so the order is a part of what is tested
+    assert (
+        replayed(sets, SIZE) != net.get_weights()
+    ).any()  # so the order is a part of what is tested
 
 
 def test_what_a_kill_kept_from_the_log_is_restored(cluster, connect, tmp_path) -> None:

@@ -80,6 +80,23 @@ def test_what_did_not_count_is_carried_over(running: Callable[[str], shardwell.C
     assert set(slow.exchange(gradient(1.0)).tolist()) == {-4.0 - 112.0}
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_it_is_carried_past_a_step_without_a_gradient(
+    running: Callable[[str], shardwell.Client], is_begun: bool
+) -> None:
+    fast, slow = opened(running("w0")), opened(running("w1"), late="carry")
+    fast.exchange(gradient(2.0))
+    slow.exchange(gradient(100.0))
+    slow.exchange(None)
+    if is_begun:
+        begun = slow.begin_exchange(gradient(1.0))
+        begun.ready(0, SIZE)
+        found = begun.finish()
+    else:
+        found = slow.exchange(gradient(1.0))
+    assert set(found.tolist()) == {-2.0 - 101.0}
+
+
 def test_each_step_begins_with_another_chunk(running: Callable[[str], shardwell.Client]) -> None:
     nets = [opened(running(f"w{n}"), min_contributors=2) for n in range(2)]
     given = np.arange(SIZE, dtype=np.float32)
