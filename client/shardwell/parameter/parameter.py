@@ -815,11 +815,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         transfer.outcomes.clear()
         names = {name for each in outcomes for name in each.contributor_ids}
         version = min((int(each.version) for each in outcomes), default=work.step)
-        if self._member is not None and any(each.tenure_is_over for each in outcomes):
+        is_over = any(each.tenure_is_over for each in outcomes)
+        if self._member is not None and is_over:
             self._member.lose()
         self.is_draining |= any(each.is_draining for each in outcomes)
-        # A step that has its gradient is not its next; nor is one that is closed everywhere.
-        self.next_step = max(version, work.step + (not late))
+        # It may give the step again in its next tenure alone; what it gave counts once.
+        self.next_step = max(version, work.step + (not is_over))
         if self.late == "carry":
             self._carry(work, late)
         return Outcome(

@@ -123,6 +123,24 @@ def test_a_put_hears_what_counted_of_it(running: Callable[[str], shardwell.Clien
     assert outcome_of(slow).counted == "all"
 
 
+def test_a_put_that_is_late_in_part_is_followed_by_the_next_step(
+    cluster: Callable[..., LocalCluster], connect: Callable[..., shardwell.Client]
+) -> None:
+    """One shard closes the step without it; the other has counted it, and waits for others."""
+    running = cluster(2, chunk_size_bytes=CHUNK_BYTES)
+    *others, last = (
+        opened(connect(running, f"w{n}"), worker_count=3, min_contributors=2) for n in range(3)
+    )
+    for net in others:
+        transfer = net._transfer
+        transfer.parts = transfer.parts[:1]
+        net.put_gradient(gradient(1.0))
+    assert last.put_gradient(gradient(2.0)) == 0
+    assert (outcome_of(last).counted, last.next_step) == ("part", 1)
+    with pytest.raises(shardwell.WorkersMissingError):
+        last.put_gradient(gradient(5.0), timeout_s=1.0)
+
+
 def test_all_in_time_are_the_mean_of_all(running: Callable[[str], shardwell.Client]) -> None:
     first, second = (opened(running(f"w{n}"), min_contributors=2, grace_s=30.0) for n in range(2))
     first.put_gradient(gradient(2.0))
