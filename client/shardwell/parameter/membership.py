@@ -53,6 +53,8 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         ("CreateParameter", pb.CreateParameterRequest, pb.CreateParameterResponse),
         ("SetLearningRate", pb.SetLearningRateRequest, pb.SetLearningRateResponse),
     )
+    oldest_version = 0
+    """The fewest updates that a chunk had seen when this worker joined as an elastic member."""
     has_seat = False
     """Whether this worker had a seat when it opened: an earlier process of it contributed."""
 
@@ -145,6 +147,14 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             lost_seat=self._opened_in not in (0, self.tenure),
             **self._of,
         )
+
+    @override
+    def _join_members(
+        self, attempts: Attempts, from_step: int | None
+    ) -> list[pb.CreateParameterResponse]:
+        answers = super()._join_members(attempts, from_step)
+        self.oldest_version = min(each.version for each in answers if each.slice_size)
+        return answers
 
     @staticmethod
     @override

@@ -676,6 +676,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """Reads the weights of the first step that awaits this member, waiting for them."""
 
         def read(step: int, part: Attempts) -> int:
+            if self._closes_by_norm:  # all who were to close these steps may be gone
+                for version in range(self._opening.oldest_version + 1, step + 1):
+                    self._close_steps_before(version, part)
             found = part.run(partial(self._transfer.get_weights, weights, step, part))
             return int(found.version)
 

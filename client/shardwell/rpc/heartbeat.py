@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from shardwell.errors import CorruptChunkError
+from shardwell.errors import ClosedError, CorruptChunkError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.v1 import session_pb2 as pb
 from shardwell.wire import checksum
@@ -167,7 +167,8 @@ class Heartbeats:
         if asked is not None:
             with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, CorruptChunkError):
                 self._take(channel, asked.result())
-        with contextlib.suppress(ValueError):  # gRPC's, for a closed channel
+        # gRPC's, for a closed channel; Python's, for a thread as the process ends.
+        with contextlib.suppress(ValueError, RuntimeError, ClosedError):
             self._asked[channel.shard_index] = self._call(channel, _ANSWER_S)
 
     def _call(self, channel: ShardChannel, timeout_s: float) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from shardwell.errors import DeadlineError
 from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -169,9 +170,18 @@ class Opening(Generic[SpecT, AnswerT]):
         Raises:
             SeatsTakenError: max_count others are members.
             WorkerIdInUseError, NotInitializedError, LimitError: see the errors.
+            DeadlineError: the shards did not agree in time.
         """
         ahead = 1
         while True:
+            if attempts.remaining_s <= 0:
+                raise DeadlineError(
+                    f"{self._what}: worker {self._worker_id!r} is no member after "
+                    f"{attempts.timeout_s:g} s: each time a shard had ended its tenure, or steps "
+                    "closed faster than it joined; call again, or raise timeout_s",
+                    worker_id=self._worker_id,
+                    **self._of,
+                )
             if from_step is None:
                 self.tenure = secrets.randbits(63) + 1
             answers = claim_seat(attempts, partial(self._join_members, attempts, from_step))

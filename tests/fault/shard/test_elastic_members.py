@@ -114,3 +114,16 @@ def test_clip_norm_with_members_that_come_and_go() -> None:
         next_such(first, with_set("w0", "w1"))
         second.process.kill()
         next_such(first, with_set("w0"))
+
+
+def test_a_full_step_whose_members_are_all_gone_is_closed_by_the_next_one() -> None:
+    """Shards wait for the norm of a step that has all its gradients, and nobody is left to say."""
+    gradient = np.zeros(SIZE, np.float32)
+    gradient[0] = 4.0
+    with LocalCluster(shard_count=2, chunk_size_bytes=1024) as cluster:
+        with shardwell.connect(cluster.target, worker_id="w0") as client:
+            opened(client, SIZE, {"clip_norm": 1.0}).put_gradient(gradient)
+        with shardwell.connect(cluster.target, worker_id="w1", timeout_s=20.0) as client:
+            net = opened(client, SIZE, {"clip_norm": 1.0})
+            assert net.join() == 1
+            assert net.get_weights()[0] == pytest.approx(-1.0)
