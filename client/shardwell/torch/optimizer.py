@@ -59,7 +59,7 @@ from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.pushed_values import Meeting, PushedValues, replace, saved_values
 from shardwell.torch.threads import watch_threads
 from shardwell.torch.untrained import Untrained
-from shardwell.training.leave_request import LeaveRequest
+from shardwell.training.leave_request import LeaveRequest, go_on_without
 
 _LOG = logging.getLogger("shardwell")
 
@@ -273,10 +273,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             watch_threads(self, client, self.parameter)
         self._close_earlier()
         if leave_on_sigterm is None:
-            spec = self.parameter.spec
-            leave_on_sigterm = (
-                spec.worker_count == 1 or spec.mode == "async" or spec.members is not None
-            )
+            leave_on_sigterm = go_on_without(self.parameter.spec)
         self._leave = LeaveRequest()
         if leave_on_sigterm:
             self._leave.open()

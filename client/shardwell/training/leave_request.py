@@ -21,10 +21,19 @@ from collections.abc import Iterator
 from types import FrameType
 
 from shardwell.errors import WorkerLostError, WorkersMissingError
+from shardwell.specs.parameter import ParameterSpec
 
 EXIT_CODE = 128 + signal.SIGTERM
 """As shells have it of a process that SIGTERM ended: 143. Kubernetes and Slurm start such a worker
 again where they are to; 0 would say that its training is complete."""
+
+
+def go_on_without(spec: ParameterSpec) -> bool:
+    """Whether other workers of a parameter make their steps when one of them has left.
+
+    Where they do not, they wait for it to be started again, so SIGTERM may as well kill it.
+    """
+    return spec.members is not None or spec.mode == "async" or spec.worker_count == 1
 
 
 class LeaveRequest:

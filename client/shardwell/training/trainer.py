@@ -40,7 +40,7 @@ from shardwell.training.batches import (
     split_batch,
 )
 from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
-from shardwell.training.leave_request import LeaveRequest
+from shardwell.training.leave_request import LeaveRequest, go_on_without
 from shardwell.training.thread_group import ThreadedSync
 
 GradientFunction: TypeAlias = Callable[[Float32, Any], tuple[float, Any]]
@@ -85,8 +85,9 @@ class DataParallelTrainer:
         micro_batch_size: At most so many samples a call of the gradient function; None: the share
             as a whole.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
-            under way end, and then the program: see `is_leaving`. Default: with GroupSync alone;
-            with ServerSync others wait until this worker is started again.
+            under way end, and then the program: see `is_leaving`. Default: with GroupSync, and with
+            ServerSync where the others go on without this worker; with a fixed `worker_count` they
+            wait until it is started again.
 
     Raises:
         ArgumentError: an argument can't be used.
@@ -134,7 +135,11 @@ class DataParallelTrainer:
         self._synced = np.empty(self._flat.size + 1, np.float32)
         self._step = 0
         self._leave = LeaveRequest()
-        if isinstance(self.sync, GroupSync) if leave_on_sigterm is None else leave_on_sigterm:
+        if leave_on_sigterm is None:
+            leave_on_sigterm = isinstance(self.sync, GroupSync) or (
+                isinstance(self.sync, ServerSync) and go_on_without(self.sync.parameter.spec)
+            )
+        if leave_on_sigterm:
             self._leave.open()
 
     split_batch = staticmethod(split_batch)

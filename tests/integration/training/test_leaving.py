@@ -97,3 +97,28 @@ def test_the_other_members_go_on(cluster, connect, tmp_path: Path) -> None:
         eventually("it has left", lambda: contributors() == ("staying",))
         assert leaving.end() == 128 + signal.SIGTERM, leaving.log
         assert contributors() == ("staying",)
+
+
+@pytest.mark.parametrize(
+    ("crew", "notes"),
+    [
+        ({"worker_count": 2}, False),
+        ({"worker_count": 1}, True),
+        ({"members": shardwell.Elastic(min_count=1, max_count=4)}, True),
+    ],
+)
+def test_sigterm_is_noted_where_the_others_go_on(cluster, connect, crew, notes) -> None:
+    average = shardwell.Average()
+    net = connect(cluster(1), "w0").parameter("net", size=5, optimizer=average, **crew)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        trainer = shardwell.DataParallelTrainer(
+            lambda weights, batch: (0.0, weights),
+            np.zeros(4, np.float32),
+            shardwell.SGD(learning_rate=0.5),
+            shardwell.ServerSync(net),
+        )
+        assert (signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL) == notes
+        assert not trainer.is_leaving
+    finally:
+        signal.signal(signal.SIGTERM, before)
