@@ -53,9 +53,13 @@ class Worker:
 class MeetingMachine(RuleBasedStateMachine):
     """`told` is what workers have been told of each generation."""
 
+    min_size = 0
+    """Of an elastic group."""
+
     @initialize(size=st.integers(1, 4))
     def open(self, size: int) -> None:
         self.room = Room(size)
+        self.room.spec.min_size = self.min_size
         self.workers: list[Worker] = []
         self.told: dict[int, tuple[str, ...]] = {}
         self.formed: list[int] = []
@@ -232,7 +236,7 @@ class MeetingMachine(RuleBasedStateMachine):
         if not answer.generation:
             assert not answer.members
             assert not answer.ready
-            assert answer.missing_ranks
+            assert answer.missing_ranks or self.min_size
             return
         self.check_formed(worker, answer)
         worker.checked = answer.generation
@@ -333,3 +337,42 @@ class MeetingMachine(RuleBasedStateMachine):
 
 
 TestMeetings, TestMoreMeetings = cases(MeetingMachine, max_examples=60, step_count=30)
+
+
+class ElasticMeetingMachine(MeetingMachine):
+    """Of groups of one to `size` workers."""
+
+    @initialize(size=st.integers(1, 4))
+    def open(self, size: int) -> None:
+        self.min_size = 1
+        self.known: dict[int, tuple[str, ...]] = {}
+        super().open(size)
+
+    def check_formed(self, worker: Worker, answer: pb.JoinGroupResponse) -> None:
+        member_ids = tuple(member.member_id for member in answer.members)
+        if "" not in member_ids:
+            assert self.told.setdefault(answer.generation, member_ids) == member_ids
+        assert member_ids[answer.rank] == worker.member_id
+        assert len(set(member_ids)) == len(member_ids) <= self.room.spec.size
+        assert answer.generation > worker.generation
+        if answer.generation not in self.formed:
+            self.formed.append(answer.generation)
+            self.check_order(answer, member_ids)
+        self.latest = self.formed[-1]
+        assert answer.generation == self.latest, "an older generation is told of"
+
+    def check_order(self, answer: pb.JoinGroupResponse, member_ids: tuple[str, ...]) -> None:
+        """Who was a member before comes first, in the order of before."""
+        by_id = {worker.member_id: worker for worker in self.workers}
+        old = [each for each in member_ids if by_id[each].state == "rebuilding"]
+        assert list(member_ids[: len(old)]) == old, "a newcomer is before a member"
+        ranks = [by_id[each].rank for each in old]
+        assert ranks == sorted(ranks)
+
+    def check_refused(self, worker: Worker, error: errors.RankTakenError) -> None:
+        raise AssertionError(f"no rank belongs to anybody: {error}")
+
+
+TestElasticMeetings, TestMoreElasticMeetings = cases(
+    ElasticMeetingMachine, max_examples=60, step_count=30
+)

@@ -228,6 +228,8 @@ class Seating:
         there = ", ".join(
             described(rank, one.member) for rank, one in sorted(placed.items())[:_NAMED_COUNT_MAX]
         )
+        if len(placed) >= least:
+            return f"{len(placed)} workers are here, and more may come for one lease: {there}"
         return f"{len(placed)} of at least {least} workers (min_size) are here: {there}"
 
     def _contender_answer(self, applicant: Applicant, now_s: float) -> pb.JoinGroupResponse:
