@@ -499,6 +499,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 work.peaks.clear()
                 self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
+                if self._member is not None:  # it may have joined with this gradient
+                    self._read_first(self._member, room.pieces, attempts)
                 return room.result
 
             bound_s = timeout_s if own_s is None else own_s

@@ -36,11 +36,13 @@ from shardwell.errors import (
 )
 from shardwell.numerics.tensors import LARGE_ELEMENT_COUNT
 from shardwell.parameter.open_exchange import OpenExchange
-from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
 from shardwell.process.connected import Connected
 from shardwell.specs.layout import TensorLayout
+from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell.torch.buffers import (
@@ -80,6 +82,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     A `step` that fails is made good by the next one: call it again, or go on with another batch.
     What is not finite does not count: of its step, what had not left counts as zeros.
 
+    With `members`, workers come and go while training goes on. A worker that comes gets the
+    cluster's weights, never gives its own, and takes part with its first gradient; one that was
+    lost does so, too, by itself, and keeps its model and state. `outcome` says what counted.
+
     Args:
         model: Its parameters that require gradients are trained, under their names. They may be on
             any device, float32, float64, float16 or bfloat16; shards have float32. Names of
@@ -91,7 +97,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         param_groups: As torch has them: tensors, pairs of name and tensor, or dicts with "params",
             and "lr" or "weight_decay" of their own; keys that no optimizer of torch has, such as
             "name" or "lr_scale", stay the caller's. Default: one group of all.
-        worker_count: Workers that make a step.
+        worker_count: Workers that make a step; default: 1.
+        members: In place of worker_count: workers come and go; see `Elastic`. Each draws batches of
+            its own, and loops while `next_step` is below the last: it may skip steps.
+        min_contributors: See `Client.parameter`.
+        grace_s: See `Client.parameter`.
+        late: See `Client.parameter`.
         name: Of the parameter on the cluster.
         codec: How gradients and weights travel; see `Client.parameter`.
         mode: "sync" or "async"; see `Client.parameter`.
@@ -127,7 +138,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         optimizer: Optimizer,
         *,
         param_groups: Iterable[Any] | None = None,
-        worker_count: int = 1,
+        worker_count: int | None = None,
+        members: Elastic | None = None,
+        min_contributors: int = 0,
+        grace_s: float = 0.0,
+        late: LateName = "drop",
         name: str = "model",
         codec: CodecName = "fp16",
         mode: ModeName = "sync",
@@ -200,10 +215,15 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             shapes,
             groups=self._rates.tensor_groups(names_of_groups),
             optimizer=optimizer,
-            worker_count=worker_count,
+            **_crew(worker_count, members),
+            min_contributors=min_contributors,
+            grace_s=grace_s,
+            late=late,
             codec=codec,
             mode=mode,
         )
+        if members is not None:
+            self._check_tables()
         self.parameter: Parameter[NamedArrays] = self._opened()
         """The parameter on the cluster: `next_step`, `version`, `reopen`."""
         assert self.parameter.spec.layout is not None
@@ -239,9 +259,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._lock = threading.Lock()
         # A GradScaler then leaves scaling back to `step`, which it calls for each step: one that it
         # skips alone would be waited for by other workers.
-        self._step_supports_amp_scaling = (
-            overlap is True or self._has_tables or (worker_count > 1 and mode == "sync")
-        )
+        spec = self.parameter.spec
+        has_others = spec.mode == "sync" and (spec.members is not None or spec.worker_count > 1)
+        self._step_supports_amp_scaling = overlap is True or bool(self._tables) or has_others
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
         """By place: the gradient, and its version by torch's count."""
         self._left_out = {
@@ -264,7 +284,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             self._tensors,
             client,
             name,
-            worker_count=worker_count,
+            worker_count=None if members is not None else spec.worker_count,
             mode=mode,
             broadcast_frozen=broadcast_frozen,
             timeout_s=timeout_s,
@@ -326,6 +346,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         in order. A second SIGTERM ends the process at once.
         """
         return self._leave.has_come
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the shards counted of this worker's last gradient; None: it gave none."""
+        return self.parameter.outcome
 
     # What torch's optimizers have.
 
@@ -605,7 +630,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
         Raises:
             ArgumentError: some gradients of a step have left, which has not ended; or values are
-                asked for in asynchronous mode.
+                asked for in asynchronous mode, or where steps may close without this worker.
             ShardwellError: with `saves_values`, as `Client.save_checkpoint`.
         """
         self._check_between_steps("state_dict()")
@@ -614,6 +639,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         if self.saves_values:
             if self.parameter.spec.mode == "async":
                 raise ArgumentError("saves_values is for mode='sync': others have no one version")
+            if self.parameter.spec.has_open_sets:
+                raise ArgumentError(
+                    "saves_values is for a fixed worker_count, whose workers are all at one step; "
+                    "with members= or min_contributors= the others go on: client.save_checkpoint() "
+                    "has weights and arrays of one step"
+                )
             state[VALUES_KEY] = saved_values(self._client, self.parameter, own.version)
         return state
 
@@ -622,7 +653,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
         Where it is elsewhere, and the state has values (`saves_values`), they replace the
         cluster's: all workers load the same state then. The model gets them, and training goes on
-        at the state's step.
+        at the state's step. Where steps may close without this worker, as with `members`, the
+        cluster may have gone on since, and the worker goes on there.
 
         Raises:
             ArgumentError: the state is another optimizer's; or of another training or step, and
@@ -632,13 +664,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         found = TrainingState.of(state_dict)
         self._check_between_steps("load_state_dict()")
-        now, is_sync = self._training_state(), self.parameter.spec.mode == "sync"
+        now, spec = self._training_state(), self.parameter.spec
         values: PushedValues | None = None
         try:
-            found.check_goes_on(now, is_sync=is_sync)
+            found.check_goes_on(
+                now, is_sync=spec.mode == "sync", may_go_on_alone=spec.has_open_sets
+            )
         except ArgumentError:
             if VALUES_KEY not in state_dict or found.name != now.name:
                 raise
+            self._check_all_meet("load_state_dict() of a state with values")
             values = PushedValues.of(state_dict[VALUES_KEY], self.parameter.spec, found.version)
         before = self.param_groups
         try:
@@ -661,11 +696,13 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         `load_state_dict` of a state with values goes back to a step with all that belongs to it.
 
         Raises:
-            ArgumentError: another worker pushes other weights, or a step has not ended; nothing was
-                changed. Or a worker was started again meanwhile, and the parameter is gone.
+            ArgumentError: another worker pushes other weights, a step has not ended, or workers
+                come and go (`members`); nothing was changed. Or a worker was started again
+                meanwhile, and the parameter is gone.
             WorkersMissingError: other workers do not push; nothing was changed.
             ShardwellError: as `Client.delete` and `Client.parameter`.
         """
+        self._check_all_meet("push_weights()")
         self._check_between_steps("push_weights()")
         weights = torch.empty(self._layout.size, dtype=torch.float32, device="cpu")
         for tensor, own in zip(self._layout, self._tensors.values(), strict=True):
@@ -688,6 +725,34 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._await_uploads()
         self.parameter.get_weights(out=self._weights.arrays, timeout_s=self.timeout_s)
         self._take_weights()
+
+    def _check_all_meet(self, what: str) -> None:
+        """Returns if the workers are known, so that all of them can meet.
+
+        Raises:
+            ArgumentError: they come and go.
+        """
+        if self.parameter.spec.members is not None:
+            raise ArgumentError(
+                f"{what} waits until all workers call it, and with members= nobody knows who they "
+                "are: a worker that comes later would miss it; begin a training under another "
+                "name= with these weights, or client.restore_checkpoint() before workers start"
+            )
+
+    def _check_tables(self) -> None:
+        """Refuses tables in the model that would wait for a worker which has gone.
+
+        Raises:
+            ArgumentError: one has a fixed number of workers.
+        """
+        for module in self._tables:
+            spec = module.table.spec
+            if spec.mode == "sync" and spec.members is None:
+                raise ArgumentError(
+                    f"table {spec.name!r} of the model has {spec.crew} for good, and would wait "
+                    "for one that has gone; with members= open it with members= or mode='async', "
+                    "too"
+                )
 
     def _check_between_steps(self, what: str) -> None:
         """Returns if no gradient has left that no step has counted; takes back what has not.
@@ -729,9 +794,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         before, self._is_paused = self._is_paused, True
         try:
             with contextlib.ExitStack() as layers:
-                for module in self._model.modules():
-                    if isinstance(module, TableModule):
-                        layers.enter_context(module.no_sync())
+                for module in self._tables:
+                    layers.enter_context(module.no_sync())
                 yield
         finally:
             self._is_paused = before
@@ -745,7 +809,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         of floating point numbers, made in float32; integers and all else stay each worker's own.
 
         Raises:
-            ArgumentError: the mode is "async", which has no steps to meet at.
+            ArgumentError: the mode is "async", which has no steps to meet at, or workers come and
+                go (`members`).
             ShardwellError: as `Parameter.exchange`.
         """
         self._untrained.average(timeout_s)
@@ -954,9 +1019,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 )
 
     @property
-    def _has_tables(self) -> bool:
-        """Whether the model has layers whose weight is a table."""
-        return any(isinstance(module, TableModule) for module in self._model.modules())
+    def _tables(self) -> list[TableModule]:
+        """The model's layers whose weight is a table."""
+        return [module for module in self._model.modules() if isinstance(module, TableModule)]
 
     def _left_by_scaler(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What a GradScaler leaves to the optimizer: whether a gradient is not finite, its scale.
@@ -972,7 +1037,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             raise ArgumentError(
                 "a GradScaler scales gradients back when they have left already; pass overlap=False"
             )
-        if found_inf is not None and self._has_tables:
+        if found_inf is not None and self._tables:
             raise ArgumentError(
                 "a GradScaler does not scale back gradients of a table's rows, which backward "
                 "pushes; train in bfloat16, which needs none"
@@ -990,6 +1055,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if tensor.grad is not None:
                 tensor.grad.mul_(inverse.to(tensor.grad.device))
         self._scaled_back = self._gradient_versions()
+
+
+def _crew(worker_count: int | None, members: Elastic | None) -> dict[str, Any]:
+    """Those of the two that were given, as `Client.parameter` takes them."""
+    given = {"worker_count": worker_count, "members": members}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _sparse(tensor_name: str) -> ArgumentError:

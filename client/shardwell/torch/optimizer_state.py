@@ -66,12 +66,16 @@ class TrainingState:
             )
         return TrainingState(**found)
 
-    def check_goes_on(self, now: TrainingState, *, is_sync: bool) -> None:
+    def check_goes_on(
+        self, now: TrainingState, *, is_sync: bool, may_go_on_alone: bool = False
+    ) -> None:
         """Returns if the cluster is where the state was saved.
 
         Args:
             now: Where it is.
             is_sync: Whether its versions are steps that all workers make together.
+            may_go_on_alone: Whether such a step may close without a worker: a state of any earlier
+                step is good then, and weights of a worker may be of two versions.
 
         Raises:
             ArgumentError: it is elsewhere; says what to do.
@@ -89,6 +93,8 @@ class TrainingState:
                 f"client.save_checkpoint() made at step {self.version}; or save states with "
                 "optimizer.saves_values = True, which have them"
             )
+        if may_go_on_alone:
+            return
         if now.version > self.version and is_sync:
             raise ArgumentError(
                 f"load_state_dict: the state is of step {self.version} of parameter "

@@ -60,7 +60,7 @@ class Untrained:
         trained: Its tensors that are trained, by name.
         client: The worker's.
         name: Of the parameter that has those.
-        worker_count: Its workers.
+        worker_count: Its workers; None: they come and go, and never meet.
         mode: Its mode.
         broadcast_frozen: Whether workers without the first worker's frozen tensors get them.
         timeout_s: How long a worker waits for another that has them; None: the client's.
@@ -79,7 +79,7 @@ class Untrained:
         client: Client,
         name: str,
         *,
-        worker_count: int,
+        worker_count: int | None,
         mode: ModeName,
         broadcast_frozen: bool = False,
         timeout_s: float | None = None,
@@ -87,6 +87,7 @@ class Untrained:
         self._model = model
         self._names = names
         self._mode = mode
+        self._is_elastic = worker_count is None
         self._buffer_mean: Parameter[NamedArrays] | None = None
         frozen = _frozen_of(model, names)
         shared = _shared_of(model, names, {**trained, **frozen})
@@ -95,7 +96,7 @@ class Untrained:
         if shared:
             _hand_over(client, f"{name}.first", shared, timeout_s)
         means = self._means()
-        if means and mode == "sync":
+        if means and mode == "sync" and worker_count is not None:
             self._buffer_mean = client.parameter(
                 f"{name}.buffers",
                 tensors=means,
@@ -111,6 +112,13 @@ class Untrained:
 
     def average(self, timeout_s: float | None) -> None:
         """See `ServerOptimizer.average_buffers`."""
+        if self._is_elastic and self._means():
+            raise ArgumentError(
+                "average_buffers() waits until all workers call it, and with members= nobody knows "
+                "who they are: a worker that was late for a step would miss it; evaluate one "
+                "worker's model, whose statistics are of its own batches, or use layers without "
+                "statistics, such as GroupNorm"
+            )
         if self._buffer_mean is None:
             if self._mode == "async":
                 raise ArgumentError("buffers are averaged in mode='sync' alone")
