@@ -61,6 +61,7 @@ def programs() -> list[TrainingProgram]:
     for page in PAGES:
         for step in steps_of(page):
             loops = re.findall(r"for [\w, ]+ in (?:range|zip)\((.*)\):", step.text)
+            loops += map(", ".join, re.findall(r"while ([\w.]+) < (\d+):", step.text))
             if step.is_python and loops and "connect(" in step.text:
                 found.append(TrainingProgram(step.name, step.text, tuple(loops)))
     return [each for each in found if each.name not in ELSEWHERE]
