@@ -52,6 +52,12 @@ def rows_of(client: shardwell.Client, worker_count: int = 2) -> shardwell.Table:
     )
 
 
+def attends(running: LocalCluster, worker_id: str = "last") -> None:
+    """Returns when all shards know the worker's session, which its client does not wait for."""
+    sessions = [server.shard.sessions for server in running.servers]
+    eventually("it attends", lambda: all(worker_id in each.by_worker() for each in sessions))
+
+
 def exchange(net: shardwell.Parameter) -> object:
     return net.exchange(ones(), timeout_s=LONG_S)
 
@@ -107,6 +113,7 @@ def test_all_who_wait_are_given_the_name_at_once(cluster, connect, verb, clip_no
     assert isinstance(again, shardwell.WorkersMissingError)
     back = opened(connect(running, "last"), optimizer=rule)
     assert back.next_step == 1
+    attends(running)
     going_on = in_background(lambda: verb(net))
     if verb in (get_weights, get_weights_async):
         net.put_gradient(ones())
@@ -142,6 +149,7 @@ def test_those_who_wait_for_rows(cluster, connect, verb) -> None:
     assert (error.missing_worker_ids, error.table) == (("last",), "rows")
     assert "table 'rows': step 1 waits for 'last', which ended in order" in error.message
     back = rows_of(connect(running, "last"))
+    attends(running)
     going_on = in_background(call)
     if verb == "get":
         rows.put_row_gradients(ids, gradients)
@@ -202,6 +210,8 @@ def test_a_step_waits_for_a_process_that_has_connected_under_the_name(cluster, c
     net.put_gradient(ones())
     other.exchange(ones())
     successor = connect(running, "last")
+    sessions = [server.shard.sessions for server in running.servers]
+    eventually("all three attend", lambda: all(each.count == 3 for each in sessions))
     last.close()
     waiting = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
     watcher = connect(running, "watcher")
@@ -258,10 +268,8 @@ def test_a_shard_that_was_started_again_knows_who_has_ended(connect, tmp_path) -
         error = waiting.exception(PATIENCE_S)
         assert isinstance(error, shardwell.WorkersMissingError), error
         assert error.missing_worker_ids == ("last",)
-        back = opened(connect(running, "last"))
-        going_on = in_background(lambda: net.exchange(ones(), timeout_s=LONG_S))
-        back.put_gradient(ones())
-        np.testing.assert_array_equal(going_on.result(PATIENCE_S), ones(-1))
+        opened(connect(running, "last")).put_gradient(ones())
+        np.testing.assert_array_equal(net.exchange(ones()), ones(-1))
 
 
 def test_a_snapshot_of_a_step_that_is_stuck_half_way(cluster, connect, tmp_path) -> None:
