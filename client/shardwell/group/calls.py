@@ -121,14 +121,13 @@ class CallMaker:
         Raises:
             ArgumentError: `timeout_s` can't be used. What else is wrong is in the announcement.
         """
-        op, root, sample_count, codec, timeout_s, retry, _ = options
+        op, root, sample_count, codec, timeout_s, _, _ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
         call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement
         try:
             call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
             announcement.codec = WIRE_CODECS[call.codec_name]
-            announcement.retries = retry
             if operation is not None:
                 call.array = as_writable("array", array)
                 announcement.element_count = call.array.size

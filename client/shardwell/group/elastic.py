@@ -33,7 +33,6 @@ from shardwell.errors import (
 )
 from shardwell.group.agreement.coordinator import TO_REBUILD, failure_of
 from shardwell.group.agreement.settlement import (
-    STANDING_COUNT_MAX,
     Counts,
     Fate,
     fate_of,
@@ -289,12 +288,15 @@ class ElasticGroup(Group):
         """Whether what becomes of a call that failed is known in the next generation."""
         if isinstance(error, Regrouping):
             return True
-        if not isinstance(error, WorkerLostError) or generation.has_expelled:
-            return False
         progress = pending.made.progress
         if progress is Progress.ENDED or not generation.is_over:
             return False
-        return progress is not Progress.MOVING or pending.retries
+        if isinstance(error, WorkerLostError):
+            return progress is not Progress.MOVING or pending.retries
+        if progress is Progress.PREPARED and not isinstance(error, ClosedError):
+            pending.retries = False  # a deadline, say, ended it: others fail where data move
+            return True
+        return False
 
     def _finish(self, pending: PendingCall) -> None:
         if self._pending.pop(id(pending), None) is not None:
@@ -389,8 +391,6 @@ class ElasticGroup(Group):
             try:
                 self._standings = dict(generation.settled(self._standings, timeout_s))
             except WorkerLostError:
-                if generation.has_expelled or not generation.is_over:
-                    raise
                 previous = generation
                 continue
             return generation
@@ -401,7 +401,7 @@ class ElasticGroup(Group):
         if counts.moved:  # all its members knew of those before
             self._standings = {}
         known = merged([self._standings, {previous.number: counts}])
-        self._standings = dict(list(known.items())[-STANDING_COUNT_MAX // 2 :])
+        self._standings = known
 
     def _settle(self, pending: PendingCall, generation: Generation, finishes: list[Finish]) -> None:
         """Ends a call of an earlier generation, or announces it in this one."""
@@ -449,9 +449,7 @@ class ElasticGroup(Group):
             try:
                 given = self._tried_state(state, timeout_s)
             except WorkerLostError:
-                if self._is_expelled or self._generation.has_expelled:
-                    raise
-                if time.monotonic() > deadline_s:
+                if self._is_expelled or time.monotonic() > deadline_s:
                     raise
                 continue
             if given is not None:

@@ -212,11 +212,11 @@ class Engine:
         if call.is_join:
             self.next_call_index = verdict.call_index
             return verdict.last_rank
-        if verdict.regroup:
-            raise Regrouping
         if self.is_elastic:
+            if verdict.regroup:
+                raise Regrouping
             self._note(call, Progress.MOVING)
-        if call.announcement.operation == pb.OPERATION_STATE:
+        if call.operation is None and call.announcement.operation == pb.OPERATION_STATE:
             call.place = (list(verdict.active_ranks).index(self._rank), len(verdict.active_ranks))
             call.ranks = tuple(verdict.active_ranks)
             call.have_state = tuple(map(bool, verdict.sample_counts))

@@ -146,10 +146,12 @@ class Generation:
         self._agreement.settle(standings)
         answer = self._mailbox.await_standings(timeout_s)
         if answer is None:
-            raise DeadlineError(
+            error = DeadlineError(
                 f"not all ranks of generation {self.number} of group {self._group!r} began it "
                 f"within {timeout_s:.3g} s; see whether they are stuck"
             )
+            self.end_for_all(failure_of(error))  # no call is made where it is not known
+            raise error
         return from_message(answer)
 
     @property
@@ -161,15 +163,6 @@ class Generation:
         error = error_of(failure)
         is_lost = isinstance(error, WorkerLostError) and error.rank is not None
         return (error.rank,) if is_lost and error.rank is not None else ()
-
-    @property
-    def has_expelled(self) -> bool:
-        """Whether it has ended for this rank because the others took this one for dead."""
-        failure = self._ended_by
-        if failure is None or failure.rebuilding:
-            return False
-        error = error_of(failure)
-        return isinstance(error, WorkerLostError) and error.rank == self.rank
 
     def check(self) -> None:
         """Raises what has ended the generation, if it has."""

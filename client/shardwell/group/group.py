@@ -140,7 +140,10 @@ class Group(Connected):
 
     @property
     def waiting_count(self) -> int:
-        """Workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them."""
+        """Workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them.
+
+        In an elastic group the next `broadcast_state` does.
+        """
         return self._membership.waiting_count
 
     def all_reduce(
@@ -403,6 +406,8 @@ class Group(Connected):
 
     def rebuild(self, *, timeout_s: float | None = None, replacement_wait_s: float = 0.0) -> None:
         """Goes on with the members that live, and with workers that have come to replace others.
+
+        Calls of an elastic group do it by themselves.
 
         Needs the meeting place: where rank 0 serves that (a list of addresses, torchrun), and rank
         0 is lost, start the job again. All members that live must call it; if nobody is lost, the

@@ -340,7 +340,7 @@ TestElastic, TestMoreElastic = cases(ElasticMachine, max_examples=600, step_coun
 
 
 def test_a_settlement_is_given_on_when_the_one_that_knew_dies() -> None:
-    """Rank 1 knows that a call is made, and dies when rank 2 has learned it, and not rank 3."""
+    """Rank 1 knows that a call is made, says so, and dies when rank 2 has learned it alone."""
     room = ElasticMachine()
     room.open(size=4)
     room.go_on(set(), set(), set(), set(), {2, 3})

@@ -69,11 +69,11 @@ def merged(standings: Iterable[Standings]) -> dict[int, Counts]:
 
 
 def to_message(standings: Standings) -> pb.Standings:
-    """The same, as it travels."""
+    """The same, of the newest generations, as it travels."""
     return pb.Standings(
         standings=[
             pb.Standing(generation=number, made_count=made, moved_count=moved)
-            for number, (made, moved) in sorted(standings.items())
+            for number, (made, moved) in sorted(standings.items())[-STANDING_COUNT_MAX:]
         ]
     )
 

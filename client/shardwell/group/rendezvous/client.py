@@ -423,7 +423,7 @@ class _Waiting:
         missing = tuple(last.missing_ranks)
         if self._spec.min_size and not last.members:
             return WorkersMissingError(
-                f"elastic group {name!r} was not complete within {self._timeout_s:g} s: "
+                f"elastic group {name!r}: no place within {self._timeout_s:g} s: "
                 f"{'; '.join(last.refusals)}; start more workers, or raise join_timeout_s (of a "
                 f"call: timeout_s) ({self._address})",
                 missing_ranks=missing,
