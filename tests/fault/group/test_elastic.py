@@ -8,6 +8,7 @@ processes, killed for real; a sum says who took part in it.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from harness.programs.commands import ServingShard
 from harness.programs.elastic_group_processes import ElasticWorker, check_steps
 from harness.programs.ports import free_port
 
+BALLAST_BYTES = 40_000_000
+"""Of a state that moves in three pieces."""
 LONG = 2_000_000
 """A sum that is under way for most of a step."""
 STRATEGIES = ("ring", "tree(arity=2)", "centralized")
@@ -199,6 +202,26 @@ def test_a_newcomer_that_is_killed_while_it_comes_in(target, start) -> None:
             worker.await_step_of([0, 1])
     finish(*workers)
     check_steps(workers)
+
+
+@pytest.mark.parametrize("at", ["giving", "taking"])
+def test_a_worker_dies_in_the_middle_of_a_state(target, start, at) -> None:
+    """A state of several pieces: another member gives all of it, and nobody keeps a part."""
+    dies = {"rank": 0, "size": 0, "step": 0, "at": at}
+    given = {"ballast_bytes": BALLAST_BYTES}
+    workers = start(target, 0, 1, 2, **given, **({"dies": dies} if at == "giving" else {}))
+    first = next(each.uid for each in workers if each.steps[-1]["rank"] == 0)
+    with ElasticWorker(target, 3, **given, **({"dies": dies} if at == "taking" else {})) as new:
+        dead = new if at == "taking" else workers[first]
+        assert dead.end() == -signal.SIGKILL
+        left = [each for each in (*workers, new) if each is not dead]
+        for worker in left:
+            worker.await_step_of(each.uid for each in left)
+        if at == "giving":
+            ballast = [line["ballast"] for line in map(json.loads, new.lines) if "given" in line]
+            assert ballast == [[first]]
+        kill(*left)
+        check_steps(left)
 
 
 def test_the_meeting_place_is_started_again(start) -> None:

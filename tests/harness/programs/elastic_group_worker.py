@@ -22,6 +22,7 @@ import numpy as np
 
 import shardwell
 from shardwell.group import engine
+from shardwell.group.state import SharedState, StagedState
 
 ELEMENT_COUNT = 16
 """Of the weights."""
@@ -56,10 +57,30 @@ class Death:
         at: "announcing": before it calls; "sending": when it has sent some chunks; "made": when it
             has the result, and nobody knows; "told": when rank 0 knows that it has; "going" and
             "making": rank 0, when it has told rank 1 alone that the call goes on, or is made.
+            Of a state that moves, in any step: "giving": rank 0, and "taking": a newcomer, when
+            some has come.
     """
 
     def __init__(self, rank: int, size: int, step: int, at: str) -> None:
         self._when, self._at = (rank, size, step), at
+
+    def arm_state(self, group: shardwell.Group, step: int) -> None:
+        """Before a state moves."""
+        if self._at == "giving" and group.rank == 0 and step > 0:
+            self._kind, self._method = SharedState, "words"
+        elif self._at == "taking" and step == 0:
+            self._kind, self._method = StagedState, "take"
+        else:
+            return
+        as_it_was = getattr(self._kind, self._method)
+
+        def in_a_piece(state: Any, start: int, rest: Any) -> Any:
+            if start > 0:
+                die()
+            return as_it_was(state, start, rest)
+
+        setattr(self._kind, self._method, in_a_piece)
+        self._at = ""
 
     def arm(self, group: shardwell.Group, step: int) -> None:
         """Before the sum of a step."""
@@ -111,14 +132,20 @@ def train(
     *,
     size: int,
     retry: bool,
+    ballast_bytes: int,
     death: Death | None,
 ) -> None:
     """Steps until `stopped`; a call that fails is begun again from the top of the step."""
     step, weights = np.zeros(1, np.int64), np.zeros(ELEMENT_COUNT)
+    ballast = np.full(ballast_bytes, uid, np.uint8)
+    state = {"step": step, "ballast": ballast, "weights": weights}
     while not stopped.wait(0.002):
         try:
-            if group.broadcast_state({"step": step, "weights": weights}):
-                say(given=int(step[0]))
+            if death is not None:
+                death.arm_state(group, int(step[0]))
+            if group.broadcast_state(state):
+                assert (ballast == ballast[:1]).all()
+                say(given=int(step[0]), ballast=ballast[:1].tolist())
             now = int(step[0])
             array = np.full(size, 2.0**uid * factor_of(now), np.float32)
             if death is not None:
@@ -147,6 +174,7 @@ def main() -> None:
     """Joins, trains, and leaves when its input ends."""
     target, uid, given = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     size, retry, dies = given.pop("element_count"), given.pop("retry"), given.pop("dies", None)
+    ballast_bytes = given.pop("ballast_bytes", 0)
     death = None if dies is None else Death(**dies)
     stopped = threading.Event()
 
@@ -157,7 +185,15 @@ def main() -> None:
     threading.Thread(target=read, daemon=True).start()
     with shardwell.join_group("job", rendezvous=target, elastic=True, **given) as group:
         say(joined=group.size)
-        train(group, uid, stopped, size=size, retry=retry, death=death)
+        train(
+            group,
+            uid,
+            stopped,
+            size=size,
+            retry=retry,
+            ballast_bytes=ballast_bytes,
+            death=death,
+        )
 
 
 if __name__ == "__main__":
