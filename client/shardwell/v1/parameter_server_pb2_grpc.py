@@ -189,6 +189,10 @@ class ParameterServerServiceServicer(object):
         parameters: `open` may come again between two steps. A stream without work may be ended by the
         shard, with CANCELLED, when others need its place: open another.
 
+        Where a step may close without a worker (ElasticMembers, min_contributors), a gradient chunk that comes too late
+        is answered at once, with the weights as they are, and `outcome` beside the last weights chunk of the step says
+        which ones those were.
+
         Read while you write: the shard stops reading while answers are not taken. Idempotency key and
         errors as for PutGradient and GetWeights. A step that is sent again on another stream, all of it, is answered in
         full, also for chunks that were counted before. A stream that only fetches needs no session, and the right to read.
