@@ -71,7 +71,7 @@ from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
-from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.learning_rate import GroupedRate
@@ -165,6 +165,7 @@ __all__ = [
     "LeaveRequest",
     "LimitError",
     "LocalSync",
+    "MemberStatus",
     "MembersAliveError",
     "NonFiniteError",
     "Normal",

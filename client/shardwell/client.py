@@ -32,11 +32,12 @@ from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
+from shardwell.rpc.members import ask_members, end_tenures
 from shardwell.rpc.name_change import NameChange
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
-from shardwell.rpc.shard_status import ClusterStatus, ShardStatus, ask_status
+from shardwell.rpc.shard_status import ClusterStatus, MemberStatus, ShardStatus, ask_status
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.initializers import Initializer, Uniform
@@ -549,6 +550,77 @@ class Client(Connected, Closing):
         )
         self._calls.run(renaming.run, timeout_s)
         self._close_handles(name, kind)
+
+    def members(self, name: str, *, timeout_s: float | None = None) -> tuple[MemberStatus, ...]:
+        """The workers with seats in a parameter or table, as all shards together have them.
+
+        Those that take part first, by worker id. Counts of chunks are sums over the shards; the
+        next step is the lowest of any, the state the one that is nearest to the end.
+
+        Args:
+            name: Of the parameter or table.
+            timeout_s: See `Client`.
+
+        Raises:
+            UnknownParameterError: no shard has anything of that name.
+            ShardUnavailableError, DeadlineError: a shard does not answer.
+        """
+        (found,) = self._calls.run(partial(ask_members, self._shards.channels, name), timeout_s)
+        return found.members
+
+    def drain(
+        self, worker_id: str, name: str | None = None, *, timeout_s: float | None = None
+    ) -> list[str]:
+        """Asks an elastic member to leave after its step, as before its machine is taken away.
+
+        The worker's `Parameter.is_draining` is true from its next gradient on: ServerOptimizer then
+        ends as after SIGTERM, and any other loop looks there itself. Until it leaves, steps await
+        it. A shard that is started again meanwhile has forgotten it; `members` shows who drains. It
+        needs the right `admin`.
+
+        Args:
+            worker_id: The member.
+            name: The parameter or table; None: all in which it takes part.
+            timeout_s: See `Client`.
+
+        Returns:
+            Names of the parameters and tables.
+
+        Raises:
+            ArgumentError: the worker takes part in none of them, or that has a fixed crew.
+            UnknownParameterError: no shard has anything of that name.
+            AccessDeniedError: the token has no right to it.
+            ShardUnavailableError, DeadlineError: a shard did not answer; call again.
+        """
+        return self._send_away(worker_id, name, timeout_s, drains=True)
+
+    def remove_member(
+        self, worker_id: str, name: str | None = None, *, timeout_s: float | None = None
+    ) -> list[str]:
+        """Ends an elastic member's tenure on all shards: no step awaits it from now on.
+
+        For a worker that hangs, and lives all the same. What it sends in that tenure is late. It
+        takes part anew with its next gradient, so end its process, or `drain` it. It needs the
+        right `admin`.
+
+        Args:
+            worker_id: See `drain`.
+            name: See `drain`.
+            timeout_s: See `Client`.
+
+        Returns:
+            Names of the parameters and tables.
+
+        Raises:
+            ShardwellError: see `drain`.
+        """
+        return self._send_away(worker_id, name, timeout_s, drains=False)
+
+    def _send_away(
+        self, worker_id: str, name: str | None, timeout_s: float | None, *, drains: bool
+    ) -> list[str]:
+        send = partial(end_tenures, self._shards.channels, worker_id, name, drains=drains)
+        return [each.name for each in self._calls.run(send, timeout_s)]
 
     def _close_handles(self, name: str, kind: str | None) -> None:
         """Closes this client's objects for a name that was given up."""

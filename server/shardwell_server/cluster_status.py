@@ -14,9 +14,9 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
+from shardwell.rpc.members import merged_members
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
-    MemberStatus,
     MissingWorker,
     ParameterStatus,
     ShardStatus,
@@ -319,22 +319,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
 
 def members(parts: Sequence[ParameterStatus | TableStatus]) -> list[dict[str, Any]]:
     """Workers with seats, as all shards together have them; those that lag most first."""
-    found: dict[str, list[MemberStatus]] = {}
-    for part in parts:
-        for member in part.members:
-            found.setdefault(member.worker_id, []).append(member)
-    whole = []
-    for worker_id, each in found.items():
-        lags = [member.lag_s for member in each if member.lag_s is not None]
-        idle = [member.idle_s for member in each if member.idle_s is not None]
-        whole.append(
-            {
-                "worker_id": worker_id,
-                "next_step": min(member.next_step for member in each),
-                "lag_s": max(lags, default=None),
-                "idle_s": min(idle, default=None),
-            }
-        )
+    whole = [as_json(member) for member in merged_members(parts)]
     return sorted(whole, key=lambda member: (-(member["lag_s"] or 0.0), member["worker_id"]))
 
 

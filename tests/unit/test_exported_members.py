@@ -50,6 +50,7 @@ PROMISED = {
     "Outcome",
     "Parameter",
     "ParameterSpec",
+    "MemberStatus",
     "ParameterStatus",
     "ShardStatus",
     "Table",

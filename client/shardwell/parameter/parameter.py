@@ -117,7 +117,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self.late: LateName = checked_late(late)
         """What becomes of a gradient whose step has closed without it; see `Client.parameter`."""
         self.is_draining = False
-        """Whether an operator wants this elastic member to leave after its step."""
+        """Whether an operator wants this elastic member to leave after its step, as `shardwell
+        members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
         self._carried: Float32 | None = None
         """What did not count of earlier gradients, to be added to the next: (size,)."""
         self.outcome: Outcome | None = None
@@ -823,7 +824,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_over = any(each.tenure_is_over for each in outcomes)
         if self._member is not None and is_over:
             self._member.lose()
-        self.is_draining |= any(each.is_draining for each in outcomes)
+        self.is_draining = any(each.is_draining for each in outcomes)
         # It may give the step again in its next tenure alone; what it gave counts once.
         self.next_step = max(version, work.step + (not is_over))
         if self.late == "carry":

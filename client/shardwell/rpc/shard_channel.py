@@ -171,6 +171,22 @@ class ShardChannel(ShardEndpoint):
         )
         return stub.future(request, timeout=timeout_s)
 
+    def end_tenure(
+        self, request: session_pb2.EndTenureRequest, timeout_s: float
+    ) -> session_pb2.EndTenureResponse:
+        """Ends a member's tenure, or asks the member to leave; blocks up to `timeout_s`."""
+        request.shard.CopyFrom(self.identity)
+        with self.translated(request.parameter or None, request.table or None):
+            call = self.start(
+                "EndTenure",
+                request,
+                session_pb2.EndTenureResponse,
+                timeout_s=timeout_s,
+                service=_SESSION_SERVICE,
+            )
+            response: session_pb2.EndTenureResponse = self.result_of(call)
+            return response
+
     def change_name(
         self, request: names_pb2.DeleteRequest | names_pb2.RenameRequest, timeout_s: float
     ) -> names_pb2.DeleteResponse | names_pb2.RenameResponse:

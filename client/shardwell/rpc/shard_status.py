@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwell.errors import CorruptChunkError, WrongShardError
 from shardwell.process.html_table import html_table
@@ -14,6 +15,15 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2, types_pb2
+
+MemberState = Literal["seated", "awaited", "draining", "over", "lost", "unknown"]
+_MEMBER_STATES: dict[int, MemberState] = {
+    types_pb2.MEMBER_STATE_SEATED: "seated",
+    types_pb2.MEMBER_STATE_AWAITED: "awaited",
+    types_pb2.MEMBER_STATE_DRAINING: "draining",
+    types_pb2.MEMBER_STATE_OVER: "over",
+    types_pb2.MEMBER_STATE_LOST: "lost",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +85,26 @@ class MemberStatus:
     its last; None: asynchronous mode, or it has not since the shard's process began."""
     idle_s: float | None
     """Seconds since its last contribution; None: the same."""
+    state: MemberState
+    """"seated": it joins and no step awaits it yet, or asynchronous mode; "awaited": steps await
+    it; "draining": the same, and it was asked to leave; "over": it left, or another shard found it
+    to be gone; "lost": this shard found that; "unknown": of a shard of an earlier version."""
+    joined_at: int | None
+    """The first step that awaits it, or did, of an elastic member; None: none does yet."""
+    counted_chunk_count: int
+    """Where steps may close without a worker: chunks of its gradients that counted, since it joined
+    and the shard's process began."""
+    late_chunk_count: int
+    """The same of chunks that were late."""
 
     @staticmethod
     def from_proto(message: types_pb2.MemberStatus) -> MemberStatus:
         """The value that a message describes."""
         return MemberStatus(
+            state=_MEMBER_STATES.get(message.state, "unknown"),
+            joined_at=message.from_step if message.HasField("from_step") else None,
+            counted_chunk_count=message.counted_chunk_count,
+            late_chunk_count=message.late_chunk_count,
             worker_id=message.worker_id,
             next_step=message.next_step,
             lag_s=message.lag_s if message.HasField("lag_s") else None,
@@ -119,6 +144,10 @@ class ParameterStatus:
     """Gradient chunks that were counted."""
     duplicate_chunk_count: int
     """Gradient chunks that came again and were not counted."""
+    late_chunk_count: int
+    """Gradient chunks that came too late, where steps may close without a worker."""
+    lost_member_count: int
+    """Elastic members that the shard found to be gone."""
     learning_rate: float
     """The next update's; 0 where the optimizer has none."""
     load_id: int
@@ -159,6 +188,8 @@ class ParameterStatus:
             unknown_worker_count=message.unknown_worker_count,
             counted_chunk_count=message.counted_chunk_count,
             duplicate_chunk_count=message.duplicate_chunk_count,
+            late_chunk_count=message.late_chunk_count,
+            lost_member_count=message.lost_member_count,
             learning_rate=message.learning_rate,
             load_id=message.load_id,
             wait=StepWait.from_proto(message.wait),
@@ -198,6 +229,8 @@ class TableStatus:
     """Rows of gradients that were counted."""
     duplicate_part_count: int
     """Messages with gradients that came again and were not counted."""
+    lost_member_count: int
+    """Elastic members that the shard found to be gone."""
     learning_rate: float
     """The next update's; 0 where the optimizer has none."""
     loading: bool
@@ -239,6 +272,7 @@ class TableStatus:
             unknown_worker_count=message.unknown_worker_count,
             counted_row_count=message.counted_row_count,
             duplicate_part_count=message.duplicate_part_count,
+            lost_member_count=message.lost_member_count,
             learning_rate=message.learning_rate,
             loading=message.loading,
             load_id=message.load_id,

@@ -339,7 +339,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether SIGTERM has come, so that this process is about to be ended.
+        """Whether SIGTERM has come, or an operator drains this worker (`shardwell members drain`).
 
         `step` makes the step under way as ever. A loop that looks here ends by itself then; the
         next `step` of any other raises SystemExit(143) once it is made, which ends `with` blocks
@@ -379,6 +379,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._make_step(found_inf, scale)
+            self._leave.has_come |= self.parameter.is_draining
             if found_inf is not None:  # which the scaler removes
                 self.found_inf, self.grad_scale = found_inf, scale
             return loss
@@ -426,6 +427,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         with self._leave.ending_after_step():
             self._skip()
+            self._leave.has_come |= self.parameter.is_draining
 
     def _skip(self) -> None:
         self._settle()

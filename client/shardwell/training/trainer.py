@@ -163,7 +163,7 @@ class DataParallelTrainer:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether SIGTERM has come, so that this process is about to be ended.
+        """Whether SIGTERM has come, or an operator drains this worker (`shardwell members drain`).
 
         The step under way is made as ever. A loop that looks here ends by itself then; the next
         step of any other raises SystemExit(143) once it is made. A second SIGTERM ends the process
@@ -226,7 +226,10 @@ class DataParallelTrainer:
             ShardwellError: as `step`.
         """
         with self._leave.ending_after_step():
-            return self._make_step(batch)
+            result = self._make_step(batch)
+            if isinstance(self.sync, ServerSync):
+                self._leave.has_come |= self.sync.parameter.is_draining
+            return result
 
     def _make_step(self, batch: Any) -> StepResult:
         if self._given_rank is not None:

@@ -7,6 +7,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EndTenureRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "table", "worker_id", "drain", "crc32c")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    table: str
+    worker_id: str
+    drain: bool
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., drain: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class EndTenureResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class EndedTenure(_message.Message):
     __slots__ = ("parameter", "table", "incarnation", "worker_id", "tenure")
     PARAMETER_FIELD_NUMBER: _ClassVar[int]

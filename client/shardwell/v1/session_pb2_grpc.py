@@ -50,6 +50,11 @@ class SessionServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.EndTenure = channel.unary_unary(
+                '/shardwell.v1.SessionService/EndTenure',
+                request_serializer=shardwell_dot_v1_dot_session__pb2.EndTenureRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_session__pb2.EndTenureResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -103,6 +108,18 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndTenure(self, request, context):
+        """An operator ends a member's tenure on this shard, or asks the member to leave. Call it on every shard.
+
+        Without `drain` no step awaits the member from now on, and what it sends in this tenure is late. A worker that lives
+        takes part anew with its next gradient. Nothing happens where the worker has no tenure here: MemberStatus says who
+        has. A shard that is started again has forgotten `drain`. Safe to repeat. It needs the right to administer the
+        name. Errors: NOT_FOUND, INVALID_ARGUMENT (no ElasticMembers), DATA_LOSS (CRC).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,6 +137,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'EndTenure': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndTenure,
+                    request_deserializer=shardwell_dot_v1_dot_session__pb2.EndTenureRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_session__pb2.EndTenureResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -204,6 +226,33 @@ class SessionService(object):
             '/shardwell.v1.SessionService/Heartbeat',
             shardwell_dot_v1_dot_session__pb2.HeartbeatRequest.SerializeToString,
             shardwell_dot_v1_dot_session__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndTenure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.SessionService/EndTenure',
+            shardwell_dot_v1_dot_session__pb2.EndTenureRequest.SerializeToString,
+            shardwell_dot_v1_dot_session__pb2.EndTenureResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,15 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_SYNC: _ClassVar[Mode]
     MODE_ASYNC: _ClassVar[Mode]
 
+class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_STATE_UNSPECIFIED: _ClassVar[MemberState]
+    MEMBER_STATE_SEATED: _ClassVar[MemberState]
+    MEMBER_STATE_AWAITED: _ClassVar[MemberState]
+    MEMBER_STATE_DRAINING: _ClassVar[MemberState]
+    MEMBER_STATE_OVER: _ClassVar[MemberState]
+    MEMBER_STATE_LOST: _ClassVar[MemberState]
+
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
@@ -66,6 +75,12 @@ COMPRESSION_LZ4: Compression
 MODE_UNSPECIFIED: Mode
 MODE_SYNC: Mode
 MODE_ASYNC: Mode
+MEMBER_STATE_UNSPECIFIED: MemberState
+MEMBER_STATE_SEATED: MemberState
+MEMBER_STATE_AWAITED: MemberState
+MEMBER_STATE_DRAINING: MemberState
+MEMBER_STATE_OVER: MemberState
+MEMBER_STATE_LOST: MemberState
 ERROR_CODE_UNSPECIFIED: ErrorCode
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode
 ERROR_CODE_NON_FINITE: ErrorCode
@@ -340,16 +355,24 @@ class StepWait(_message.Message):
     def __init__(self, open_for_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[MissingWorker, _Mapping]]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("worker_id", "next_step", "lag_s", "idle_s")
+    __slots__ = ("worker_id", "next_step", "lag_s", "idle_s", "state", "from_step", "counted_chunk_count", "late_chunk_count")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     next_step: int
     lag_s: float
     idle_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., next_step: _Optional[int] = ..., lag_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    state: MemberState
+    from_step: int
+    counted_chunk_count: int
+    late_chunk_count: int
+    def __init__(self, worker_id: _Optional[str] = ..., next_step: _Optional[int] = ..., lag_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., state: _Optional[_Union[MemberState, str]] = ..., from_step: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., late_chunk_count: _Optional[int] = ...) -> None: ...
 
 class MissingWorker(_message.Message):
     __slots__ = ("worker_id", "host", "pid", "connected")

@@ -20,6 +20,7 @@ _COMMANDS = {
     "demo": ("digits", "demo"),
     "demo-worker": ("digits", "demo_worker"),
     "health": ("health", "health"),
+    "members": ("members", "members"),
     "plan": ("plan", "plan"),
     "rename": ("names", "rename"),
     "run": ("run", "run"),

@@ -5,6 +5,7 @@ An Attend call is open as long as its client is.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import grpc
@@ -21,6 +22,7 @@ from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
+_LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
 SESSION_SERVICE_NAME = _SERVICE.full_name
 _ENDED_COUNT_MAX = 1024
@@ -40,6 +42,7 @@ class SessionService:
         handlers = {
             "Attend": calls.held(self.attend, pb.AttendRequest),
             "Heartbeat": calls.unary(self.heartbeat, pb.HeartbeatRequest, is_urgent=True),
+            "EndTenure": calls.unary(self.end_tenure, pb.EndTenureRequest),
             "EndSession": calls.unary(self.end_session, pb.EndSessionRequest, is_urgent=True),
         }
         assert set(handlers) == {method.name for method in _SERVICE.methods}
@@ -100,6 +103,26 @@ class SessionService:
                         tenure=tenure,
                     )
         return checksum.seal(response)
+
+    def end_tenure(self, request: pb.EndTenureRequest, call: Call) -> pb.EndTenureResponse:
+        self._shard.check_identity(request.shard)
+        worker_id = check_name("worker_id", request.worker_id)
+        if bool(request.parameter) == bool(request.table):
+            raise ArgumentError("give parameter or table, and not both")
+        kind: Kind = "parameter" if request.parameter else "table"
+        name = request.parameter or request.table
+        call.check(Right.ADMIN, kind, name)
+        found = (self._shard.tables if request.table else self._shard.parameters).get(name)
+        if found.spec.members is None:
+            raise ArgumentError(
+                f"{kind} {name!r} has {found.spec.crew}, whom each step needs; workers come and go "
+                "where it has members"
+            )
+        found.dismiss(worker_id, drains=request.drain)
+        event = "drained" if request.drain else "removed"
+        call.note(event, kind=kind, name=name, member=worker_id)
+        _LOG.info(f"member {event}", extra={kind: name, "member": worker_id})
+        return pb.EndTenureResponse()
 
     def end_session(self, request: pb.EndSessionRequest, call: Call) -> pb.EndSessionResponse:
         self._shard.check_identity(request.shard)

@@ -98,7 +98,7 @@ RETURN_AFTER_END_S = 1.0
 """For so long after a worker's session has ended in order, others wait for its next one. A client
 that is closed and made anew in one process attends within that; longer, and those who wait for a
 worker that is gone for good would learn it late."""
-_MEMBER_COUNT_MAX = 64
+_MEMBER_COUNT_MAX = 512
 """That are told of: each takes a look at all chunks, and room in an answer."""
 
 
@@ -122,6 +122,13 @@ class Seat(ABC):
         """Of an elastic member: the first step that awaits it; None: none does yet."""
         self.is_draining = False
         """Of an elastic member: whether it is to leave after its step."""
+        self.is_lost = False
+        """Whether the tenure is over because the shard found the member to be gone."""
+        self.counted_count = 0
+        """Parts of the worker's that counted in this tenure, as far as this process knows, where
+        sets are open."""
+        self.late_count = 0
+        """The same of those that were late."""
         self.was_taken_over = False
         """Whether the owner has it from another session, and has not contributed yet."""
         self.last_s: float | None = None
@@ -804,6 +811,16 @@ def step_wait(
     return wait
 
 
+def state_of(seats: Seats[Any], seat: Seat) -> types_pb2.MemberState:
+    """How far a worker with a seat takes part."""
+    if seat.is_over or (not seats.is_sync and seat.owner is None):
+        return types_pb2.MEMBER_STATE_LOST if seat.is_lost else types_pb2.MEMBER_STATE_OVER
+    if seat.is_draining:
+        return types_pb2.MEMBER_STATE_DRAINING
+    is_seated = not seats.is_sync or (seats.elastic is not None and seat.from_step is None)
+    return types_pb2.MEMBER_STATE_SEATED if is_seated else types_pb2.MEMBER_STATE_AWAITED
+
+
 def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb2.MemberStatus]:
     """Whoever has a seat, and how it keeps up; of many those that lag most.
 
@@ -813,11 +830,17 @@ def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb
         now_s: On time.monotonic's clock.
     """
     count_max = min(count_max, _MEMBER_COUNT_MAX)
-    found = sorted(seats.seats, key=lambda seat: -seat.lag_s)[:count_max]
+    found = sorted(seats.seats, key=lambda seat: (seat.is_over, -seat.lag_s))[:count_max]
     members = []
     for seat in found:
-        step = seats.next_step(seat.worker_id)
-        member = types_pb2.MemberStatus(worker_id=seat.worker_id, next_step=step)
+        member = types_pb2.MemberStatus(
+            worker_id=seat.worker_id,
+            next_step=seats.next_step(seat.worker_id),
+            state=state_of(seats, seat),
+            from_step=seat.from_step,
+            counted_chunk_count=seat.counted_count,
+            late_chunk_count=seat.late_count,
+        )
         if seat.last_s is not None:
             member.idle_s = max(now_s - seat.last_s, 0.0)
             if seats.is_sync:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shardwell.process.spans import Spans, now_ns
 from shardwell.rpc.session import Session
 from shardwell.v1 import parameter_server_pb2 as parameter_pb
 from shardwell.v1 import table_pb2 as table_pb
+from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
 from shardwell_server.shard.members import (
     Contributor,
@@ -27,6 +29,7 @@ from shardwell_server.shard.members import (
     Seats,
     members_of,
     rest_of,
+    state_of,
     step_wait,
 )
 from shardwell_server.shard.membership_log import MembershipLog
@@ -83,6 +86,8 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """Whether the timer looks after elastic members."""
         self._ended: dict[str, tuple[int, float]] = {}
         """Tenures that were over last, by worker, and when."""
+        self.lost_count = 0
+        """Members that this process found to be gone."""
         state.tracker.come_to_rest = self._come_to_rest
         state.tracker.give_on = self._give_on
         self._abandoned_after_s = abandoned_after_s
@@ -227,6 +232,25 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self._note_ended(worker_id, tenure)
         self._settle_all()
 
+    def dismiss(self, worker_id: str, *, drains: bool) -> None:
+        """Ends a member's tenure, or asks the member to leave; nothing where it has none.
+
+        Raises:
+            StorageError: see `end_tenure`.
+        """
+        with self._state.lock:
+            tenure = self._state.tracker.tenure_of(worker_id)
+            member = self._state.tracker.member(worker_id, tenure)
+            if member is not None and drains:
+                member.is_draining = True
+        if not drains:
+            self.end_tenure(worker_id, tenure)
+
+    def count_members(self) -> Counter[types_pb2.MemberState]:
+        """How many workers with seats are in each state."""
+        tracker = self._state.tracker
+        return Counter(state_of(tracker, seat) for seat in tracker.seats)
+
     def _note_ended(self, worker_id: str, tenure: int) -> None:
         if tenure and self._state.tracker.elastic is not None:
             now_s = time.monotonic()
@@ -281,6 +305,8 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             _LOG.warning(
                 "%s: member %r is lost: no step awaits it any more", self._name, seat.worker_id
             )
+            seat.is_lost = True
+            self.lost_count += 1
             self.end_tenure(seat.worker_id, seat.tenure.number)
         with self._state.lock:
             self._is_watched = bool(tracker.awaited)
@@ -408,5 +434,6 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         status.ended = rest.has_ended
         if rest.abandoned_for_s is not None:
             status.abandoned_for_s = rest.abandoned_for_s
+        status.lost_member_count = self.lost_count
         status.members.extend(members_of(tracker, name_count_max, time.monotonic()))
         return len(contributed), len(missing)

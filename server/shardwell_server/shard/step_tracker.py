@@ -73,10 +73,6 @@ class Seat(seats.Seat):
         tenure: Tenure,
     ) -> None:
         super().__init__(worker_id, index, owner, tenure)
-        self.counted_count = 0
-        """Chunks of the worker's that counted in this tenure, as far as this process knows."""
-        self.late_count = 0
-        """The same of those that were late."""
         self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
         """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""

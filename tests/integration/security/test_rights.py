@@ -251,6 +251,10 @@ ROWS: dict[str, list[Row]] = {
             },
         ),
     ],
+    "SessionService/EndTenure": [
+        Row("admin", _named("parameter", "prod-p", worker_id="w"), Code.INVALID_ARGUMENT),
+        Row("admin", _named("table", "prod-t", worker_id="w"), Code.INVALID_ARGUMENT),
+    ],
     "SessionService/EndSession": [Row("any", lambda shard: {"shard": shard, "session": 99})],
     "TraceService/GetClock": [Row("any", lambda shard: {"shard": shard})],
     "TraceService/AwaitRecording": [

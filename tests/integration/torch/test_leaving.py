@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import shardwell
+import shardwell.torch
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program
 from harness.threads import in_background
@@ -138,6 +140,31 @@ def test_a_step_that_waits_for_another_worker_is_made(cluster, connect, work) ->
         assert isinstance(error, shardwell.WorkersMissingError), error
         assert error.missing_worker_ids == ("w0",)
         assert net.version == 2
+
+
+def test_a_worker_that_is_drained_ends_as_after_sigterm(cluster, connect) -> None:
+    running = cluster(2)
+    model = torch.nn.Linear(4, 1, bias=False)
+    client = connect(running, "w0")
+    optimizer = shardwell.torch.ServerOptimizer(
+        model, client, shardwell.SGD(0.5), members=shardwell.Elastic()
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    assert not optimizer.is_leaving
+    assert connect(running, "ops").drain("w0") == ["model"]
+    step()
+    assert optimizer.is_leaving
+    with pytest.raises(SystemExit) as ended:
+        step()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert optimizer.next_step == 3
+    optimizer.close()
 
 
 def test_who_trains_beside_it_goes_on(cluster, work) -> None:

@@ -22,6 +22,7 @@ class Chunk:
         """Whether what an earlier process left of it was checked."""
         self.counted_count = 0
         self.duplicate_count = 0
+        self.late_count = 0
         self.state = ChunkState(
             offset=where.offset,
             weights=storage.weights[part],

@@ -482,6 +482,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             contributor.is_over = True
         if seat is not None:
             seat.late_count += 1
+        self._chunks[index].late_count += 1
         return False
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
@@ -871,6 +872,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 version_max=self._tracker.version_max() if initialized else 0,
                 counted_chunk_count=sum(chunk.counted_count for chunk in self._chunks),
                 duplicate_chunk_count=sum(chunk.duplicate_count for chunk in self._chunks),
+                late_chunk_count=sum(chunk.late_count for chunk in self._chunks),
                 learning_rate=self._register.rates.at(oldest),
                 load_id=self._register.committed_load_id,
             )

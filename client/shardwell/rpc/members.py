@@ -1,0 +1,197 @@
+"""Members of parameters and tables, as all shards together have them; and how they are sent away.
+
+A member is asked to leave, or its tenure is ended, on each shard: shards never speak to one
+another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from shardwell.errors import ArgumentError, UnknownParameterError, UnknownTableError
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import (
+    MemberStatus,
+    ParameterStatus,
+    TableStatus,
+    ask_parameters,
+    ask_status,
+    ask_tables,
+)
+from shardwell.specs.names import check_name
+from shardwell.threads.asking import ask_all
+from shardwell.v1 import session_pb2 as pb
+
+_Status: TypeAlias = ParameterStatus | TableStatus
+_GONE = ("over", "lost")
+_BY_WEIGHT = ("lost", "over", "draining", "seated", "awaited", "unknown")
+"""States: what one shard says of the first ones is so, or about to be, on all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Those of one parameter or table."""
+
+    kind: str
+    """"parameter" or "table"."""
+    name: str
+    crew: str
+    """Who makes a step, in words."""
+    is_elastic: bool
+    """Whether workers come and go."""
+    members: tuple[MemberStatus, ...]
+    """Those whose tenure is not over first, by worker id."""
+
+    def has(self, worker_id: str) -> bool:
+        """Whether a worker takes part, so that steps may await it."""
+        return any(m.worker_id == worker_id and m.state not in _GONE for m in self.members)
+
+
+def merged_members(parts: Iterable[_Status]) -> tuple[MemberStatus, ...]:
+    """What all shards say of the workers with seats in one parameter or table.
+
+    Those that take part first, by worker id.
+    """
+    found: dict[str, list[MemberStatus]] = {}
+    for part in parts:
+        for member in part.members:
+            found.setdefault(member.worker_id, []).append(member)
+    whole = [_whole(found[worker_id]) for worker_id in sorted(found)]
+    return tuple(sorted(whole, key=lambda member: member.state in _GONE))
+
+
+def _whole(of_shards: Sequence[MemberStatus]) -> MemberStatus:
+    lags = [each.lag_s for each in of_shards if each.lag_s is not None]
+    idle = [each.idle_s for each in of_shards if each.idle_s is not None]
+    joined = [each.joined_at for each in of_shards if each.joined_at is not None]
+    return replace(
+        of_shards[0],
+        state=min((each.state for each in of_shards), key=_BY_WEIGHT.index),
+        next_step=min(each.next_step for each in of_shards),
+        joined_at=min(joined, default=None),
+        counted_chunk_count=sum(each.counted_chunk_count for each in of_shards),
+        late_chunk_count=sum(each.late_chunk_count for each in of_shards),
+        lag_s=max(lags, default=None),
+        idle_s=min(idle, default=None),
+    )
+
+
+def ask_members(
+    channels: Sequence[ShardChannel], name: str | None, attempts: Attempts
+) -> list[Members]:
+    """Members of one parameter or table, or of all, by kind and name.
+
+    Raises:
+        UnknownParameterError: no shard has anything of that name.
+        ShardUnavailableError, DeadlineError: a shard does not answer.
+    """
+    if name is None:
+        statuses = ask_all(
+            channels,
+            lambda channel: attempts.beside().run(lambda: ask_status(channel, attempts.rest_s)),
+        )
+        parts: list[_Status] = []
+        for each in statuses:
+            parts += [*each.parameters, *each.tables]
+    else:
+        check_name("name", name)
+        ask = partial(_ask_one, name, attempts)
+        parts = list(itertools.chain(*ask_all(channels, ask)))
+        if not parts:
+            raise UnknownParameterError(
+                f"no shard has a parameter or table {name!r}; shardwell status lists what there is",
+                parameter=name,
+            )
+    by_name: dict[tuple[str, str], list[_Status]] = {}
+    for part in parts:
+        kind = "table" if isinstance(part, TableStatus) else "parameter"
+        by_name.setdefault((kind, part.spec.name), []).append(part)
+    return [
+        Members(
+            kind=kind,
+            name=found[0].spec.name,
+            crew=found[0].spec.crew,
+            is_elastic=found[0].spec.members is not None,
+            members=tuple(sorted(merged_members(found), key=lambda member: member.state in _GONE)),
+        )
+        for (kind, _), found in sorted(by_name.items(), key=lambda each: each[0])
+    ]
+
+
+def _ask_one(name: str, attempts: Attempts, channel: ShardChannel) -> list[_Status]:
+    def ask() -> list[_Status]:
+        parameters = ask_parameters(channel, attempts.rest_s, name).parameters
+        found: list[_Status] = [ParameterStatus.from_proto(each) for each in parameters]
+        if not found:
+            try:
+                tables = ask_tables(channel, attempts.rest_s, name)
+            except UnknownTableError:
+                return []
+            found = [TableStatus.from_proto(each) for each in tables]
+        return found
+
+    return attempts.beside().run(ask)
+
+
+def end_tenures(
+    channels: Sequence[ShardChannel],
+    worker_id: str,
+    name: str | None,
+    attempts: Attempts,
+    *,
+    drains: bool,
+) -> list[Members]:
+    """Asks a member to leave, or ends its tenure, on all shards.
+
+    Args:
+        channels: All shards, in order.
+        worker_id: The member.
+        name: The parameter or table; None: all in which it takes part.
+        attempts: Bounds the calls.
+        drains: Whether it is asked to leave after its step; else no step awaits it any more.
+
+    Returns:
+        What it was a member of.
+
+    Raises:
+        ArgumentError: it takes part in none of them, or that has a fixed crew.
+        UnknownParameterError: no shard has anything of that name.
+        AccessDeniedError: the token has no right to it.
+        ShardUnavailableError, DeadlineError: a shard did not answer in time; call again.
+    """
+    check_name("worker_id", worker_id)
+    found = ask_members(channels, name, attempts)
+    if name is not None and not any(each.is_elastic for each in found):
+        raise ArgumentError(
+            f"{found[0].kind} {name!r} has {found[0].crew}, whom each step needs: none of them can "
+            "be sent away; workers come and go where it is made with members=shardwell.Elastic(...)"
+        )
+    joined = [each for each in found if each.is_elastic and each.has(worker_id)]
+    if not joined:
+        what = "any parameter or table" if name is None else f"{found[0].kind} {name!r}"
+        present = sorted(
+            {
+                member.worker_id
+                for each in found
+                if each.is_elastic
+                for member in each.members
+                if each.has(member.worker_id)
+            }
+        )
+        rest = f"these are: {', '.join(map(repr, present[:20]))}" if present else "nobody is"
+        raise ArgumentError(f"{worker_id!r} is no member of {what}; {rest}")
+    for each in joined:
+        where: dict[str, Any] = {each.kind: each.name}
+        for channel in channels:
+            request = pb.EndTenureRequest(worker_id=worker_id, drain=drains, **where)
+            attempts.run(partial(_end_tenure, channel, request, attempts))
+    return joined
+
+
+def _end_tenure(channel: ShardChannel, request: pb.EndTenureRequest, attempts: Attempts) -> None:
+    channel.end_tenure(request, attempts.rest_s)
