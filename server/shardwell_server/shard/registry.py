@@ -79,6 +79,9 @@ class Owned(Protocol):
     def handing_over(self) -> AbstractContextManager[None]:
         """See `ParameterSlice.handing_over`."""
 
+    def go_on_after_start(self) -> None:
+        """See `ShardSlice.go_on_after_start`."""
+
     def describe(self, name_count_max: int, attending: Mapping[str, Session] | None = None) -> Any:
         """What status says of it."""
 

@@ -13,6 +13,7 @@ also the number of its open step) and `last` the last step that the worker contr
            otherwise           StepOrderError: a step was skipped
     open sets, where a step may close without a worker:
            step < v, or the tenure is over, or the step is full     LATE
+           step == v + 1, and step v is full                        WAIT
     async: step == last + 1    COUNT
            otherwise           StepOrderError: a step was skipped
 
@@ -183,7 +184,9 @@ class StepTracker(Seats[Seat]):
             step < version or seat.is_over or (step == version and self.is_full(chunk_index))
         ):
             return Decision.LATE
-        expected = max(last + 1, version) if self.is_sync else last + 1
+        # One that was late for a set that is decided, and has not closed, gives the next step.
+        is_decided = self.has_open_sets and self.is_full(chunk_index)
+        expected = max(last + 1, version + is_decided) if self.is_sync else last + 1
         if step != expected:
             reason = "closed without it" if step < expected else "was not its next"
             raise StepOrderError(

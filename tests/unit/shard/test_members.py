@@ -17,6 +17,7 @@ from harness.elastic_shards import ElasticShard, elastic_spec
 from harness.stories.crash import SameMachine
 from shardwell import SGD, ParameterSpec
 from shardwell_server.config import Durability
+from shardwell_server.shard.deadline import NotYet
 from shardwell_server.shard.sessions import Sessions
 from shardwell_server.store.mmap.store import MmapStore
 
@@ -193,3 +194,14 @@ def test_members_are_looked_after_under_another_name() -> None:
     for _ in range(3):
         shard.timer.fire()
     assert shard.registry.get("q")._tracker.seats[0].is_over
+
+
+def test_who_was_late_for_a_set_that_is_decided_waits_with_its_next_step() -> None:
+    """Where steps close by their norm, the decided one is open still."""
+    shard = begun(clip_norm=1.0)
+    member(shard, "w0", 1)
+    assert shard.give("w0", 1, 0, 0) == "counted"
+    member(shard, "w1", 2, from_step=1)
+    assert shard.give("w1", 2, 0, 0) == "late"
+    with pytest.raises(NotYet):
+        shard.give("w1", 2, 0, 1, timeout_s=60.0)
