@@ -11,14 +11,21 @@ import contextlib
 import json
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
+import shardwell
+from harness.faults.proxy import Direction, Proxy
 from harness.faults.standing_still import stop
+from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import ServingShard
 from harness.programs.elastic_group_processes import ElasticWorker, check_steps
 from harness.programs.ports import free_port
+from harness.threads import in_background
 
 BALLAST_BYTES = 40_000_000
 """Of a state that moves in three pieces."""
@@ -243,6 +250,78 @@ def test_the_meeting_place_is_started_again(start) -> None:
                 finish(workers[1], new)
             check_steps([*workers, new])
     assert new.steps[0]["step"] > 0
+
+
+class Member:
+    """A member that is a thread, which joins again when others went on without it."""
+
+    def __init__(self, target: str, uid: int, stopped: threading.Event, **options: Any) -> None:
+        self.masks: dict[int, int] = {}
+        """By step: who took part."""
+        self._join = lambda: shardwell.join_group(
+            "wires",
+            size=3,
+            rendezvous=target,
+            elastic=True,
+            same_host=False,
+            **{"lease_s": 2.0, "timeout_s": 20.0, "join_timeout_s": 60.0, **options},
+        )
+        self._uid, self._stopped = uid, stopped
+        self.ended = in_background(self._train)
+
+    def _train(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                with self._join() as group:
+                    self._make_steps(group)
+            except shardwell.ClosedError:  # left behind: others may have made its last step again
+                self.masks.pop(max(self.masks, default=0), None)
+
+    def _make_steps(self, group: shardwell.Group) -> None:
+        step = np.zeros(1, np.int64)
+        while not self._stopped.is_set():
+            try:
+                group.broadcast_state({"step": step})
+                array = np.full(LONG, 2.0**self._uid, np.float32)
+                group.all_reduce(array, codec="fp32", retry=True)
+            except shardwell.WorkerLostError:
+                continue
+            assert (array == array[0]).all()
+            self.masks[int(step[0])] = int(array[0])
+            step += 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_wire_between_members_is_cut(target, victim) -> None:
+    """All live: those that the others left behind join again, and no step has two sums."""
+    stopped, port = threading.Event(), free_port()
+    with Proxy(f"127.0.0.1:{port}") as proxy:
+        own = {"listen": f"127.0.0.1:{port}", "advertise": proxy.address, "rank": victim}
+        members = [Member(target, 0, stopped, **own)]
+        members += [Member(target, uid, stopped) for uid in (1, 2)]
+
+        def come_together(first: int) -> None:
+            eventually(
+                "all make a step together",
+                lambda: all(
+                    any(mask == 7 and step > first for step, mask in list(each.masks.items()))
+                    for each in members
+                ),
+            )
+
+        try:
+            come_together(0)
+            proxy.cut_after(Direction.TO_CLIENT, 3_000_000, refuse=False)
+            eventually("it is cut", lambda: proxy.cut_count)
+            come_together(max(max(list(each.masks)) for each in members))
+        finally:
+            stopped.set()
+        for each in members:
+            each.ended.result(PATIENCE_S)
+    found: dict[int, int] = {}
+    for each in members:
+        for step, mask in each.masks.items():
+            assert found.setdefault(step, mask) == mask, step
 
 
 @pytest.mark.exhaustive
