@@ -70,9 +70,6 @@ class Owned(Protocol):
     storage: Any
     """What is kept of it."""
 
-    def go_on_after_start(self) -> None:
-        """Looks after members that it had under another name, or in an earlier process."""
-
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
         """See `Seats.living`."""
 
