@@ -943,7 +943,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
         work = Gradient(values, self.next_step, count, learning_rate)
-        if is_whole:
+        if is_whole and self._carried is not None:
             self._add_carried(work)
         self._transfer.late.clear()  # of a call that failed
         self._transfer.outcomes.clear()
