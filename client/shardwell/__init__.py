@@ -89,6 +89,7 @@ from shardwell.specs.optimizers import (
 )
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
+from shardwell.table.outcome import RowOutcome
 from shardwell.table.table import Table
 from shardwell.traffic import Traffic
 
@@ -179,6 +180,7 @@ __all__ = [
     "RMSProp",
     "RankTakenError",
     "Ring",
+    "RowOutcome",
     "RowWiseAdagrad",
     "SeatsTakenError",
     "ServerSync",

@@ -380,7 +380,7 @@ class Client(Connected, Closing):
             initializer: What a row is before its first gradient: Zeros, Uniform (from -0.05 to
                 0.05 by default), Normal; the same on any cluster.
             worker_count: See `parameter`.
-            members: See `parameter`.
+            members: See `parameter`. A step's set is by shard: docs/tables.md.
             codec: See `parameter`.
             mode: See `parameter`.
             allow_non_finite: See `parameter`.

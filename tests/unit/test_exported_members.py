@@ -52,6 +52,7 @@ PROMISED = {
     "ParameterSpec",
     "MemberStatus",
     "ParameterStatus",
+    "RowOutcome",
     "ShardStatus",
     "Table",
     "TableExport",

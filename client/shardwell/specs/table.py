@@ -85,6 +85,11 @@ class TableSpec(TrainingSpec):
         width = 1 if isinstance(self.optimizer, RowWiseAdagrad) else self.dim
         return (width,) * len(self.optimizer.slot_names)
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients of a step, which several workers may give, are summed beforehand."""
+        return self.step_size_max > 1
+
     def to_proto(self) -> table_pb2.TableSpec:
         """The wire's form."""
         codec, compression = codec_to_wire(self.codec)

@@ -73,6 +73,8 @@ class RowPut:
         """Shards that have told that they counted all of the step."""
         self.is_sent = False
         """Whether any of it may have reached a shard."""
+        self.outcomes: dict[int, pb.RowsOutcome] = {}
+        """What became of it on each shard that has counted it, with elastic members."""
         self._row_count_max = row_count_max
 
     def rest(self, shard_index: int) -> list[Span]:
@@ -83,6 +85,11 @@ class RowPut:
         """What a shard is sent, part by part; at least one, which ends the step there."""
         start = self.ids.bounds[shard_index]
         return self.ids.messages(shard_index, self._row_count_max) or [Span(start, start)]
+
+    def is_late(self, shard_index: int) -> bool:
+        """Whether a shard has told that some of it came too late."""
+        found = self.outcomes.get(shard_index)
+        return found is not None and bool(found.late_part_indexes)
 
     def digest(self) -> tuple[int, ...]:
         """Tells what is sent from other steps."""
@@ -112,6 +119,8 @@ class RowFetch:
         row_count_max: Rows of one message.
         min_version: Steps that are to have closed.
         known_version: Steps that have closed on every shard, as this worker knows.
+        every_shard: Of how many shards each is asked, though it has none of the rows; 0: only
+            those that have some.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class RowFetch:
         row_count_max: int,
         min_version: int = 0,
         known_version: int = 0,
+        every_shard: int = 0,
     ) -> None:
         self.ids = ids
         self.rows = rows
@@ -135,9 +145,13 @@ class RowFetch:
         """The version that is wanted where a shard has it; None: the newest."""
         self.is_exact = False
         """Whether no further one can have."""
+        self.unless_late = False
+        """Whether rows of a shard where the step was late may have any version."""
         self._messages = {
             shard_index: ids.messages(shard_index, row_count_max) for shard_index in ids.shards()
         }
+        for shard_index in range(every_shard):  # spans of no rows, that differ
+            self._messages.setdefault(shard_index, [Span(shard_index, shard_index)])
         self._versions: dict[Span, int] = {}
         """Of the messages whose rows have come."""
 
@@ -145,6 +159,11 @@ class RowFetch:
     def version(self) -> float:
         """Steps that the rows which have come have seen, at least; infinite if none have."""
         return min(self._versions.values(), default=math.inf)
+
+    @property
+    def shard_count(self) -> int:
+        """Shards that are asked."""
+        return len(self._messages)
 
     def missing(self, shard_index: int) -> list[Span]:
         """What a shard has not answered yet, message by message."""
@@ -220,6 +239,7 @@ class RowTransfer(StepTransfer[Asked]):
         self._fetch_context = checksum.rows_fetch_context(spec.name)
         self._answer_context = checksum.rows_answer_context(spec.name)
         self._counted_context = checksum.rows_counted_context(spec.name)
+        self._outcome_context = checksum.rows_outcome_context(spec.name)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
         self.superseded_part_count = 0
@@ -229,13 +249,12 @@ class RowTransfer(StepTransfer[Asked]):
         """Sends and fetches what is left of a call."""
         stretches: list[transfer.Stretch[Asked]] = []
         for channel in self._channels:
-            asked = Asked(
-                channel,
-                put,
-                fetch,
-                [] if put is None else put.rest(channel.shard_index),
-                [] if fetch is None else fetch.missing(channel.shard_index),
-            )
+            index = channel.shard_index
+            questions = [] if fetch is None else fetch.missing(index)
+            parts = [] if put is None else put.rest(index)
+            if put is not None and fetch is not None and fetch.unless_late and questions:
+                parts = put.parts(index)  # what was counted is once, and its outcome is told anew
+            asked = Asked(channel, put, fetch, parts, questions)
             if count := asked.answer_count:
                 stretches.append((asked, 0, count))
         if not stretches:
@@ -284,7 +303,8 @@ class RowTransfer(StepTransfer[Asked]):
         fetch = asked.fetch
         if fetch is not None:
             for span in asked.questions:
-                header.fetch.min_version = fetch.min_version
+                header.fetch.min_version = self._min_version(asked, fetch)
+                header.fetch.unless_late = fetch.unless_late and bool(asked.parts)
                 if fetch.max_version is not None:
                     header.fetch.max_version = fetch.max_version
                 header.fetch.wait_timeout_ms = wait_timeout_ms
@@ -342,7 +362,9 @@ class RowTransfer(StepTransfer[Asked]):
         """
         counted = header.counted
         count = counted.counted_part_count + counted.duplicate_part_count
+        count += len(header.outcome.late_part_indexes)
         is_whole = count == len(asked.parts) or put.sums is None
+        is_whole &= header.HasField("outcome") == self._spec.has_open_sets
         if not header.HasField("counted") or counted.step != put.step or not is_whole:
             raise self._unexpected(
                 asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
@@ -353,8 +375,34 @@ class RowTransfer(StepTransfer[Asked]):
                 f"answered for {self._spec.name!r}: the count of step {put.step} is damaged; call "
                 "again",
             )
+        if header.HasField("outcome"):
+            self._take_outcome(asked, header.outcome, put)
         self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)
+
+    def _take_outcome(self, asked: Asked, found: pb.RowsOutcome, put: RowPut) -> None:
+        """Reads what became of a step on a shard.
+
+        Raises:
+            CorruptChunkError: that was damaged.
+        """
+        part_count = len(put.parts(asked.channel.shard_index))
+        is_whole = checksum.rows_outcome(self._outcome_context, found) == found.crc32c
+        indexes = (*found.late_part_indexes, *found.superseded_part_indexes)
+        if not is_whole or found.step != put.step or max(indexes, default=0) >= part_count:
+            raise self._damaged(
+                asked.channel,
+                f"answered for {self._spec.name!r}: the outcome of step {put.step} is damaged; "
+                "call again",
+            )
+        put.outcomes[asked.channel.shard_index] = found
+
+    @staticmethod
+    def _min_version(asked: Asked, fetch: RowFetch) -> int:
+        """The version that rows of a shard are to have at least."""
+        put = asked.put
+        is_late = put is not None and put.is_late(asked.channel.shard_index)
+        return 0 if is_late and fetch.unless_late else fetch.min_version
 
     def _take_rows(self, asked: Asked, answer: Answer, fetch: RowFetch, span: Span) -> None:
         """Reads rows that a shard answers.
@@ -367,11 +415,14 @@ class RowTransfer(StepTransfer[Asked]):
         count = span.stop - span.start
         if not header.HasField("rows"):
             raise self._unexpected(asked, header, f"{count} rows")
+        if asked.put is not None and header.HasField("outcome"):
+            self._take_outcome(asked, header.outcome, asked.put)
+        min_version = self._min_version(asked, fetch)
         ids = fetch.ids.ids[slice(*span)]
         start = checksum.rows_answer(self._answer_context, ids, header.version)
         rows = header.rows
         try:
-            if rows.row_count == count:
+            if rows.row_count == count and count:
                 self._codec.spread(
                     rows,
                     payload,
@@ -382,17 +433,17 @@ class RowTransfer(StepTransfer[Asked]):
                     stop=span.stop,
                     into=fetch.rows,
                 )
-            else:  # which are not damaged, or that is what is told
+            else:  # others, which are not damaged, or that is what is told; or none
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
             raise self._damaged(
                 asked.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
-        if rows.row_count != count or header.version < fetch.min_version:
+        if rows.row_count != count or header.version < min_version:
             or_later = "" if fetch.is_exact else " or later"
             raise self._unexpected(
-                asked, header, f"{count} rows at version {fetch.min_version}{or_later}"
+                asked, header, f"{count} rows at version {min_version}{or_later}"
             )
         if fetch.is_exact and header.version > fetch.min_version:
             raise went_on_elsewhere(

@@ -138,16 +138,23 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
                     shard_index=channel.shard_index,
                     table=self._spec.name,
                 )
+        is_known |= self._spec.has_open_sets
         steps = [answer.next_step if is_known else 0 for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
-        if takes_seat or self._spec.mode == "async":
+        if self._spec.has_open_sets:
+            pass  # a shard may be steps ahead of another that awaits somebody else
+        elif takes_seat or self._spec.mode == "async":
             self._check_same_past("this worker's next step is", steps, attempts)
         else:
             self._check_versions([answer.version for answer in answers], attempts)
         return Joined(
             next_step=min(steps),
-            is_begun=max(steps) > min(steps)
-            or (is_known and any(answer.counted_part_count for answer in answers)),
+            # What an elastic member has begun is at its end with its tenure.
+            is_begun=not self._spec.has_open_sets
+            and (
+                max(steps) > min(steps)
+                or (is_known and any(answer.counted_part_count for answer in answers))
+            ),
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
             incarnation=answers[0].incarnation,

@@ -101,6 +101,8 @@ class RowReading:
         transfer: How rows travel.
         calls: The table's calls.
         view: The rows that this worker keeps.
+        every_shard: Of an elastic table: how many shards there are, all of which a fetch that asks
+            them all tells where the table stands.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class RowReading:
         transfer: RowTransfer,
         calls: CallScope,
         view: TableView,
+        every_shard: int = 0,
     ) -> None:
         self._dim = dim
+        self._every_shard = every_shard
         self._transfer = transfer
         self._calls = calls
         self._prefetches = Prefetches()
@@ -253,5 +257,7 @@ class RowReading:
         fetch.max_version = self._view.max_version
         attempts.run(lambda: self._transfer.attempt(None, fetch, attempts))
         version = int(fetch.version)
+        if fetch.shard_count == self._every_shard:  # a gradient of these rows is of their version
+            self._view.go_on_at(version)
         self._view.keep(ids.ids, rows, version, asked)
         return version

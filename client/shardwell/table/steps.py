@@ -16,10 +16,12 @@ import numpy as np
 from shardwell.errors import DivergedError, StepOrderError
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.table import TableSpec
+from shardwell.steps.member import Member
 from shardwell.table.batch import ShardedIds
 from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
 from shardwell.table.gradient_sums import RowSums
 from shardwell.table.membership import Joined, TableOpening
+from shardwell.table.outcome import RowOutcome
 from shardwell.table.view import Moment, TableView
 
 _LOG = logging.getLogger("shardwell")
@@ -42,6 +44,7 @@ class TableSteps:
         transfer: How rows travel; what the shards say of it is set here.
         opening: The calls about the table as a whole.
         view: What this worker knows of the table; its next step is set here.
+        member: This worker, where members come and go.
     """
 
     def __init__(
@@ -51,21 +54,67 @@ class TableSteps:
         transfer: RowTransfer,
         opening: TableOpening,
         view: TableView,
+        member: Member | None,
     ) -> None:
         self._spec = spec
         self._view = view
+        self._member = member
         self._transfer = transfer
         self._opening = opening
         self._has_seat = False
         self._begun: _Begun | None = None
         self.is_begun = False
         """See `Table.is_step_begun`."""
+        self.outcome: RowOutcome | None = None
+        """See `Table.outcome`."""
+        self.is_draining = False
+        """See `Table.is_draining`."""
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False
+        if self._member is not None:
+            self._member.forget()
         joined = self._opening.open(attempts)
         return self._resume(joined)
+
+    def join(self, member: Member, attempts: Attempts) -> None:
+        """Takes part as an elastic member, if it does not: nothing that it has begun goes on.
+
+        Raises:
+            ShardwellError: see `Member.join`.
+        """
+        if not member.takes_part:
+            member.join(attempts)
+            self._begun, self.is_begun = None, False
+            self._view.resume(self._view.next_step, is_begun=False, has_seat=False)
+
+    def read_first(self, member: Member, attempts: Attempts) -> int | None:
+        """Waits until every shard is at the first step that awaits this member; its version.
+
+        None: it had waited before.
+
+        Raises:
+            ShardwellError: see `Member.read_first`.
+        """
+
+        def read(step: int, part: Attempts) -> int:
+            fetch = RowFetch(
+                no_ids(self._opening.shard_count),
+                np.empty((0, self._spec.dim), np.float32),
+                places=np.empty(0, np.int64),
+                starts=np.zeros(1, np.int64),
+                row_count_max=1,
+                min_version=step,
+                every_shard=self._opening.shard_count,
+            )
+            part.run(partial(self._transfer.attempt, None, fetch, part))
+            return int(fetch.version)
+
+        version = member.read_first(read, attempts)
+        if version is not None:
+            self._view.go_on_at(version)
+        return version
 
     def put(
         self,
@@ -91,7 +140,9 @@ class TableSteps:
             DivergedError: the step has ended, and the rows are not finite.
             ShardwellError: see `Table.put_row_gradients`.
         """
-        if not self._has_seat:
+        if self._member is not None:
+            self.join(self._member, attempts)
+        elif not self._has_seat:
             self._take_seat(attempts)
         put = RowPut(
             ids,
@@ -103,7 +154,9 @@ class TableSteps:
         if self._begun is not None:
             self._repeat(self._begun, put)
         if fetch is not None and self._spec.mode == "sync":
-            fetch.min_version, fetch.is_exact = put.step + 1, True
+            fetch.min_version = put.step + 1
+            fetch.unless_late = self._member is not None
+            fetch.is_exact = self._member is None
         diverged: DivergedError | None = None
         try:
             begun = self._view.begin_step(ids.ids)
@@ -114,7 +167,7 @@ class TableSteps:
                 attempts.run(partial(self._transfer.attempt, put, None, attempts))
             if diverged is None:
                 take()
-            self._end(begun, None if diverged else fetch)
+            self._end(put, begun, None if diverged else fetch)
         except BaseException:
             if put.is_sent or put.counted_shards:
                 self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
@@ -126,21 +179,30 @@ class TableSteps:
 
     def abandon(self, attempts: Attempts) -> int:
         """See `Table.abandon_step`."""
-        if not self._has_seat:
+        if self._member is not None:
+            self.join(self._member, attempts)
+        elif not self._has_seat:
             self._take_seat(attempts)
-        no_ids = ShardedIds(np.empty(0, np.int64), [0] * (self._opening.shard_count + 1))
-        put = RowPut(no_ids, None, step=self._view.next_step, sample_count=0, row_count_max=1)
+        nothing = no_ids(self._opening.shard_count)
+        put = RowPut(nothing, None, step=self._view.next_step, sample_count=0, row_count_max=1)
         self._begun, self.is_begun = _Begun(None, set()), True
         begun = self._view.begin_step(None)
         attempts.run(partial(self._transfer.attempt, put, None, attempts))
-        self._end(begun, None)
+        self._end(put, begun, None)
         return put.step
 
-    def _end(self, begun: Moment, fetch: RowFetch | None) -> None:
+    def _end(self, put: RowPut, begun: Moment, fetch: RowFetch | None) -> None:
+        next_step = put.step + 1
+        if self._member is not None:
+            self.outcome = _outcome(put, self._opening.shard_count)
+            next_step = _next_step(put)
+            if any(each.tenure_is_over for each in put.outcomes.values()):
+                self._member.lose()
+            self.is_draining |= any(each.is_draining for each in put.outcomes.values())
         if fetch is None or not fetch.ids.ids.size:
-            self._view.end_step(begun)
+            self._view.end_step(begun, next_step)
         else:
-            self._view.end_step(begun, fetch.ids.ids, fetch.rows, int(fetch.version))
+            self._view.end_step(begun, next_step, fetch.ids.ids, fetch.rows, int(fetch.version))
         self._begun, self.is_begun = None, False
         superseded = self._transfer.superseded_part_count
         self._transfer.superseded_part_count = 0
@@ -150,7 +212,7 @@ class TableSteps:
                 "other rows or gradients, which were counted; these were not",
                 self._spec.name,
                 superseded,
-                self._view.next_step - 1,
+                put.step,
             )
 
     def _repeat(self, begun: _Begun, put: RowPut) -> None:
@@ -164,7 +226,8 @@ class TableSteps:
                 f"some may be counted; {way}end the step with abandon_step()",
                 table=self._spec.name,
             )
-        put.counted_shards |= begun.counted_shards
+        if self._member is None:
+            put.counted_shards |= begun.counted_shards
 
     def _take_seat(self, attempts: Attempts) -> None:
         """Once; only then this worker's steps are the same on all shards for certain.
@@ -192,3 +255,45 @@ class TableSteps:
         )
         self.is_begun = joined.is_begun or self._begun is not None
         return joined.version
+
+
+def no_ids(shard_count: int) -> ShardedIds:
+    """Ids of a batch that has none."""
+    return ShardedIds(np.empty(0, np.int64), [0] * (shard_count + 1))
+
+
+def _next_step(put: RowPut) -> int:
+    """The step of an elastic member that follows one which has ended.
+
+    The lowest version that it has seen of any shard, at least one more. Where it was late on a
+    shard whose step is open still, as its tenure was over there, that is its next again.
+    """
+    outcomes = put.outcomes.values()
+    is_past = all(each.version > put.step for each in outcomes if each.late_part_indexes)
+    return max(min(int(each.version) for each in outcomes), put.step + is_past)
+
+
+def _outcome(put: RowPut, shard_count: int) -> RowOutcome:
+    """What became of an elastic member's step, on all shards."""
+    late_count = superseded_count = part_count = lost_part_count = 0
+    for shard_index in range(shard_count):
+        parts, found = put.parts(shard_index), put.outcomes[shard_index]
+        late, superseded = found.late_part_indexes, found.superseded_part_indexes
+        part_count += len(parts)
+        lost_part_count += len(late) + len(superseded)
+        late_count += sum(parts[index].stop - parts[index].start for index in late)
+        superseded_count += sum(parts[index].stop - parts[index].start for index in superseded)
+    outcomes = put.outcomes.values()
+    return RowOutcome(
+        step=put.step,
+        row_count=put.ids.ids.size,
+        version=min(int(each.version) for each in outcomes),
+        counted="all"
+        if not lost_part_count
+        else "part"
+        if lost_part_count < part_count
+        else "none",
+        late_row_count=late_count,
+        superseded_row_count=superseded_count,
+        contributors=tuple(sorted({name for each in outcomes for name in each.contributor_ids})),
+    )

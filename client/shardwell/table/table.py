@@ -30,6 +30,7 @@ from shardwell.table.cache import RowCache
 from shardwell.table.exchange import RowTransfer
 from shardwell.table.gradient_sums import RowSums, as_gradients
 from shardwell.table.membership import TableOpening
+from shardwell.table.outcome import RowOutcome
 from shardwell.table.reader import RowReading
 from shardwell.table.steps import TableSteps
 from shardwell.table.view import TableView
@@ -70,18 +71,23 @@ class Table(Handle[TableSpec]):
             threads=shards.core_threads,
         )
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
-        self._view = TableView(cache, is_sync=spec.mode == "sync")
+        self._view = TableView(
+            cache, is_sync=spec.mode == "sync", is_elastic=spec.members is not None
+        )
         self._reading = RowReading(
             spec.dim,
             transfer=transfer,
             calls=self._calls,
             view=self._view,
+            every_shard=len(shards.channels) if spec.members is not None else 0,
         )
+        self._member = self._member_of(transfer, worker_id)
         self._steps = TableSteps(
             spec,
             transfer=transfer,
             opening=self._opening,
             view=self._view,
+            member=self._member,
         )
         self._view.version = self._calls.run(self._steps.open)
 
@@ -125,6 +131,19 @@ class Table(Handle[TableSpec]):
         `abandon_step`: with other rows the step would be made of both.
         """
         return self._steps.is_begun
+
+    @property
+    def outcome(self) -> RowOutcome | None:
+        """What the shards counted of the rows that this elastic member gave last.
+
+        None: it gave none; or the table has a fixed crew, whose gradients all count.
+        """
+        return self._steps.outcome
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether an operator wants this elastic member to leave after its step."""
+        return self._steps.is_draining
 
     @property
     def cache_hit_rate(self) -> float:
@@ -302,6 +321,12 @@ class Table(Handle[TableSpec]):
                     self._view.version = int(fetch.version)
 
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
+            first = None
+            if self._member is not None:
+                first = self._steps.read_first(self._member, attempts)
+            if first is not None:  # it has joined with this gradient: the rows of its first step
+                found = self._reading.read(wanted, target, first, attempts)
+                self._view.version = first if found is None else found
             return rows
 
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange_rows")
@@ -347,7 +372,11 @@ class Table(Handle[TableSpec]):
 
     @override
     def _take_part(self, member: Member, attempts: Attempts) -> None:
-        raise ArgumentError(f"{self._what}: members of tables can't join yet")
+        self._steps.join(member, attempts)
+        version = self._steps.read_first(member, attempts)
+        if version is not None:
+            self._reading.forget()  # what others changed meanwhile
+            self._view.version = version
 
     def reopen(self) -> None:
         """Asks the shards again where this worker stands, and goes on at that `next_step`."""

@@ -41,11 +41,14 @@ class TableView:
     Args:
         cache: The rows that are kept; None keeps none.
         is_sync: Whether versions count steps that all workers have ended.
+        is_elastic: Whether they may close without this worker.
     """
 
-    def __init__(self, cache: RowCache | None, *, is_sync: bool) -> None:
+    def __init__(self, cache: RowCache | None, *, is_sync: bool, is_elastic: bool = False) -> None:
         self._cache = cache
         self._is_sync = is_sync
+        self._reads_back = is_sync and not is_elastic
+        """Whether rows are read as they were before a step that was begun."""
         self._lock = threading.Lock()
         self._clock = 0
         self._has_put = False
@@ -149,7 +152,7 @@ class TableView:
         """
         with self._lock:
             self.next_step = next_step
-            self.max_version = next_step if has_seat and self._is_sync else None
+            self.max_version = next_step if has_seat and self._reads_back else None
             self._is_sending = is_begun
 
     def begin_step(self, ids: Ids | None) -> Moment:
@@ -169,13 +172,24 @@ class TableView:
                     self._cache.drop(ids)
             return Moment(self._clock, self._era)
 
+    def go_on_at(self, step: int) -> None:
+        """Goes on at a later step than the next one: every shard has closed those before it."""
+        with self._lock:
+            self.next_step = max(self.next_step, step)
+
     def end_step(
-        self, begun: Moment, ids: Ids | None = None, rows: Float32 | None = None, version: int = 0
+        self,
+        begun: Moment,
+        next_step: int,
+        ids: Ids | None = None,
+        rows: Float32 | None = None,
+        version: int = 0,
     ) -> None:
         """To be called when all shards have counted the step.
 
         Args:
             begun: What `begin_step` returned.
+            next_step: The one that follows.
             ids: (u,) int64, of rows that were fetched after it, without repeats.
             rows: (u, dim), the same; copied.
             version: Steps that all of them have seen.
@@ -188,7 +202,7 @@ class TableView:
             self._has_put = True
             self._era += 1  # what was asked for meanwhile may lack the step
             self._is_sending = False
-            self.next_step += 1
+            self.next_step = next_step
             self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:
@@ -201,5 +215,5 @@ class TableView:
         with self._lock:
             self.next_step = step
             self._is_sending = is_begun
-            if is_begun and self._is_sync:
+            if is_begun and self._reads_back:
                 self.max_version = step

@@ -175,16 +175,38 @@ class RowGradients(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., part_index: _Optional[int] = ..., end_of_step: bool = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., abandons: bool = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class RowsFetch(_message.Message):
-    __slots__ = ("rows", "min_version", "wait_timeout_ms", "max_version")
+    __slots__ = ("rows", "min_version", "wait_timeout_ms", "max_version", "unless_late")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNLESS_LATE_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     min_version: int
     wait_timeout_ms: int
     max_version: int
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
+    unless_late: bool
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., max_version: _Optional[int] = ..., unless_late: bool = ...) -> None: ...
+
+class RowsOutcome(_message.Message):
+    __slots__ = ("step", "late_part_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "superseded_part_indexes", "crc32c")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LATE_PART_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TENURE_IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTOR_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_PART_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    late_part_indexes: _containers.RepeatedScalarFieldContainer[int]
+    tenure_is_over: bool
+    version: int
+    contributor_ids: _containers.RepeatedScalarFieldContainer[str]
+    is_draining: bool
+    superseded_part_indexes: _containers.RepeatedScalarFieldContainer[int]
+    crc32c: int
+    def __init__(self, step: _Optional[int] = ..., late_part_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., superseded_part_indexes: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RowsCounted(_message.Message):
     __slots__ = ("step", "counted_part_count", "duplicate_part_count", "superseded_part_count", "crc32c")
@@ -215,18 +237,20 @@ class ExchangeRowsRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[TableOpen, _Mapping]] = ..., gradient: _Optional[_Union[RowGradients, _Mapping]] = ..., fetch: _Optional[_Union[RowsFetch, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRowsResponse(_message.Message):
-    __slots__ = ("rows", "counted", "version", "padding", "payload")
+    __slots__ = ("rows", "counted", "version", "outcome", "padding", "payload")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     counted: RowsCounted
     version: int
+    outcome: RowsOutcome
     padding: bytes
     payload: bytes
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., counted: _Optional[_Union[RowsCounted, _Mapping]] = ..., version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., counted: _Optional[_Union[RowsCounted, _Mapping]] = ..., version: _Optional[int] = ..., outcome: _Optional[_Union[RowsOutcome, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ScanRowsRequest(_message.Message):
     __slots__ = ("shard", "table", "content", "version", "wait_timeout_ms", "incarnation", "crc32c")

@@ -59,6 +59,7 @@ class Kind(enum.IntEnum):
     GRADIENT_CONTROL = 20
     ROWS_COUNTED = 21
     OUTCOME = 22
+    ROWS_OUTCOME = 23
 
 
 def extended(crc: int, *values: int | str) -> int:
@@ -270,6 +271,12 @@ def rows_counted_context(table: str) -> int:
     return extended(0, Kind.ROWS_COUNTED, table)
 
 
+@functools.lru_cache(maxsize=1024)
+def rows_outcome_context(table: str) -> int:
+    """Of outcomes of steps of rows."""
+    return extended(0, Kind.ROWS_OUTCOME, table)
+
+
 def rows_scan_context(table: str, content: int) -> int:
     """Of answers of ScanRows."""
     return extended(0, Kind.ROWS_SCAN, table, content)
@@ -389,7 +396,17 @@ def row_gradients(context: int, header: table_pb2.RowGradients) -> int:
 def rows_fetch(context: int, header: table_pb2.RowsFetch) -> int:
     """Goes on over a question for rows."""
     most = header.max_version if header.HasField("max_version") else None
-    return _with_numbers(context, header.min_version, *_optional_number(most))
+    is_more = (1,) if header.unless_late else ()
+    return _with_numbers(context, header.min_version, *_optional_number(most), *is_more)
+
+
+def rows_outcome(context: int, found: table_pb2.RowsOutcome) -> int:
+    """Goes on over the outcome of a step of rows, and ends: it has no payload."""
+    late, names = found.late_part_indexes, found.contributor_ids
+    superseded = found.superseded_part_indexes
+    head = (found.step, found.tenure_is_over, found.version, found.is_draining)
+    indexes = (len(late), *late, len(superseded), *superseded)
+    return extended(context, *head, *indexes, len(names), *names)
 
 
 def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:

@@ -21,7 +21,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.messages import ALIGNMENT_BYTES, Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Handling, Needs
-from shardwell_server.services.step_stream import Due, Request, StepStream
+from shardwell_server.services.step_stream import Due, Request, StepStream, names_that_fit
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -34,8 +34,6 @@ it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""
-_NAMES_SIZE_MAX_BYTES = 16 * 1024
-"""Of contributors in an outcome."""
 
 
 class ParameterStream(StepStream[ParameterSlice]):
@@ -306,13 +304,8 @@ def _outcome(
         tenure_is_over=contributor.is_over,
         version=parameter.version_min,
         is_draining=contributor.seat is not None and contributor.seat.is_draining,
+        contributor_ids=names_that_fit(parameter.contributors(step)),
     )
-    size_bytes = 0
-    for worker_id in parameter.contributors(step):
-        size_bytes += len(worker_id) + 2
-        if size_bytes > _NAMES_SIZE_MAX_BYTES:
-            break
-        found.contributor_ids.append(worker_id)
     context = checksum.outcome_context(parameter.spec.name)
     found.crc32c = checksum.outcome(context, found)
     return found

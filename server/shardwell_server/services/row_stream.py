@@ -6,8 +6,9 @@ no other thread counts some of them beside the stream's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.codec import Bytes
@@ -15,10 +16,11 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell_server.services.calls import Call, Handling, Needs
-from shardwell_server.services.step_stream import Due, Request, StepStream
+from shardwell_server.services.step_stream import Due, Request, StepStream, names_that_fit
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.shard.table.step_tracker import Seat
 
 _SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to be woken."""
@@ -41,11 +43,16 @@ class RowStream(StepStream[TableSlice]):
         self._counted = pb.RowsCounted()
         """Parts of the step that has come last."""
         self._counted_context = 0
+        self._superseded: list[int] = []
+        """Those of them for which others count."""
+        self._ended: _Ended | None = None
+        """That step, if it has ended and no fetch has followed it, with elastic members."""
 
     def _opened(self) -> bool:
         """Prepares answers; a table in memory is short unless something waits for a disk."""
         self._slice.register.check_incarnation(self._opening.incarnation)
         self._counted_context = checksum.rows_counted_context(self._opening.table)
+        self._ended = None
         return self._slice.is_in_memory and self._shard.config.durability.is_process
 
     def _serve(self, request: pb.ExchangeRowsRequest, payload: Bytes) -> Handling:
@@ -65,7 +72,8 @@ class RowStream(StepStream[TableSlice]):
         self._recorder.frame(received=payload.size)
         deadline = deadline_of(self._shard, self._call, asked.wait_timeout_ms / 1000)
         if request.HasField("fetch"):
-            self._pending.append(Due(partial(table.rows_message, request.fetch, payload, deadline)))
+            rows = partial(table.rows_message, request.fetch, payload, deadline)
+            self._pending.append(Due(self._after_step(request.fetch, rows)))
         if not has_gradient:
             if payload.size and not request.HasField("fetch"):
                 raise CorruptChunkError(
@@ -73,23 +81,70 @@ class RowStream(StepStream[TableSlice]):
                 )
             return
         if self._is_between_steps or self._counted.step != gradient.step:
-            self._counted = pb.RowsCounted(step=gradient.step)
+            self._counted, self._superseded = pb.RowsCounted(step=gradient.step), []
         self._is_between_steps = False
         contributor = self._contributor or self._bind()
         if gradient.trace_parent:
             self._recorder.begun(gradient.trace_parent, gradient.step)
         is_new = yield from until(table.contribute, contributor, gradient, payload, deadline)
+        is_late = gradient.part_index in contributor.late
         self._counted.counted_part_count += is_new
-        self._counted.duplicate_part_count += not is_new
+        self._counted.duplicate_part_count += not is_new and not is_late
         self._counted.superseded_part_count += len(contributor.superseded)
+        self._superseded += contributor.superseded
         contributor.superseded.clear()
         self._is_between_steps = gradient.end_of_step
         if gradient.end_of_step:
             response = pb.ExchangeRowsResponse(counted=self._counted, version=table.version)
+            if table.spec.has_open_sets:
+                late, contributor.late = sorted(contributor.late), set()
+                self._ended = _Ended(
+                    gradient.step, late, self._superseded, contributor.is_over, contributor.seat
+                )
+                response.outcome.CopyFrom(_outcome(table, self._ended))
             response.counted.crc32c = checksum.rows_counted(
                 self._counted_context, response.counted, response.version
             )
             self._pending.append(Due(response.SerializeToString))
+
+    def _after_step(self, fetch: pb.RowsFetch, rows: Callable[..., bytes]) -> Callable[[], bytes]:
+        """What makes the answer to a fetch, which may be of what comes of the step before it."""
+        ended = self._ended
+        if ended is None or not fetch.unless_late:
+            return rows
+        self._ended = ended._replace(is_told=True)
+        outcome = None if ended.is_told else partial(_outcome, self._slice, ended)
+        return partial(rows, min_version=0 if ended.late else None, outcome=outcome)
+
+
+class _Ended(NamedTuple):
+    """A step of an elastic member's that has ended on a stream."""
+
+    step: int
+    late: list[int]
+    """Parts that were."""
+    superseded: list[int]
+    """Parts for which others count."""
+    is_over: bool
+    """Whether the member's tenure is."""
+    seat: Seat | None
+    """The member's, if it has one."""
+    is_told: bool = False
+    """Whether a fetch has followed it, with its outcome."""
+
+
+def _outcome(table: TableSlice, ended: _Ended) -> pb.RowsOutcome:
+    found = pb.RowsOutcome(
+        step=ended.step,
+        late_part_indexes=ended.late,
+        tenure_is_over=ended.is_over,
+        version=table.version,
+        contributor_ids=names_that_fit(table.contributors(ended.step)),
+        is_draining=ended.seat is not None and ended.seat.is_draining,
+        superseded_part_indexes=ended.superseded,
+    )
+    found.crc32c = checksum.rows_outcome(checksum.rows_outcome_context(table.spec.name), found)
+    return found
 
 
 def _parsed(message: bytes) -> Sequence[Request]:

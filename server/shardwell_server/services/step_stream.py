@@ -34,6 +34,8 @@ from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 
 SliceT = TypeVar("SliceT", ParameterSlice, TableSlice)
+_NAMES_SIZE_MAX_BYTES = 16 * 1024
+"""Of contributors in an outcome."""
 Kind: TypeAlias = Literal["parameter", "table"]
 Request: TypeAlias = tuple[Any, Bytes, int]
 """A message's header, its payload, and bytes of the message."""
@@ -258,6 +260,17 @@ def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> 
     call.check(right, kind, name)
     registry: Any = shard.parameters if kind == "parameter" else shard.tables
     return registry.opened(name, opening.incarnation)
+
+
+def names_that_fit(worker_ids: Iterable[str]) -> list[str]:
+    """The first names, as many as an outcome has room for."""
+    found, size_bytes = [], 0
+    for worker_id in worker_ids:
+        size_bytes += len(worker_id) + 2
+        if size_bytes > _NAMES_SIZE_MAX_BYTES:
+            break
+        found.append(worker_id)
+    return found
 
 
 def _shared(due: Due) -> tuple[bytes, int]:

@@ -170,7 +170,8 @@ def table_workers_missing(
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
     missing, unknown = tracker.missing(tracker.version)
-    named = _names(missing, unknown, "that never opened the table")
+    more = "members of min_count that have not joined" if spec.members is not None else ""
+    named = _names(missing, unknown, more or "that never opened the table")
     return WorkersMissingError(
         f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
         f"{tracker.version}; missing of {spec.crew}: "

@@ -442,11 +442,11 @@ class Seats(ABC, Generic[SeatT]):
                 worker_id=worker_id,
             )
         was_over, seat.is_over = seat.is_over, True
-        self.come_to_rest()
         tenure = Tenure(contributor.tenure)
-        if seat.worker_id != worker_id:
-            self.give_on(seat)
         try:
+            self.come_to_rest()
+            if seat.worker_id != worker_id:
+                self.give_on(seat)
             facts = _facts(worker_id, session, tenure)
             note({"kind": "tenure", "seat_index": seat.index, **facts})
         except BaseException:

@@ -767,7 +767,7 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             slot_widths=spec.slot_widths,
             row_capacity=1,
             rows_per_change_max=rows_per_message_max(spec),
-            with_sum=spec.worker_count > 1,
+            with_sum=spec.sums_gradients,
             description=self._description(spec.to_proto(), owner, kept),
         )
         capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
@@ -810,5 +810,6 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             stored_bytes=stored,
             sessions=self._sessions,
             spans=self._spans,
+            timer=self._timer,
             spool_dir=self._spool_dir,
         )

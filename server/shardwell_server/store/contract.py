@@ -334,17 +334,29 @@ class TableRecord(NamedTuple):
     version: int = 0
     """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
     contribution_count: int = 0
-    """Synchronous: workers that have ended the open step; worker_count while it is closing.
-    LOADING, in both modes: nothing here is committed."""
+    """Synchronous: workers that have ended the open step; worker_count while it is closing, where
+    they are a fixed crew. LOADING, in both modes: nothing here is committed."""
     sample_total: int = 0
     """Synchronous: their samples."""
     shift: int = 0
     """Synchronous: the open step's sums are those of gradients times 2^-shift."""
+    is_closing: bool = False
+    """Where members come and go: whether nobody contributes any more to the open step, as its set
+    is decided, and its rows are being updated."""
 
     @property
     def is_loading(self) -> bool:
         """Whether the rows are those of a load that has not finished."""
         return self.contribution_count == LOADING
+
+    @staticmethod
+    def unpacked(
+        row_used: int, version: int, packed_count: int, sample_total: int, shift: int
+    ) -> TableRecord:
+        """The record that files have, whose count is its complement while the step is closing."""
+        is_closing = packed_count < LOADING  # no step closes without a contribution
+        count = ~packed_count if is_closing else packed_count
+        return TableRecord(row_used, version, count, sample_total, shift, is_closing)
 
 
 class Position(NamedTuple):

@@ -143,7 +143,10 @@ def apply(
             reached("sums written")
             storage.has_sum[places] = step.has_sum
             reached("flags written")
-        record = TableRecord(following, version, step.value % 3, step.value * 10, -step.value)
+        count = step.value % 3
+        record = TableRecord(
+            following, version, count, step.value * 10, -step.value, is_closing=count == 1
+        )
         position = None if step.position is None else Position(*step.position)
         change.commit(record, position)
 

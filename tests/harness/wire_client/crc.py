@@ -209,7 +209,7 @@ _FIELDS = {
         "sample_count",
         "abandons",
     ),
-    "RowsFetch": ("min_version", "max_version?"),
+    "RowsFetch": ("min_version", "max_version?", "unless_late!"),
     "ExchangeRowsResponse": ("version",),
     "ScanRowsResponse": ("version", "learning_rate"),
     "LoadRowsRequest": ("finish",),
@@ -226,6 +226,8 @@ def _fields(message: Any) -> list[Value]:
         if name.endswith("*"):  # which none of them is nothing of
             found = list(getattr(message, name[:-1]))
             values += [len(found), *found] if found else []
+        elif name.endswith("!"):  # which is nothing of what is false
+            values += [1] if getattr(message, name[:-1]) else []
         elif name.endswith("?"):
             values += optional(message, name[:-1])
         else:

@@ -93,9 +93,7 @@ class TableRows:
             if version - 1 <= step <= version:  # a loss of power may have taken later ones back
                 self._before.add(step, ids, rows)
         # Which rows have a sum, so that nobody has to look for them.
-        self._touched = (
-            [touched_rows(storage.has_sum, places.used)] if spec.worker_count > 1 else []
-        )
+        self._touched = [touched_rows(storage.has_sum, places.used)] if spec.sums_gradients else []
 
     # Reading.
 

@@ -91,8 +91,8 @@ class TableScan:
 
     def _is_between_steps(self) -> bool:
         """Whether rows are as the last step left them; `changed` is held."""
-        if self._spec.worker_count > 1:  # gradients are summed beside the rows until it closes
-            return self._storage.record.contribution_count < self._spec.worker_count
+        if self._spec.sums_gradients:  # beside the rows, until it closes
+            return not self._tracker.is_decided(self._storage.record)
         return not any(self._tracker.next_part(seat.worker_id)[1] for seat in self._tracker.seats)
 
     def check_begun(self, snapshot: TableSnapshot | None, deadline: RequestDeadline) -> None:

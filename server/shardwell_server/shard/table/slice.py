@@ -57,9 +57,11 @@ from shardwell_server.shard.table.scan import TableScan
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.shard.table.state import TableState
 from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
-from shardwell_server.store import TableLayout, TableStorage
+from shardwell_server.shard.watch import Timer
+from shardwell_server.store import TableLayout, TableRecord, TableStorage
 
 _ENDING = "end the step with what is counted of it"
+_CLOSED_SET_COUNT_MAX = 16
 _EVICT_ROW_COUNT = 2**20
 """Places that are looked at between one moment and the next in which others may go on."""
 
@@ -77,6 +79,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         stored_bytes: The same.
         sessions: Which are alive.
         spans: What the shard did last.
+        timer: Looks after elastic members; None: nothing does.
         spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
 
     Raises:
@@ -95,10 +98,12 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         stored_bytes: OwnedBytes,
         sessions: Liveness,
         spans: Spans,
+        timer: Timer | None = None,
         spool_dir: Path | None = None,
     ) -> None:
         self.spec = spec
         self._spans = spans
+        self._sums = spec.sums_gradients
         self.layout = layout
         self.storage = storage
         self._draws_incarnation = shard_index == 0
@@ -112,6 +117,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             worker_count=spec.worker_count,
             worker_count_max=limits.worker_count_max,
             sessions=sessions,
+            elastic=spec.members,
+            is_closing=storage.record.is_closing,
         )
         self.register = TableRegister(spec, storage, self._tracker, limits)
         """What changes rarely."""
@@ -142,7 +149,9 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             times=StepTimes(1, time.monotonic),
             spans=spans,
         )
-        super().__init__(spec.name, state, limits.abandoned_after_s)
+        super().__init__(spec.name, state, limits.abandoned_after_s, timer)
+        self._closed_sets: dict[int, list[str]] = {}
+        """Of elastic members: who was in the sets of the last steps that closed."""
         self.scan = TableScan(state)
         """Its rows, all of them."""
         self.loading = TableLoading(state)
@@ -152,10 +161,13 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         self._duplicate_part_count = 0
 
     def go_on(self) -> None:
-        """Closes a step that an earlier process was closing; damage is told to whoever meets it."""
+        """Closes a step that an earlier process was closing; damage is told to whoever meets it.
+
+        One that awaits nobody closes, too.
+        """
         with self._lock, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
-            self._finish_step()
+            self._settle()
 
     @property
     def is_in_memory(self) -> bool:
@@ -168,7 +180,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
 
         The last part of a step of several workers closes it, which takes as long as all its rows.
         """
-        return self.spec.worker_count < 2 and not self._lock.locked()
+        return not self._sums and not self._lock.locked()
 
     @property
     def rows_per_message_max(self) -> int:
@@ -231,7 +243,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         Everything is checked before anything is changed; the worker's seat is taken only then.
 
         Returns:
-            False if it had been counted before.
+            False if it had been counted before, or is late: `contributor.late` has those parts.
 
         Raises:
             NotInitializedError: a checkpoint is being restored.
@@ -247,8 +259,11 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             self.loading.check_committed()
             seat = contributor.seat
             if seat is None:
-                seat = contributor.seat = self._seat(contributor)
-            seat.check(contributor)  # another one may take it over at any time
+                seat = contributor.seat = self._contributing_seat(contributor)
+            if seat is None:
+                return self._late(contributor, header)
+            if not (seat.is_over and self._tracker.elastic is not None):
+                seat.check(contributor)  # another one may take it over at any time
             decision = self._decide(seat, header)
             if decision is Decision.WAIT:
                 self._finish_step()
@@ -257,6 +272,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 look_s = check_table_ended(self.spec, self._tracker)
                 deadline.wait(self._changed, look_s=look_s)
                 raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
+            if decision is Decision.LATE:
+                return self._late(contributor, header)
             if decision is not Decision.COUNT:
                 self._duplicate_part_count += not header.abandons
                 if decision is Decision.SUPERSEDED:
@@ -278,6 +295,25 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             )
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
+
+    def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
+        """The seat of a worker that contributes; None: its tenure is over. The lock is held.
+
+        Raises:
+            ShardwellError: see `MembershipLog.seat`.
+        """
+        if self._tracker.elastic is None:
+            return self._seat(contributor)
+        return self._tracker.member(contributor.worker_id, contributor.tenure)
+
+    def _late(self, contributor: Contributor[Seat], header: pb.RowGradients) -> bool:
+        """Notes that a part of a member's does not count, and is to be answered all the same."""
+        seat = contributor.seat
+        contributor.late.add(header.part_index)
+        contributor.is_over |= seat is None or seat.is_over
+        if seat is not None:
+            seat.late_count += 1
+        return False
 
     def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
         if header.abandons:
@@ -314,23 +350,25 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         done = 0 if header.abandons else header.part_index + 1
         position = self._tracker.following(seat, ends_step=ends)
         stored = seat.stored_position(position)
-        if self.spec.worker_count < 2:
+        if not self._sums:
             following = record._replace(version=record.version + ends)
             if self._tracker.is_sync and not header.sample_count:
                 gradients.fill(0.0)
         else:
             total = record.sample_total
+            is_elastic = self._tracker.elastic is not None
             following = record._replace(
                 contribution_count=record.contribution_count + ends,
                 sample_total=total + (done == 1) * header.sample_count,
                 # As long as nothing weighs anything, all sums are 0, whatever their scale.
                 shift=record.shift
                 if total
-                else shift_for(header.sample_count, self.spec.worker_count),
+                else shift_for(header.sample_count, self.spec.step_size_max),
+                is_closing=is_elastic and ends and self._tracker.completes(seat),
             )
         if not ids.size:
             self._rows.settle(following, stored)
-        elif self.spec.worker_count < 2:
+        elif not self._sums:
             rate = self.register.rates.at(record.version)
             self._rows.apply(ids, gradients, rate, following, stored)
         else:
@@ -343,6 +381,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 advice = f"scale gradients down, and {_ENDING}"
                 raise non_finite_row(self.spec, ids, place, what, advice) from None
         self._tracker.record(seat, position, None if header.abandons else header.rows.crc32c)
+        self._tracker.is_closing = following.is_closing
         is_sync, version = self._tracker.is_sync, self._tracker.version
         begun_s = self.times.contributed(version) if is_sync else None
         self._catch_up()
@@ -375,6 +414,10 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         while self._tracker.version < self.storage.record.version:
             if self._tracker.is_sync:
                 self.times.closed(self._tracker.version)
+            if self._tracker.elastic is not None:
+                step = self._tracker.version
+                self._closed_sets[step] = sorted(self._tracker.contributors(step))
+                self._closed_sets.pop(step - _CLOSED_SET_COUNT_MAX, None)
             self._tracker.close()
             if self.scan.snapshots.pending:
                 self.scan.begin_snapshots()
@@ -383,25 +426,80 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
     def _finish_step(self) -> None:
         """Closes the open step if all workers have ended it; nobody else changes anything."""
         record = self.storage.record
-        if 1 < self.spec.worker_count <= record.contribution_count:
+        if self._tracker.is_decided(record):
+            rate = self.register.rates.at(record.version)
             try:
                 self._rows.close(
                     record.sample_total,
                     record.shift,
-                    self.register.rates.at(record.version),
-                    record._replace(
-                        version=record.version + 1, contribution_count=0, sample_total=0, shift=0
-                    ),
+                    self.spec.rate_of_step(rate, record.contribution_count),
+                    TableRecord(record.row_used, record.version + 1),
                 )
             except BaseException:
                 self._changed.notify_all()  # whoever waits tries, or has the error, too
                 raise
             self._catch_up()
 
+    # Steps that may close without a worker.
+
+    def _settle_all(self) -> None:
+        if self._tracker.elastic is not None:
+            with self._lock:
+                self._settle()
+                self._changed.notify_all()  # who waits with a tenure that is over
+
+    def _settle(self) -> None:
+        """Decides the open step's set without a contribution, if it is complete now; and closes it.
+
+        Nobody else changes anything.
+
+        Raises:
+            StorageError: it can't be written; the step is open still, or closing.
+        """
+        if self.storage.record.is_loading:
+            return
+        self._come_to_rest()
+        if self._tracker.elastic is not None and self._tracker.is_complete:
+            self._rows.settle(self.storage.record._replace(is_closing=True), None)
+            self._tracker.is_closing = True
+        self._finish_step()
+
+    def _come_to_rest(self) -> None:
+        """Ends the open step of members whose tenure is over, with what is counted of it.
+
+        As if each had abandoned the rest. The lock is held, so nothing else is being counted.
+        """
+        for seat in self._tracker.cut_off:
+            record, ended = self.storage.record, self._tracker.following(seat, ends_step=True)
+            following = record._replace(contribution_count=record.contribution_count + 1)
+            self._rows.settle(following, seat.stored_position(ended))
+            self._tracker.record(seat, ended)
+
+    def contributors(self, step: int) -> list[str]:
+        """Workers in the set of a step, sorted, with elastic members; empty: not known any more."""
+        if step == self.version:
+            return sorted(self._tracker.contributors(step))
+        return self._closed_sets.get(step, [])
+
     # Rows out.
 
-    def rows_message(self, fetch: pb.RowsFetch, payload: Bytes, deadline: RequestDeadline) -> bytes:
+    def rows_message(
+        self,
+        fetch: pb.RowsFetch,
+        payload: Bytes,
+        deadline: RequestDeadline,
+        *,
+        min_version: int | None = None,
+        outcome: Callable[[], pb.RowsOutcome] | None = None,
+    ) -> bytes:
         """The rows that are asked for as a sealed message, once the table has `min_version`.
+
+        Args:
+            fetch: The question.
+            payload: Its ids.
+            deadline: Bounds the wait.
+            min_version: In place of the question's own.
+            outcome: Makes what is answered beside the rows, once they can be.
 
         Raises:
             NotInitializedError: a checkpoint is being restored.
@@ -412,12 +510,14 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         """
         ids = self._reader.open_ids(fetch, payload)
         self.loading.check_committed()
-        self._wait_for(fetch.min_version, deadline)
+        self._wait_for(fetch.min_version if min_version is None else min_version, deadline)
         begin_ns = now_ns()
         values = np.empty((ids.size, self.spec.dim), np.float32)
         max_version = fetch.max_version if fetch.HasField("max_version") else None
         version, first_peak = self._rows.read(ids, values, max_version)
         header = pb.ExchangeRowsResponse(version=version)
+        if outcome is not None:
+            header.outcome.CopyFrom(outcome())
         start = checksum.rows_answer(self._answer_context, ids, version)
         try:
             message = self._codec.encode(

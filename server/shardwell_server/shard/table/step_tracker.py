@@ -20,6 +20,17 @@ An abandoned step is ended with the parts that were counted: as above, k having 
     counted, step ended          (o + 1, 0); async: v + 1
     sync, worker_count at v + 1  complete; nothing counts until `close`: v + 1
 
+Elastic members, whose steps may close without them (docs/adr/0036):
+
+    part (s, k) of a member at (o, c)
+    the tenure is over, s < v, or the set of v is decided         LATE, unless it was counted
+    of a step that an earlier tenure of the worker gave           SUPERSEDED, unless it was counted
+    the tenure is over, o = v and c > 0: `cut_off`                to be ended: (v + 1, 0)
+    nobody is awaited, min_count at v + 1                         complete: the set is decided
+
+Awaited is whose tenure is not over and who has not ended v, if it has begun v, or its `from` is v
+at the most. In the set of a step is who has a part in its sums, or has ended it.
+
 Invariants:
   - Positions never decrease, so a part counts once however often it is sent.
   - Synchronous: o <= v + 1; a step closes when worker_count workers, who hold all the seats, have
@@ -33,10 +44,11 @@ from __future__ import annotations
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
+from shardwell.specs.members import Elastic
 from shardwell_server.shard import members as seats
 from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.store.contract import Position
+from shardwell_server.store.contract import Position, TableRecord
 
 
 class Seat(seats.Seat):
@@ -86,17 +98,33 @@ class TableStepTracker(Seats[Seat]):
         worker_count: Workers that make a synchronous step.
         worker_count_max: Workers that may have a seat.
         sessions: Which are alive.
+        elastic: Who makes a step, where workers come and go; None: worker_count of them.
+        is_closing: Whether the open step's set was decided, with elastic members.
     """
 
     def __init__(
-        self, version: int, *, worker_count: int, worker_count_max: int, sessions: Liveness
+        self,
+        version: int,
+        *,
+        worker_count: int,
+        worker_count_max: int,
+        sessions: Liveness,
+        elastic: Elastic | None = None,
+        is_closing: bool = False,
     ) -> None:
         super().__init__(
-            worker_count=worker_count, worker_count_max=worker_count_max, sessions=sessions
+            worker_count=worker_count,
+            worker_count_max=worker_count_max,
+            sessions=sessions,
+            elastic=elastic,
         )
         self.version = version
         """Steps that have closed, which is also the number of the open one; asynchronous: steps
         that were ended. Set by the caller when a checkpoint is restored."""
+        self.is_closing = is_closing
+        """Whether the open step's set is decided, with elastic members. Set by the caller, from the
+        record that decides it."""
+        self._floor = 1 if elastic is None else elastic.min_count
 
     def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
         return Seat(worker_id, Position(index), owner, tenure)
@@ -104,17 +132,21 @@ class TableStepTracker(Seats[Seat]):
     def _seat_after(
         self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
     ) -> Seat:
-        return Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
+        made = Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
+        if self.elastic is not None and seat.worker_id == worker_id:
+            # What it gave in this step is known to be another gradient, if it gives one anew.
+            seat.forget_checksums()
+            made.earlier_step, made.earlier_crc32cs = seat.earlier_step, seat.earlier_crc32cs
+        return made
 
     def restore_seat(self, event: Event, stored: Position) -> Seat:
         assert stored.seat_index == len(self._seats)
-        return self._sit(Seat(event["worker_id"], stored, owner_of(event), tenure_of(event)))
+        seat = Seat(event["worker_id"], stored, owner_of(event), tenure_of(event))
+        seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
+        return self._sit(seat)
 
     def _is_spent(self, seat: Seat) -> bool:
         return seat.position[1:] <= (self.version, 0)
-
-    def needed_step(self, worker_id: str) -> int | None:
-        return None
 
     def decide(
         self,
@@ -132,6 +164,8 @@ class TableStepTracker(Seats[Seat]):
         Raises:
             StepOrderError: see the table above.
         """
+        if self.elastic is not None and self._is_late(seat, step, part_index, crc32c):
+            return Decision.LATE
         _, open_step, part_count = seat.position
         if (step, part_index) < (open_step, part_count):
             if ends_step and step == open_step:  # to acknowledge it would leave the step open
@@ -152,7 +186,9 @@ class TableStepTracker(Seats[Seat]):
                 )
             if counted is None and crc32c is not None and step == seat.earlier_step:
                 counted = seat.earlier_crc32cs.get(part_index)
-                if counted not in (None, crc32c):
+                # A member's step is at its end with its tenure: what came no more does not count.
+                known = (crc32c,) if self.elastic is not None else (None, crc32c)
+                if counted not in known:
                     return Decision.SUPERSEDED
             return Decision.DUPLICATE
         turn = self._turn(seat, step)
@@ -173,7 +209,23 @@ class TableStepTracker(Seats[Seat]):
         """
         if step < seat.position.step:
             return Decision.DUPLICATE
+        if self.elastic is not None and self._has_closed_to(seat, step):
+            return Decision.LATE
         return self._turn(seat, step)
+
+    def _is_late(self, seat: Seat, step: int, part_index: int, crc32c: int | None) -> bool:
+        """Whether a part of an elastic member's comes too late to count, and has not counted."""
+        is_known = step == seat.last_step
+        counted = seat.part_crc32cs.get(part_index) if is_known else None
+        if counted is not None and crc32c in (None, counted):
+            return False  # it has counted, whatever became of the step since
+        if not self._has_closed_to(seat, step):
+            return False
+        return seat.is_over or is_known or (step, part_index) >= seat.position[1:]
+
+    def _has_closed_to(self, seat: Seat, step: int) -> bool:
+        """Whether nothing more of an elastic member's counts for a step."""
+        return seat.is_over or step < self.version or (step == self.version and self.is_closing)
 
     def _turn(self, seat: Seat, step: int) -> Decision:
         """Whether `seat`'s next step, which it is to be, counts now or waits.
@@ -206,6 +258,7 @@ class TableStepTracker(Seats[Seat]):
             seat.last_step, seat.part_crc32cs = step, {}
         if crc32c is not None:
             seat.part_crc32cs[part_index] = crc32c
+            seat.counted_count += 1
         seat.position = following
         if ended and not self.is_sync:
             self.version += 1
@@ -213,12 +266,74 @@ class TableStepTracker(Seats[Seat]):
     @property
     def is_complete(self) -> bool:
         """Synchronous: all workers have ended the open step; it is to be closed."""
-        return self.is_sync and len(self.contributed(self.version)) >= self._worker_count
+        return self.completes()
+
+    def completes(self, arriving: Seat | None = None) -> bool:
+        """Whether the open step is complete once `arriving` has ended it, too."""
+        count = len(self.contributed(self.version)) + (arriving is not None)
+        if self.elastic is None:
+            return self.is_sync and count >= self._worker_count
+        if self.is_closing or count < self._floor:
+            return False
+        return not any(seat is not arriving for seat in self._awaited_now())
+
+    def is_decided(self, record: TableRecord) -> bool:
+        """Whether the open step of a table whose steps several workers make is being closed."""
+        if self.elastic is not None:
+            return record.is_closing
+        return 1 < self._worker_count <= record.contribution_count
 
     def close(self) -> None:
-        """The open step, which was complete, has been applied."""
-        assert self.is_complete
+        """The open step, whose set was decided, has been applied."""
+        assert self.elastic is not None or self.completes()
         self.version += 1
+        self.is_closing = False
+
+    def contributors(self, step: int) -> list[str]:
+        """Workers in the set of the open step, or of the one after it."""
+        return [seat.worker_id for seat in self.seats if seat.position[1:] > (step, 0)]
+
+    def _awaited_now(self) -> list[Seat]:
+        """Elastic members that the open step awaits."""
+        begun = (self.version, 0)
+        return [
+            seat
+            for seat in self.awaited
+            if seat.position.step <= self.version
+            and (
+                seat.position[1:] > begun
+                or (seat.from_step is not None and seat.from_step <= self.version)
+            )
+        ]
+
+    @property
+    def cut_off(self) -> list[Seat]:
+        """Elastic members who are to end the open step: they have begun it, and are over."""
+        if self.elastic is None or self.is_closing:
+            return []
+        begun, ended = (self.version, 0), self.version + 1
+        return [
+            seat
+            for seat in self.seats
+            if seat.is_over and seat.position[1:] > begun and seat.position.step < ended
+        ]
+
+    def needed_step(self, worker_id: str) -> int | None:
+        if self.elastic is None or self.is_closing:
+            return None
+        coming = sum(seat.worker_id != worker_id for seat in self._awaited_now())
+        count = len(self.contributed(self.version))
+        return self.version if count + coming < self._floor else None
+
+    def missing(self, step: int) -> tuple[list[str], int]:
+        """See `Seats.missing`. Of elastic members: those awaited, and how many it lacks besides."""
+        if self.elastic is None:
+            return super().missing(step)
+        if step != self.version or self.is_closing:
+            return [], 0
+        awaited = [seat.worker_id for seat in self._awaited_now()]
+        count = len(self.contributed(step)) + len(awaited)
+        return awaited, max(self._floor - count, 0)
 
     def next_part(self, worker_id: str) -> tuple[int, int]:
         """A worker's open step, and how many parts of it are counted."""

@@ -88,7 +88,7 @@ def _heads(
         record.row_used,
         record.version,
         record.sample_total,
-        record.contribution_count,
+        ~record.contribution_count if record.is_closing else record.contribution_count,
         record.shift,
         position.seat_index,
         position.part_count,
@@ -174,7 +174,7 @@ class TableJournal:
         if crc != crc32.iscsi(data[begin:end].data, 0):
             raise NotWholeError(f"change {sequence}", is_cut=end > data.size)
         position = None if seat < 0 else Position(seat, step, parts)
-        record = TableRecord(used, version, count, samples, shift)
+        record = TableRecord.unpacked(used, version, count, samples, shift)
         stored = StoredTableRecord(sequence, record, position)
         return _Found(path, begin, end, flags, row_count, new_start, stored), end
 

@@ -208,7 +208,7 @@ class TableRecords:
             record.version,
             record.sample_total,
             position.step,
-            record.contribution_count,
+            ~record.contribution_count if record.is_closing else record.contribution_count,
             record.shift,
             position.seat_index,
             position.part_count,
@@ -227,5 +227,5 @@ class TableRecords:
         if not 0 <= row_used <= row_capacity:
             raise self._records.damaged(0, f"{row_used} rows of at most {row_capacity}")
         position = None if seat < 0 else Position(seat, step, parts)
-        record = TableRecord(row_used, version, count, samples, shift)
+        record = TableRecord.unpacked(row_used, version, count, samples, shift)
         return StoredTableRecord(sequence, record, position)

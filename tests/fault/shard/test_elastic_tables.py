@@ -1,0 +1,214 @@
+"""Goal: members of an elastic table come, die, stand still and leave; the others go on, and each
+row is what the sets of its steps say.
+
+Method: real processes on real shards. Oracle: the mean of `gradient_of` over the contributors that
+outcomes name, in float64.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.polling import eventually
+from harness.programs.commands import ServingShard
+from harness.programs.elastic_table_worker import (
+    IDS,
+    ElasticTableWorker,
+    gradients,
+    opened,
+)
+from harness.programs.elastic_worker import gradient_of
+from shardwell_server import LocalCluster
+
+MANY = 100_000
+"""Steps of a worker that is killed before it has made them."""
+
+
+def next_such(
+    worker: ElasticTableWorker,
+    is_such: Callable[[dict[str, Any]], bool],
+    seen: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The worker's next outcome of a kind; `seen` gets all on the way."""
+
+    def look() -> dict[str, Any] | None:
+        found = worker.read_outcome()
+        if seen is not None:
+            seen.append(found)
+        return found if is_such(found) else None
+
+    return eventually("such an outcome comes", look)
+
+
+def with_set(*names: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda found: found["contributors"] == list(names)
+
+
+def check_values(seen: list[dict[str, Any]]) -> None:
+    """Each value is the one before less the mean of the step's set.
+
+    A worker that is killed may have given its last step to one shard alone, whichever that was.
+    """
+    for before, after, following in zip(seen, seen[1:], [*seen[2:], seen[-1]], strict=False):
+        assert after["step"] == before["step"] + 1
+        names = set(after["contributors"])
+        means = [
+            np.mean([gradient_of(name, after["step"]) for name in each])
+            for each in (names, names & set(following["contributors"]))
+        ]
+        found = before["value"] - after["value"]
+        assert any(found == pytest.approx(mean, abs=1e-3) for mean in means)
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_worker_that_dies_costs_the_others_a_second(tmp_path: Path, has_files: bool) -> None:
+    """One that joins later is in the next steps' sets, from the first that awaits it on."""
+    seen: list[dict[str, Any]] = []
+    data_dir = tmp_path if has_files else None
+    with ExitStack() as stack:
+        target = stack.enter_context(LocalCluster(shard_count=2, data_dir=data_dir)).target
+        first = stack.enter_context(ElasticTableWorker(target, "w0", MANY))
+        next_such(first, with_set("w0"), seen)
+        second = stack.enter_context(ElasticTableWorker(target, "w1", MANY))
+        next_such(first, with_set("w0", "w1"), seen)
+        second.process.kill()
+        assert next_such(first, with_set("w0"), seen)["counted"] == "all"
+        third = stack.enter_context(ElasticTableWorker(target, "w1", MANY))
+        assert third.read_outcome()["counted"] == "all"
+        next_such(first, with_set("w0", "w1"), seen)
+    check_values(seen)
+
+
+def test_a_worker_that_stands_still_is_lost_and_comes_back() -> None:
+    bounds = {"member_return_s": 0.3, "member_lease_s": 1.0}
+    seen: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        target = stack.enter_context(LocalCluster(shard_count=2)).target
+        first = stack.enter_context(ElasticTableWorker(target, "w0", MANY, **bounds))
+        second = stack.enter_context(ElasticTableWorker(target, "w1", MANY, **bounds))
+        next_such(first, with_set("w0", "w1"), seen)
+        second.send(signal.SIGSTOP)
+        next_such(first, with_set("w0"), seen)
+        second.send(signal.SIGCONT)
+        back = next_such(second, with_set("w0", "w1"))
+        assert back["counted"] == "all"
+
+
+def test_one_that_leaves_is_not_awaited_and_may_come_back() -> None:
+    with LocalCluster(shard_count=2) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(shardwell.connect(cluster.target, worker_id=f"w{n}"))
+            for n in range(2)
+        ]
+        first, second = (opened(client, {}) for client in clients)
+        first.join()
+        thread = stack.enter_context(ThreadPoolExecutor(1))
+        value = 0.0
+
+        def take_part_once() -> None:
+            second.join()
+            second.exchange_rows(IDS, gradients(2.0))
+            second.leave()
+
+        for _ in range(2):
+            sets, done = [], thread.submit(take_part_once)
+            while not done.done():
+                rows = first.exchange_rows(IDS, gradients(1.0))
+                assert first.outcome is not None
+                sets.append(first.outcome.contributors)
+                value -= 1.0 if sets[-1] == ("w0",) else 1.5
+                assert set(rows.reshape(-1).tolist()) == {value}
+            done.result()
+            assert second.outcome is not None
+            assert second.outcome.counted == "all"
+            assert sets.count(("w0", "w1")) == 1
+            assert set(sets) == {("w0",), ("w0", "w1")}
+
+
+def test_below_the_floor_all_wait_by_name() -> None:
+    with (
+        LocalCluster(shard_count=2) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0", timeout_s=2.0) as client,
+    ):
+        table = opened(client, {"min_count": 2})
+        value = gradients(1.0)
+        with pytest.raises(shardwell.WorkersMissingError, match="2 to 64 members"):
+            table.exchange_rows(IDS, value)
+        with ElasticTableWorker(cluster.target, "w1", MANY, min_count=2) as other:
+            rows = table.exchange_rows(IDS, value, timeout_s=40.0)
+            assert table.outcome is not None
+            assert table.outcome.contributors == ("w0", "w1")
+            mean = (1.0 + gradient_of("w1", 0)) / 2
+            assert set(rows.reshape(-1).tolist()) == {-mean}
+            assert other.read_outcome()["contributors"] == ["w0", "w1"]
+
+
+def test_a_step_that_an_earlier_process_gave_is_not_given_anew() -> None:
+    """It is in the set with what that one gave, and the outcome of the later one says so."""
+    with LocalCluster(shard_count=2) as cluster, ExitStack() as stack:
+        floor = {"min_count": 2}
+        gone = shardwell.connect(cluster.target, worker_id="w1")
+        opened(gone, floor).put_row_gradients(IDS, gradients(2.0))
+        gone.close()
+        back = opened(stack.enter_context(shardwell.connect(cluster.target, worker_id="w1")), floor)
+        back.reopen()
+        assert not back.is_step_begun
+        keeper = stack.enter_context(shardwell.connect(cluster.target, worker_id="w0"))
+        first = opened(keeper, floor)
+        rows = first.exchange_rows(IDS, gradients(4.0))
+        assert first.outcome is not None
+        assert (first.outcome.step, first.outcome.contributors) == (0, ("w0", "w1"))
+        assert set(rows.reshape(-1).tolist()) == {-3.0}
+
+
+def test_a_shard_killed_in_a_step_closes_it_without_the_lost(tmp_path: Path) -> None:
+    """It knows nothing of that worker but its files, and hears of its end from the others."""
+    seen: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+
+        def serve(index: int, port: int = 0) -> ServingShard:
+            flags = (f"--data-dir={tmp_path}/{index}",)
+            return stack.enter_context(ServingShard(*flags, index=index, count=2, port=port))
+
+        shards = [serve(0), serve(1)]
+        addresses = [shard.address() for shard in shards]
+        first = stack.enter_context(ElasticTableWorker(",".join(addresses), "w0", MANY))
+        second = stack.enter_context(ElasticTableWorker(",".join(addresses), "w1", MANY))
+        next_such(first, with_set("w0", "w1"), seen)
+        second.send(signal.SIGSTOP)
+        shards[1].close()
+        second.process.kill()
+        serve(1, int(addresses[1].rpartition(":")[2]))
+        assert next_such(first, with_set("w0"), seen)["counted"] == "all"
+        for _ in range(3):
+            seen.append(first.read_outcome())
+    check_values(seen)
+
+
+def test_only_members_join_and_leave() -> None:
+    with (
+        LocalCluster(shard_count=1) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        table = client.table(
+            "fixed",
+            row_count=4,
+            dim=1,
+            optimizer=shardwell.SGD(learning_rate=1.0),
+            initializer=shardwell.Zeros(),
+            worker_count=1,
+        )
+        with pytest.raises(shardwell.ArgumentError, match="table 'fixed' has 1 worker, who need"):
+            table.join()
+        table.leave()
+        table.exchange_rows([1], np.ones((1, 1), np.float32))
+        assert table.outcome is None

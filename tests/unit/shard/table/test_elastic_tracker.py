@@ -1,0 +1,129 @@
+"""Goal: a part that an elastic member sends again is told apart from one that comes too late, and
+from another one of the same step; and a step awaits who has begun it.
+
+Method: TableStepTracker is called as a slice calls it. The orders of events are
+test_elastic_slice_machine.py's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.data.sessions import AllAlive, applicant, noted
+from shardwell.errors import StepOrderError
+from shardwell.specs.members import Elastic
+from shardwell_server.shard.members import seat_event
+from shardwell_server.shard.step_tracker import Decision
+from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+
+
+def tracker_of(min_count: int = 1, version: int = 0) -> TableStepTracker:
+    return TableStepTracker(
+        version,
+        worker_count=4,
+        worker_count_max=100,
+        sessions=AllAlive(),
+        elastic=Elastic(min_count=min_count, max_count=4),
+    )
+
+
+def member(
+    tracker: TableStepTracker, worker_id: str, tenure: int, from_step: int | None = None
+) -> Seat:
+    seat = tracker.seat(applicant(worker_id, tenure=tenure), noted)
+    if from_step is not None:
+        tracker.await_from(worker_id, tenure, from_step, noted)
+    return seat
+
+
+def give(tracker: TableStepTracker, seat: Seat, crc32c: int, *, ends: bool = True) -> None:
+    """Counts the seat's next part."""
+    tracker.record(seat, tracker.following(seat, ends_step=ends), crc32c)
+
+
+def test_a_part_again_is_a_duplicate_though_its_step_has_closed() -> None:
+    tracker = tracker_of()
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11)
+    assert tracker.is_complete
+    tracker.close()
+    assert tracker.decide(seat, 0, 0, ends_step=True, crc32c=11) is Decision.DUPLICATE
+    assert tracker.decide(seat, 0, 0, ends_step=True, crc32c=12) is Decision.LATE
+    assert tracker.decide(seat, 0, 1, ends_step=True, crc32c=11) is Decision.LATE
+
+
+def test_other_rows_in_one_tenure_and_an_open_step_are_refused() -> None:
+    tracker = tracker_of(min_count=2)
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11)
+    with pytest.raises(StepOrderError, match="other rows or gradients"):
+        tracker.decide(seat, 0, 0, ends_step=True, crc32c=12)
+
+
+def test_a_later_tenure_gives_no_step_of_an_earlier_one() -> None:
+    tracker = tracker_of(min_count=2)
+    first = member(tracker, "w0", 1, 0)
+    give(tracker, first, 11, ends=False)
+    tracker.end_tenure("w0", 1, noted)
+    (cut_off,) = tracker.cut_off
+    tracker.record(cut_off, tracker.following(cut_off, ends_step=True))
+    assert tracker.contributed(0) == ["w0"]
+    assert not tracker.cut_off
+    second = member(tracker, "w0", 2, 0)
+    assert tracker.decide(second, 0, 0, ends_step=False, crc32c=11) is Decision.DUPLICATE
+    assert tracker.decide(second, 0, 0, ends_step=False, crc32c=12) is Decision.SUPERSEDED
+    assert tracker.decide(second, 0, 1, ends_step=True, crc32c=13) is Decision.SUPERSEDED
+    assert tracker.decide(second, 1, 0, ends_step=True, crc32c=14) is Decision.WAIT
+
+
+def test_what_comes_of_a_tenure_that_is_over_is_late_unless_it_has_counted() -> None:
+    tracker = tracker_of(min_count=2)
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11, ends=False)
+    tracker.end_tenure("w0", 1, noted)
+    assert tracker.decide(seat, 0, 0, ends_step=False, crc32c=11) is Decision.DUPLICATE
+    assert tracker.decide(seat, 0, 1, ends_step=True, crc32c=12) is Decision.LATE
+    assert tracker.decide_end(seat, 0) is Decision.LATE
+
+
+def test_nothing_counts_once_the_set_is_decided() -> None:
+    tracker = tracker_of()
+    seat, other = member(tracker, "w0", 1, 0), member(tracker, "w1", 2)
+    give(tracker, seat, 11)
+    tracker.is_closing = True
+    assert not tracker.is_complete
+    assert tracker.decide(other, 0, 0, ends_step=True, crc32c=12) is Decision.LATE
+    assert tracker.decide_end(other, 0) is Decision.LATE
+    assert tracker.decide(seat, 0, 0, ends_step=True, crc32c=11) is Decision.DUPLICATE
+
+
+def test_a_step_awaits_who_has_begun_it_whatever_its_first_step() -> None:
+    tracker = tracker_of()
+    seat, other = member(tracker, "w0", 1, 0), member(tracker, "w1", 2, 5)
+    give(tracker, other, 21, ends=False)
+    give(tracker, seat, 11)
+    assert not tracker.is_complete
+    assert tracker.missing(0) == (["w1"], 0)
+    give(tracker, other, 22)
+    assert tracker.is_complete
+    assert tracker.contributors(0) == ["w0", "w1"]
+
+
+def test_who_joins_is_needed_where_the_open_step_can_not_reach_the_floor() -> None:
+    tracker = tracker_of(min_count=2, version=7)
+    member(tracker, "w0", 1, 7)
+    assert tracker.missing(7) == (["w0"], 1)
+    assert tracker.needed_step("w1") == 7
+    member(tracker, "w1", 2, 7)
+    assert tracker.needed_step("w2") is None
+
+
+def test_who_left_and_the_first_step_outlive_a_restart() -> None:
+    tracker = tracker_of()
+    member(tracker, "w0", 1, 3)
+    member(tracker, "w1", 2, 0)
+    tracker.end_tenure("w1", 2, noted)
+    again = tracker_of()
+    for seat in tracker.seats:
+        again.restore_seat(seat_event(seat), seat.stored_position(seat.position))
+    assert [(seat.worker_id, seat.from_step) for seat in again.awaited] == [("w0", 3)]
