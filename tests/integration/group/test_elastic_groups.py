@@ -255,6 +255,30 @@ def test_a_member_that_rebuilds_by_itself_takes_newcomers(target, members) -> No
     new.result().close()
 
 
+def test_a_worker_that_waits_says_for_what(target, members, caplog) -> None:
+    members(1)
+    error = error_of(lambda: elastic(target, join_timeout_s=BRIEF_S))
+    assert isinstance(error, shardwell.WorkersMissingError)
+    assert "let this worker in at their next call" in error.message
+    assert "let this worker in at their next call" in caplog.text
+
+
+def test_a_spare_waits_for_a_place(target, members) -> None:
+    one, two = members(2, size=2)
+    spare = coming(target, size=2)
+    error = error_of(lambda: elastic(target, 2, join_timeout_s=BRIEF_S))
+    assert "all 2 places are taken" in error.message
+    assert all_at_once(lambda: summed(one), lambda: summed(two)) == [2.0, 2.0]
+    assert one.waiting_count == 0
+    two.close()
+
+    def newcomer() -> float:
+        with spare.result(PATIENCE_S) as group:
+            return summed(group)
+
+    assert all_at_once(lambda: summed(one), newcomer) == [2.0, 2.0]
+
+
 def test_what_is_refused(target, members) -> None:
     (one,) = members(1)
     with pytest.raises(shardwell.ArgumentError, match=r"leaves with close\(\)"):

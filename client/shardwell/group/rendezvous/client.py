@@ -397,17 +397,15 @@ class _Waiting:
 
     def note(self) -> None:
         """Logs what is waited for, now and then."""
-        self._notices.note(
-            lambda: (
-                f"as rank {self._rank} of group {self._spec.name!r} for "
-                + (
-                    "the meeting place"
-                    if self._last is None
-                    else format_ranks(tuple(self._last.missing_ranks))
-                )
-                + f" ({self._address})"
-            )
-        )
+        self._notices.note(self._awaited)
+
+    def _awaited(self) -> str:
+        """What is waited for."""
+        last, name = self._last, f"group {self._spec.name!r}"
+        if last is not None and self._spec.min_size and last.refusals:
+            return f"for a place in elastic {name}: {last.refusals[-1]} ({self._address})"
+        what = "the meeting place" if last is None else format_ranks(tuple(last.missing_ranks))
+        return f"as rank {self._rank} of {name} for {what} ({self._address})"
 
     def given_up(self) -> Exception:
         """What the caller is told at the deadline."""
