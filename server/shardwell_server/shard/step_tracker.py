@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
@@ -219,7 +219,7 @@ class StepTracker(Seats[Seat]):
             return True
         if self.elastic is None:
             return count >= self._worker_count
-        return not any(seat is not arriving for seat in self._awaited_by(chunk_index))
+        return all(seat is arriving for seat in self._awaited_by(chunk_index))
 
     def begins_grace(self, chunk_index: int) -> bool:
         """Whether grace begins with the contribution that a chunk's open step had last."""
@@ -229,16 +229,13 @@ class StepTracker(Seats[Seat]):
         """Whether a chunk's open step has as many contributions as grace begins with."""
         return self._has_grace and self.records[chunk_index].contribution_count >= self._quorum
 
-    def _awaited_by(self, chunk_index: int) -> list[Seat]:
+    def _awaited_by(self, chunk_index: int) -> Iterator[Seat]:
         """Elastic members that a chunk's open step awaits and has not."""
         version = self.records[chunk_index].version
-        return [
-            seat
-            for seat in self.awaited
-            if seat.last_step[chunk_index] < version
-            and seat.from_step is not None
-            and seat.from_step <= version
-        ]
+        for seat in self.awaited:
+            first = seat.from_step
+            if first is not None and first <= version and seat.last_step[chunk_index] < version:
+                yield seat
 
     def needed_step(self, worker_id: str) -> int | None:
         """The lowest open step that can't reach the floor without a worker; None: there is none.
