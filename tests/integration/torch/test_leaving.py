@@ -31,10 +31,12 @@ target, worker_id, worker_count, mode, leaves, asks = sys.argv[1:]
 model = torch.nn.Linear(4, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
 options = {} if leaves == "default" else {"leave_on_sigterm": leaves == "True"}
+if mode == "elastic":
+    options["members"] = shardwell.Elastic(min_count=1, max_count=4)
+else:
+    options |= {"worker_count": int(worker_count), "mode": mode}
 with shardwell.connect(target, worker_id=worker_id) as client:
-    optimizer = shardwell.torch.ServerOptimizer(
-        model, client, shardwell.SGD(0.5), worker_count=int(worker_count), mode=mode, **options
-    )
+    optimizer = shardwell.torch.ServerOptimizer(model, client, shardwell.SGD(0.5), **options)
     print("at", optimizer.next_step, flush=True)
     for line in sys.stdin:
         if asks == "True" and optimizer.is_leaving:
@@ -183,6 +185,30 @@ def test_who_trains_beside_it_goes_on(cluster, work) -> None:
         assert leaving.end() == 128 + signal.SIGTERM
         staying.step()
         assert staying.read_line() == "made 2"
+
+
+def test_the_other_members_go_on_without_it(cluster, connect, work) -> None:
+    running = cluster(2)
+    with (
+        work(running.target, "staying", mode="elastic") as staying,
+        work(running.target, "leaving", mode="elastic") as leaving,
+    ):
+        for _ in range(3):
+            staying.step()
+            leaving.step()
+            assert staying.read_line().startswith("made ")
+            assert leaving.read_line().startswith("made ")
+        leaving.send(signal.SIGTERM)
+        staying.step()
+        leaving.step()
+        assert leaving.read_line().startswith("made ")  # with which it may end by itself
+        leaving.step()
+        for _ in range(3):
+            staying.step()
+            assert staying.read_line().startswith("made ")
+        assert leaving.end() == 128 + signal.SIGTERM, leaving.log
+        observer = connect(running, "observer")
+        assert "leaving" in done(observer)
 
 
 def test_where_others_wait_for_it_a_worker_is_killed_and_started_again(
