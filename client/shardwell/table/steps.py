@@ -198,7 +198,7 @@ class TableSteps:
             next_step = _next_step(put)
             if any(each.tenure_is_over for each in put.outcomes.values()):
                 self._member.lose()
-            self.is_draining |= any(each.is_draining for each in put.outcomes.values())
+            self.is_draining = any(each.is_draining for each in put.outcomes.values())
         if fetch is None or not fetch.ids.ids.size:
             self._view.end_step(begun, next_step)
         else:

@@ -1,8 +1,9 @@
 """Goal: killed after any write, a shard goes on with its tables as if nothing had been.
 
 Method: one training of a synchronous table by two workers, with abandoned steps, evictions and
-steps that close in several batches, and one of an asynchronous table with more workers than seats,
-which go from worker to worker, are told on files, of which an image is taken after every write.
+steps that close in several batches, one of an asynchronous table with more workers than seats,
+which go from worker to worker, and one of elastic members, without whom steps close that they had
+begun, are told on files, of which an image is taken after every write.
 From each image a shard goes on: all parts are sent again, as workers do. Oracle: the same training
 in memory. What lies below the shard is store/test_killed.py's.
 """
@@ -27,6 +28,7 @@ from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.shard import registry
 from shardwell_server.shard.deadline import RequestDeadline
+from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store.memory.store import MemoryStore
@@ -137,6 +139,54 @@ ASYNC_NOT_REPEATED = {*range(12), 14}
 """What a tenure sent that is over, and how it came to its end."""
 
 
+def member(worker: str, tenure: int, from_step: int) -> Any:
+    """An elastic member takes its seat, and is awaited from a step on."""
+    session = session_of(worker)
+    asks: Contributor[Any] = Contributor(worker, session, tenure, asks=True, from_step=from_step)
+
+    def make(table: TableSlice) -> bool:
+        table.join(worker, session.number, seat_for=asks)
+        return False
+
+    return make
+
+
+def leave(worker: str, tenure: int) -> Any:
+    """Its tenure is over."""
+    return lambda table: table.end_tenure(worker, tenure)
+
+
+ELASTIC_SPEC = dataclasses.replace(
+    SPEC,
+    members=shardwell.Elastic(
+        min_count=1, max_count=2, member_return_s=3000.0, member_lease_s=3000.0
+    ),
+)
+ELASTIC_STORY: list[Callable[[TableSlice], Any]] = [
+    member("a", 1, 0),
+    member("b", 1, 0),
+    send("a", 0, 0, [1, 2, 3], ends=False),
+    send("b", 0, 0, [2, 3, 4], samples=3, ends=False),
+    send("a", 0, 1, [5, 6, 7]),
+    leave("b", 1),  # in the middle of step 0, which closes: three batches
+    send("b", 0, 1, [8]),  # late
+    send("a", 1, 0, [1, 8]),
+    member("c", 1, 3),  # in the place of b
+    send("a", 2, 0, [1, 2]),
+    send("a", 3, 0, [1, 4, 9]),
+    send("c", 3, 0, [9, 10], ends=False),
+    member("c", 2, 4),  # in the middle of step 3, which closes
+    send("a", 4, 0, [3]),
+    send("c", 4, 0, [], 2, abandons=True),
+    send("a", 5, 0, []),
+    leave("a", 1),
+    send("c", 5, 0, [11, 12, 13], 2, ends=False),
+    send("c", 5, 1, [14], 2),
+]
+ELASTIC_NOT_REPEATED = {0, 1, 8}
+"""Tenures that may have been followed by others."""
+
+
 def state_of(table: TableSlice) -> dict[str, Any]:
     """All that a table is."""
     storage, rows = table.storage, {}
@@ -219,8 +269,10 @@ def written_story(path: Path, story: list[Any] = STORY, **kept: Any) -> list[Wri
         (SPEC, STORY, NOT_REPEATED, (5, 0), "process"),
         (ASYNC_SPEC, ASYNC_STORY, ASYNC_NOT_REPEATED, (6, 0), "process"),
         (ASYNC_SPEC, ASYNC_STORY, ASYNC_NOT_REPEATED, (6, 0), "step"),  # and the power is lost
+        (ELASTIC_SPEC, ELASTIC_STORY, ELASTIC_NOT_REPEATED, (6, 0), "process"),
+        (ELASTIC_SPEC, ELASTIC_STORY, ELASTIC_NOT_REPEATED, (6, 0), "step"),
     ],
-    ids=["sync", "async", "async and power"],
+    ids=["sync", "async", "async and power", "elastic", "elastic and power"],
 )
 def test_a_shard_goes_on_after_any_write(
     path, spec, story, not_repeated, expected, durability
