@@ -14,10 +14,12 @@ from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.jax.callbacks import is_traced, on_host
 from shardwell.jax.tree_shape import TreeShape
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.process.connected import Connected
 from shardwell.specs.layout import TensorGroup
+from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
 
@@ -61,7 +63,12 @@ class TreeParameter(Connected):
             `nnx.State` the Params are trained and returned, as `nnx.grad` and `nnx.update` have
             them; what else is in it stays the worker's own.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
-        worker_count: Workers that make a step.
+        worker_count: Workers that make a step; default: 1.
+        members: In place of worker_count: workers come and go; see `Elastic`. Each draws batches of
+            its own, and loops while `parameter.next_step` is below the last: it may skip steps.
+        min_contributors: See `Client.parameter`.
+        grace_s: See `Client.parameter`.
+        late: See `Client.parameter`.
         groups: Tensors that are updated in their own way, such as `TensorGroup("*/bias", ...)`.
         codec: How gradients and weights travel; see `Client.parameter`.
         mode: "sync" or "async"; see `Client.parameter`.
@@ -82,7 +89,11 @@ class TreeParameter(Connected):
         weights: Any,
         *,
         optimizer: Optimizer,
-        worker_count: int = 1,
+        worker_count: int | None = None,
+        members: Elastic | None = None,
+        min_contributors: int = 0,
+        grace_s: float = 0.0,
+        late: LateName = "drop",
         groups: Sequence[TensorGroup] = (),
         codec: CodecName = "fp16",
         mode: ModeName = "sync",
@@ -93,12 +104,16 @@ class TreeParameter(Connected):
         self._shape = TreeShape(what, weights)
         leaves = self._shape.leaves_of(what, weights)
         _refuse_traced(leaves, "a TreeParameter is made")
+        crew: dict[str, Any] = Elastic.crew(worker_count, members)
         self.parameter: Parameter[NamedArrays] = client.parameter(
             name,
             tensors={tensor.name: tensor.shape for tensor in self._shape.layout},
             groups=groups,
             optimizer=optimizer,
-            worker_count=worker_count,
+            **crew,
+            min_contributors=min_contributors,
+            grace_s=grace_s,
+            late=late,
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
@@ -110,6 +125,14 @@ class TreeParameter(Connected):
 
     def __repr__(self) -> str:
         return f"TreeParameter({self.parameter!r})"
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the shards counted of this worker's last gradient; None: it gave none.
+
+        Inside `jit` that is when its program has run: wait for the weights before.
+        """
+        return self.parameter.outcome
 
     def get_weights(self, *, min_version: int = 0, timeout_s: float | None = None) -> Any:
         """The weights, as the shards have them now: a tree of new arrays. Inside `jit`, too.

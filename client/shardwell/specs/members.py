@@ -61,6 +61,12 @@ class Elastic:
         )
 
     @staticmethod
+    def crew(worker_count: int | None, members: Elastic | None) -> dict[str, int | Elastic]:
+        """Those of the two that were given, as arguments of `Client.parameter`."""
+        given = {"worker_count": worker_count, "members": members}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @staticmethod
     def from_proto(message: types_pb2.ElasticMembers) -> Elastic:
         """The value that a message describes.
 

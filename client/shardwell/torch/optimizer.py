@@ -215,7 +215,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             shapes,
             groups=self._rates.tensor_groups(names_of_groups),
             optimizer=optimizer,
-            **_crew(worker_count, members),
+            **Elastic.crew(worker_count, members),
             min_contributors=min_contributors,
             grace_s=grace_s,
             late=late,
@@ -1057,12 +1057,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if tensor.grad is not None:
                 tensor.grad.mul_(inverse.to(tensor.grad.device))
         self._scaled_back = self._gradient_versions()
-
-
-def _crew(worker_count: int | None, members: Elastic | None) -> dict[str, Any]:
-    """Those of the two that were given, as `Client.parameter` takes them."""
-    given = {"worker_count": worker_count, "members": members}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _sparse(tensor_name: str) -> ArgumentError:

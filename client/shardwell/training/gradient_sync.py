@@ -190,7 +190,9 @@ class ServerSync:
         timeout_s: Of each call; None is the client's.
 
     Raises:
-        ArgumentError: the parameter has another optimizer or mode.
+        ArgumentError: the parameter has another optimizer or mode, or its steps may close without
+            a worker (`members`, `min_contributors`): that one would have missed a mean, which the
+            others have applied to their copies of the weights.
     """
 
     def __init__(self, parameter: Parameter, timeout_s: float | None = None) -> None:
@@ -204,6 +206,16 @@ class ServerSync:
                 f"ServerSync needs a parameter with optimizer=shardwell.Average() and mode='sync'; "
                 f"{spec.name!r} has {type(spec.optimizer).__name__} and mode={spec.mode!r}; "
                 "open one of another name",
+                parameter=spec.name,
+            )
+        if spec.has_open_sets:
+            raise ArgumentError(
+                f"ServerSync needs a parameter whose steps have all workers, for each applies the "
+                f"means to weights of its own, and one that missed a step would have others; "
+                f"{spec.name!r} has {spec.crew}, min_contributors={spec.min_contributors}; where "
+                "workers come and go, the shards hold the weights: client.parameter(..., "
+                "optimizer=shardwell.AdamW(...), members=...), or "
+                "shardwell.join_group(elastic=True) and GroupSync",
                 parameter=spec.name,
             )
         self.parameter = parameter

@@ -1,13 +1,9 @@
-"""A worker process that trains a torch model as an elastic member, as a user's loop does.
-
-python elastic_torch_worker.py TARGET WORKER_ID SEED STOP_FILE [OPTIONS as JSON]
+"""A worker process that trains a torch model as an elastic member; see elastic_training.py.
 
 Two batches of its own a step, which accumulate, are clipped, and scaled by a GradScaler. OPTIONS:
 `min_count`, `member_return_s`, `member_lease_s`, `min_contributors`, `grace_s`, `late`, `overlap`,
 `clip_norm`, `pause_s` between two steps, `scales` (false: no GradScaler, no clipping here), and
-`skips_every`: the loss of so many steps overflows. Each line is JSON: step, version, counted,
-contributors, loss, and the digest of the model's weights. When STOP_FILE exists it leaves, and its
-last line has the digest of the cluster's weights, once the file says "all".
+`skips_every`: the loss of so many steps overflows.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import shardwell.torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.polling import eventually
-from harness.programs.commands import Program
 
 PATH = Path(__file__)
 NAME = "net"
@@ -48,25 +43,6 @@ def digest_of(tensors: Any) -> str:
     for _, tensor in sorted(tensors.items()):
         found.update(torch.as_tensor(tensor).detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-class TorchWorker(Program):
-    """Such a process, started."""
-
-    def __init__(
-        self, target: str, worker_id: str, seed: int, stop_file: Path, **options: Any
-    ) -> None:
-        arguments = (target, worker_id, str(seed), str(stop_file), json.dumps(options))
-        super().__init__(str(PATH), *arguments, environment={"OMP_NUM_THREADS": "1"})
-        self.worker_id = worker_id
-        self.found: list[dict[str, Any]] = []
-        """Its lines so far."""
-
-    def read(self) -> dict[str, Any]:
-        """Its next line; blocks."""
-        line: dict[str, Any] = json.loads(self.read_line())
-        self.found.append(line)
-        return line
 
 
 class Loop:

@@ -10,96 +10,27 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwell
-from harness.polling import PATIENCE_S, Stopwatch
-from shardwell_server import LocalCluster
+from harness.programs.elastic_training import ElasticTraining, counted_by
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
-from harness.programs.elastic_torch_worker import TorchWorker, net  # noqa: E402
+from harness.programs.elastic_torch_worker import PATH as PROGRAM  # noqa: E402
+from harness.programs.elastic_torch_worker import net  # noqa: E402
 
 SGD = shardwell.SGD(learning_rate=0.1)
 ELASTIC = shardwell.Elastic(max_count=4)
 BOUNDS = {"member_return_s": 0.3, "member_lease_s": 1.0}
 
 
-class Training:
-    """Workers of one training on a cluster of two shards."""
-
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, **options: Any) -> None:
-        self._stack, self._options = stack, {"pause_s": 0.01, **options}
-        self._target = stack.enter_context(LocalCluster(2, chunk_size_bytes=256)).target
-        self._stop_file = folder / "stop"
-        self.workers: list[TorchWorker] = []
-
-    def start(self, worker_id: str, seed: int, **more: Any) -> TorchWorker:
-        """Starts a worker, which has opened the training when this returns."""
-        given = {**self._options, **more}
-        worker = TorchWorker(self._target, worker_id, seed, self._stop_file, **given)
-        self.workers.append(self._stack.enter_context(worker))
-        worker.read()
-        return worker
-
-    def finish(self, *, has_shared_steps: bool = True) -> int:
-        """Ends all that run; checks replicas, the last weights and the loss; returns the version.
-
-        Workers that were killed have no final line; what they printed before counts.
-
-        Args:
-            has_shared_steps: Whether several workers must have counted one step.
-        """
-        self._stop_file.write_text("some")
-        living = [worker for worker in self.workers if worker.process.poll() is None]
-        for worker in living:
-            until(worker, lambda line: "left" in line)
-        self._stop_file.write_text("all")
-        finals = [until(worker, lambda line: "final" in line) for worker in living]
-        assert [worker.end() for worker in living] == [0] * len(living)
-        assert len({final["final"] for final in finals}) == 1, finals
-        assert check_replicas(self.workers) or not has_shared_steps
-        for worker in living:
-            losses = [line["loss"] for line in worker.found if "loss" in line]
-            assert sum(losses[-5:]) < sum(losses[:5]), losses
-        return int(finals[0]["version"])
-
-
-def until(worker: TorchWorker, is_such: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The worker's next line of a kind."""
-    watch = Stopwatch()
-    while not is_such(line := worker.read()):
-        assert watch.elapsed_s < PATIENCE_S, line
-    return line
-
-
-def with_set(*names: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda line: line.get("contributors") == list(names)
-
-
-def counted_by(*names: str) -> Callable[[dict[str, Any]], bool]:
-    """Whether a step counted all of the worker's own gradient, and no others' but these."""
-    return lambda line: with_set(*names)(line) and line["counted"] == "all"
-
-
-def check_replicas(workers: list[TorchWorker]) -> bool:
-    """Workers that counted a step have its weights, bit for bit; whether several counted one."""
-    by_version: dict[int, list[str]] = {}
-    for worker in workers:
-        for line in worker.found:
-            if line.get("counted") == "all":
-                by_version.setdefault(line["version"], []).append(line["digest"])
-    assert all(len(set(digests)) == 1 for digests in by_version.values())
-    return any(len(digests) > 1 for digests in by_version.values())
-
-
 @pytest.fixture
-def training(tmp_path) -> Iterator[Callable[..., Training]]:
+def training(tmp_path) -> Iterator[Callable[..., ElasticTraining]]:
     with contextlib.ExitStack() as stack:
-        yield lambda **options: Training(stack, tmp_path, **options)
+        yield lambda **options: ElasticTraining(stack, tmp_path, PROGRAM, **options)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +45,14 @@ def training(tmp_path) -> Iterator[Callable[..., Training]]:
 def test_one_of_three_is_killed_and_started_again(training, options) -> None:
     run = training(**options)
     first, second, third = (run.start(f"w{n}", seed=n) for n in range(3))
-    until(first, counted_by("w0", "w1", "w2"))
+    first.until(counted_by("w0", "w1", "w2"))
     third.process.kill()
-    lost = until(first, counted_by("w0", "w1"))
-    until(second, counted_by("w0", "w1"))
+    lost = first.until(counted_by("w0", "w1"))
+    second.until(counted_by("w0", "w1"))
     again = run.start("w2", seed=9)
     assert again.found[0]["opened"] >= lost["version"]
-    until(again, counted_by("w0", "w1", "w2"))
-    until(first, counted_by("w0", "w1", "w2"))
+    again.until(counted_by("w0", "w1", "w2"))
+    first.until(counted_by("w0", "w1", "w2"))
     for _ in range(20):
         again.read()
     assert run.finish() > lost["version"]
@@ -135,10 +66,10 @@ def test_one_that_joins_at_half_has_the_cluster_s_weights_and_not_its_own(traini
     newcomer = run.start("w1", seed=1)
     opened = newcomer.found[0]
     assert opened["opened"] >= half["version"]
-    until(first, lambda line: line["version"] > opened["opened"])
+    first.until(lambda line: line["version"] > opened["opened"])
     digests = {line["version"]: line["digest"] for line in first.found if "version" in line}
     assert opened["digest"] == digests[opened["opened"]]
-    joined = until(newcomer, counted_by("w0", "w1"))
+    joined = newcomer.until(counted_by("w0", "w1"))
     assert joined["loss"] < first.found[1]["loss"]
     for _ in range(20):
         newcomer.read()
@@ -148,12 +79,12 @@ def test_one_that_joins_at_half_has_the_cluster_s_weights_and_not_its_own(traini
 def test_one_that_stands_still_for_longer_than_its_lease_comes_back(training) -> None:
     run = training(**BOUNDS)
     first, second = (run.start(f"w{n}", seed=n) for n in range(2))
-    until(first, counted_by("w0", "w1"))
+    first.until(counted_by("w0", "w1"))
     second.send(signal.SIGSTOP)
-    until(first, counted_by("w0"))
+    first.until(counted_by("w0"))
     second.send(signal.SIGCONT)
-    until(second, lambda line: line.get("counted") in ("part", "none"))
-    until(second, counted_by("w0", "w1"))
+    second.until(lambda line: line.get("counted") in ("part", "none"))
+    second.until(counted_by("w0", "w1"))
     for _ in range(10):
         second.read()
     run.finish()
@@ -164,10 +95,10 @@ def test_a_quorum_goes_on_without_the_slow_one_which_ends_with_its_weights(train
     run = training(min_contributors=1, grace_s=0.02)
     fast = run.start("w0", seed=0)
     slow = run.start("w1", seed=1, pause_s=0.3)
-    until(fast, counted_by("w0"))
-    late = until(slow, lambda line: line.get("counted") == "none")
+    fast.until(counted_by("w0"))
+    late = slow.until(lambda line: line.get("counted") == "none")
     assert late["version"] > late["step"]
-    until(fast, lambda line: line["version"] > late["version"])
+    fast.until(lambda line: line["version"] > late["version"])
     for _ in range(10):
         slow.read()
     run.finish(has_shared_steps=False)

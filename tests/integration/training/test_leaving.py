@@ -104,7 +104,6 @@ def test_the_other_members_go_on(cluster, connect, tmp_path: Path) -> None:
     [
         ({"worker_count": 2}, False),
         ({"worker_count": 1}, True),
-        ({"members": shardwell.Elastic(min_count=1, max_count=4)}, True),
     ],
 )
 def test_sigterm_is_noted_where_the_others_go_on(cluster, connect, crew, notes) -> None:

@@ -144,3 +144,16 @@ def test_parameters_that_can_not_synchronise_are_refused(cluster, connect) -> No
     with pytest.raises(shardwell.ArgumentError, match="ServerSync does not know this worker's ran"):
         trainer.step([1])
     assert trainer.step_share([1]).loss == 0.0
+
+
+@pytest.mark.parametrize(
+    "crew",
+    [
+        {"members": shardwell.Elastic(max_count=4)},
+        {"worker_count": 2, "min_contributors": 1, "grace_s": 0.1},
+    ],
+)
+def test_steps_that_may_close_without_a_worker_are_refused(cluster, connect, crew) -> None:
+    parameter = connect(cluster(1), "w0").parameter("open", size=5, optimizer=AVERAGE, **crew)
+    with pytest.raises(shardwell.ArgumentError, match="one that missed a step would have others"):
+        ServerSync(parameter)
