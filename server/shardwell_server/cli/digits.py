@@ -21,6 +21,7 @@ from shardwell_server.cli.options import (
     usage_errors,
 )
 from shardwell_server.cli.quantities import Duration
+from shardwell_server.demo.digits.chaos import CHAOS_STEP_COUNT
 from shardwell_server.demo.digits.group_worker import train_by_sync
 from shardwell_server.demo.digits.samples import Samples, load_digits
 from shardwell_server.demo.digits.worker import (
@@ -122,12 +123,28 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
     envvar="SHARDWELL_WORKER_COUNT",
     help="Workers to start, each a process.",
 )
-@steps_option(STEP_COUNT, "Steps that each worker makes.")
+@steps_option(
+    None,
+    f"Steps that each worker makes; default: {STEP_COUNT}, and {CHAOS_STEP_COUNT} with --chaos.",
+)
 @mode_option("sync", "")
 @sync_option
 @codec_option
+@click.option(
+    "--chaos",
+    "has_chaos",
+    is_flag=True,
+    help="Workers come, leave in order (SIGTERM) and die (kill -9) while the training goes on.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="With --chaos: of who comes and goes, and when.",
+)
 @running_shards_option
-def demo(**fields: Any) -> None:
+def demo(step_count: int | None, has_chaos: bool, **fields: Any) -> None:
     """Train on a real cluster, and watch.
 
     Starts shards and workers on this machine, trains a classifier on scikit-learn's handwritten
@@ -142,7 +159,9 @@ def demo(**fields: Any) -> None:
 
     signals.hold()
     with usage_errors():
-        config = DemoConfig(**fields)
+        if step_count is None:
+            step_count = CHAOS_STEP_COUNT if has_chaos else STEP_COUNT
+        config = DemoConfig(step_count=step_count, has_chaos=has_chaos, **fields)
     progress = Progress()
     display = Display(config, progress)
     try:
@@ -203,6 +222,13 @@ def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Name of the model's weights in the cluster.",
         ),
         training_options,
+        click.option(
+            "--elastic",
+            "is_elastic",
+            is_flag=True,
+            help="Workers come and go, and --worker-count says nothing; SIGTERM ends this one "
+            "after its step.",
+        ),
         click.option(
             "--worker-count",
             type=click.IntRange(min=1),

@@ -68,6 +68,7 @@ class Observer:
     def look(self, now_s: float) -> TrainingState:
         """Where all stand now; `now_s` is monotonic time."""
         members = self._members
+        living = [member for member in members if not member.is_let_go]
         reports = [member.latest for member in members if member.latest is not None]
         sent = sum(report.sent_bytes for report in reports)
         received = sum(report.received_bytes for report in reports)
@@ -78,9 +79,9 @@ class Observer:
         started_s = [member.first_step_s for member in members if member.first_step_s is not None]
         return TrainingState(
             ready_count=len(reports),
-            step=min(member.step for member in members),
+            step=min(member.step for member in living),
             step_sum=sum(member.step for member in members),
-            loss=_mean([member.loss for member in members]),
+            loss=_mean([member.loss for member in living]),
             first_loss=_mean([member.first_loss for member in members]),
             sent_bytes=sent,
             received_bytes=received,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwell import Traffic
@@ -25,6 +25,8 @@ class Report:
     """Encoded, since it started."""
     sent_value_bytes: int = 0
     """What was sent, as float32."""
+    contributors: Sequence[str] = ()
+    """Workers whose gradients its last step has, where steps may close without a worker."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """Of what was learnt after that step, on held-out data; empty: this worker does not measure."""
 
@@ -77,6 +79,7 @@ class Reporter:
         loss: float,
         *,
         last: bool,
+        contributors: Sequence[str] = (),
         measure: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """Notes that `step` steps are made, the last of them with `loss`.
@@ -85,6 +88,7 @@ class Reporter:
             step: Steps that are made.
             loss: Of the last.
             last: Whether there is no other.
+            contributors: See `Report`.
             measure: Measures now; called when a report is due.
         """
         self._losses.append(loss)
@@ -98,6 +102,7 @@ class Reporter:
                     sent_bytes=self._traffic.sent_bytes,
                     received_bytes=self._traffic.received_bytes,
                     sent_value_bytes=self._traffic.sent_value_bytes,
+                    contributors=contributors,
                     measures={} if measure is None else measure(),
                 )
             )

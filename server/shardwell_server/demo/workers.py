@@ -66,6 +66,8 @@ class Member:
         """When that was."""
         self.heard_s = time.monotonic()
         """When it reported last, or was started."""
+        self.is_let_go = False
+        """Whether it was ended on purpose, so that it is right however it ends."""
         self._error: str | None = None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
         self._child = ChildProcess(
@@ -90,6 +92,8 @@ class Member:
             DemoError: it has ended before, or reports nothing any more.
         """
         name = f"worker {self.task.worker_id}"
+        if self.is_let_go:
+            return not self._thread.is_alive()
         if self._thread.is_alive():
             silence_s = time.monotonic() - self.heard_s
             if silence_s > SILENCE_MAX_S:
@@ -114,6 +118,14 @@ class Member:
     def ask_to_stop(self) -> None:
         """Sends SIGTERM; does not wait."""
         self._child.ask_to_stop()
+
+    def let_go(self, *, by_force: bool) -> None:
+        """Ends it on purpose: by SIGKILL, waiting for its end, or by SIGTERM, not waiting."""
+        self.is_let_go = True
+        if by_force:
+            self._child.kill()
+        else:
+            self._child.ask_to_stop()
 
     def close(self) -> None:
         """Stops it if it runs, and waits for its end."""
@@ -167,15 +179,25 @@ class WorkerPool(Closing):
 
     def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:
         self.members: list[Member] = []
+        self._folder = folder
         self._stack = contextlib.ExitStack()
         try:
             for task in tasks:
-                member = Member(task, folder)
-                self.members.append(member)
-                self._stack.callback(member.close)
+                self.start(task)
         except BaseException:
             self.close()
             raise
+
+    def start(self, task: WorkerTask) -> None:
+        """Starts one more worker."""
+        member = Member(task, self._folder)
+        self.members.append(member)
+        self._stack.callback(member.close)
+
+    @property
+    def living(self) -> list[Member]:
+        """Workers that were not ended on purpose."""
+        return [member for member in self.members if not member.is_let_go]
 
     def has_finished(self) -> bool:
         """Whether all workers have made all their steps and ended.

@@ -138,6 +138,42 @@ def test_too_few_steps_fail_with_a_sentence():
     assert re.search(r"^steps +2 by every worker", output, re.M)
 
 
+def test_workers_come_leave_and_die_while_it_learns():
+    with started("demo", "--chaos", "--seed=3") as process:
+        code, output, errors = finish(process)
+    assert (code, errors) == (0, ""), output
+    for done, seen in (
+        (r"kill -9 (w\d)", "{} is lost, the others go on"),
+        (r"SIGTERM to (w\d)", "{} has left, the others go on"),
+        (r"(w\d) is started", "{} takes part"),
+    ):
+        found = re.search(rf"^step \d+: {done}$", output, re.M)
+        assert found, output
+        assert seen.format(found[1]) in output[found.end() :], output
+    assert re.search(r"^step 1500/1500 .* accuracy 0\.9\d\d  members w\d w\d", output, re.M), output
+    assert re.search(r"^workers +4 began; \d came, \d left, \d lost", output, re.M), output
+    assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
+
+
+def test_chaos_that_has_not_learnt_fails_and_says_what_was_to_come():
+    with started("demo", "--chaos", "--shard-count=1", "--workers=3", "--steps=3") as process:
+        code, output, errors = finish(process)
+    assert code == 1
+    assert re.fullmatch(r"Failed: held-out accuracy 0\.\d{3} is below 0\.95\.\n", errors)
+    assert re.search(r"^workers +3 began; .*\d events to come", output, re.M), output
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("--mode=async", "leave out --sync and --mode"), ("--workers=2", "needs 3 workers")],
+)
+def test_chaos_that_can_not_be_is_refused_at_once(argument, words):
+    with started("demo", "--chaos", argument) as process:
+        code, output, errors = finish(process)
+    assert (code, output) == (2, "")
+    assert words in errors
+
+
 def test_more_workers_than_digits_are_refused_at_once():
     with started("demo", "--workers=33") as process:
         code, output, errors = finish(process)

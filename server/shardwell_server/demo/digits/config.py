@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import WIRE_CODECS, CodecName, ModeName
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.demo.progress import TrainingState
 
+CHAOS_WORKER_COUNT_MIN = 3
 WORKER_COUNT_MAX = 32
 """With more, a worker's share of the digits is hardly more than its batch."""
 
@@ -30,6 +32,10 @@ class DemoConfig:
     """Steps of each worker."""
     sync: SyncName = "server"
     """Who averages: the shards, the workers in a group, or threads."""
+    has_chaos: bool = False
+    """Whether workers come, leave and die while they train."""
+    seed: int = 0
+    """Of who does so, and when."""
     target: str | None = None
     """A cluster that runs already; None: start one of `shard_count`."""
 
@@ -37,6 +43,16 @@ class DemoConfig:
         if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
             raise ArgumentError(
                 f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}"
+            )
+        if self.has_chaos and (self.sync, self.mode) != ("server", "sync"):
+            raise ArgumentError(
+                "chaos is for workers that shards wait for; leave out --sync and --mode; got "
+                f"sync={self.sync!r}, mode={self.mode!r}"
+            )
+        if self.has_chaos and self.worker_count < CHAOS_WORKER_COUNT_MIN:
+            raise ArgumentError(
+                f"chaos needs {CHAOS_WORKER_COUNT_MIN} workers to begin with, for two always stay; "
+                f"got {self.worker_count}"
             )
         if self.step_count < 1:
             raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
@@ -61,21 +77,19 @@ class DemoConfig:
 
     def tasks(self, target: str) -> list[Task]:
         """What each worker is to do. The parameter's name is new, so that nothing is resumed."""
-        parameter = f"digits-{uuid.uuid4().hex[:8]}"
-        return [
-            Task(
-                target=target,
-                worker_id=f"w{index}",
-                worker_index=index,
-                worker_count=self.worker_count,
-                parameter=parameter,
-                step_count=self.step_count,
-                codec=self.codec,
-                mode=self.mode,
-                sync=self.sync,
-            )
-            for index in range(self.process_count)
-        ]
+        first = Task(
+            target=target,
+            worker_id="w0",
+            worker_index=0,
+            worker_count=self.worker_count,
+            parameter=f"digits-{uuid.uuid4().hex[:8]}",
+            step_count=self.step_count,
+            codec=self.codec,
+            mode=self.mode,
+            sync=self.sync,
+            is_elastic=self.has_chaos,
+        )
+        return [first.of_worker(index) for index in range(self.process_count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +104,8 @@ class Result:
     """Of the workers, at the end."""
     duration_s: float
     """Of the whole demo."""
+    chaos_counts: Mapping[str, int] = field(default_factory=dict)
+    """How many workers came, left and were lost, with chaos."""
 
     @property
     def passed(self) -> bool:

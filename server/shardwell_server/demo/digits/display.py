@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 
 from shardwell_server.demo.digits.config import DemoConfig, Result
@@ -24,7 +26,18 @@ class Display:
         """Tells what is being done."""
         self._progress.say(what)
 
-    def show(self, state: TrainingState, accuracy: float | None, *, last: bool) -> None:
+    def tell(self, what: str) -> None:
+        """Prints a line, with rich's markup."""
+        self._progress.print(what)
+
+    def show(
+        self,
+        state: TrainingState,
+        accuracy: float | None,
+        *,
+        last: bool,
+        members: Sequence[str] = (),
+    ) -> None:
         """Shows where the training stands."""
         step_count, worker_count = self._config.step_count, self._config.process_count
         if state.loss is None:
@@ -36,6 +49,8 @@ class Display:
             figures.append(f"accuracy {accuracy:.3f}")
         if not last and self._config.sync != "threads":
             figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+        if members:
+            figures.append(f"members {' '.join(members)}")
         step = f"step {state.step:>{len(str(step_count))}}/{step_count}"
         self._progress.show(step, state.step, step_count, figures, last=last)
 
@@ -55,6 +70,11 @@ class Display:
             "received": traffic(state.received_bytes, seconds),
             "codec": f"{config.codec}, {state.codec_ratio:.2f} times less than float32",
         }
+        if result.chaos_counts:
+            del rows["sent"], rows["received"], rows["codec"]  # of those that are left alone
+            rows["steps"] = f"{config.step_count} in {state.training_s:.1f} s"
+            told = [f"{number} {what}" for what, number in result.chaos_counts.items() if number]
+            rows["workers"] = f"{config.worker_count} began; {', '.join(told)}"
         if config.sync == "threads":
             del rows["sent"], rows["received"], rows["codec"]
         rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
@@ -70,4 +90,9 @@ def _described(config: DemoConfig) -> str:
         shape = {"ring": "in a ring", "tree": "in a tree", "centralized": "around rank 0"}
         return f"{workers} among themselves, {shape[config.sync]}, codec {config.codec}"
     where = count(config.shard_count, "shard") if config.target is None else config.target
+    if config.has_chaos:
+        return (
+            f"{workers} that come, leave and die, on {where}, codec {config.codec}, seed "
+            f"{config.seed}"
+        )
     return f"{workers} on {where}, codec {config.codec}, {config.mode}"

@@ -6,6 +6,7 @@ Everything that is started is started in a `with`, so that it ends however this 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 
 from shardwell.errors import DeadlineError, ShardUnavailableError
@@ -16,6 +17,7 @@ from shardwell_server.demo.cluster import (
     ended_shards_named,
     without_credentials,
 )
+from shardwell_server.demo.digits.chaos import Chaos, drawn_plan
 from shardwell_server.demo.digits.config import DemoConfig, Result
 from shardwell_server.demo.digits.display import Display
 from shardwell_server.demo.digits.evaluator import Evaluator
@@ -69,13 +71,18 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
         pool = stack.enter_context(WorkerPool(tasks))
         display.say(f"starting {count(config.worker_count, 'worker')}")
         held_out = load_digits().held_out
+        chaos: Chaos | None = None
+        if config.has_chaos:
+            plan = drawn_plan(config.seed, config.worker_count, config.step_count)
+            chaos = Chaos(plan, pool, tasks[0].of_worker, display.tell)
         with ended_shards_named(cluster):
-            state, accuracy = _watch(pool, tasks[0], held_out, display, cluster)
+            state, accuracy = _watch(pool, tasks[0], held_out, display, cluster, chaos)
     return Result(
         accuracy=accuracy,
         held_out_count=HELD_OUT_COUNT,
         state=state,
         duration_s=time.monotonic() - start_s,
+        chaos_counts={} if chaos is None else {**chaos.counts, "events to come": chaos.rest_count},
     )
 
 
@@ -85,6 +92,7 @@ def _watch(
     held_out: Samples,
     display: Display,
     cluster: LocalCluster | None,
+    chaos: Chaos | None,
 ) -> tuple[TrainingState, float]:
     """Shows and measures until all workers have finished; their last state, and the accuracy."""
     observer = Observer(pool.members)
@@ -97,6 +105,9 @@ def _watch(
             check_shards(cluster)
             finished = pool.has_finished()
             state = observer.look(time.monotonic())
+            if chaos is not None:
+                chaos.go_on()
+                state = dataclasses.replace(state, step=chaos.step)
             if task.sync == "server" and evaluator is None and state.ready_count:
                 evaluator = stack.enter_context(Evaluator(task, held_out))
             if evaluator is not None and finished:
@@ -108,7 +119,8 @@ def _watch(
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
                 accuracy = pool.members[0].measures.get("accuracy")
-            display.show(state, accuracy, last=finished)
+            members = () if chaos is None else chaos.taking_part
+            display.show(state, accuracy, last=finished, members=members)
             if finished:
                 assert accuracy is not None
                 return state, accuracy

@@ -6,6 +6,8 @@ copy.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -29,6 +31,8 @@ BATCH_SIZE = 32
 """Samples of one worker's gradient."""
 STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
+MEMBER_COUNT_MAX = 64
+"""Workers at once, where they come and go."""
 ACCURACY_MIN = 0.95
 """Of held-out digits; below it, the run has failed."""
 FIRST_WEIGHTS_SEED = 22
@@ -60,10 +64,16 @@ class Task:
     """See shardwell.ParameterSpec."""
     sync: SyncName = "server"
     """Who averages."""
+    is_elastic: bool = False
+    """Whether workers come and go; worker_count says nothing then."""
     timeout_s: float = 60.0
     """Bound of each call. A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
     """How long shards are waited for."""
+
+    def of_worker(self, index: int) -> Task:
+        """The same for another worker."""
+        return dataclasses.replace(self, worker_id=f"w{index}", worker_index=index)
 
     def command(self) -> list[str]:
         """The command that does it, as arguments of Python."""
@@ -80,6 +90,7 @@ class Task:
             f"--codec={self.codec}",
             f"--mode={self.mode}",
             f"--sync={self.sync}",
+            *(["--elastic"] if self.is_elastic else []),
             f"--timeout-s={self.timeout_s}",
             f"--connect-timeout-s={self.connect_timeout_s}",
         ]
@@ -87,11 +98,12 @@ class Task:
 
 def open_weights(client: shardwell.Client, task: Task) -> shardwell.Parameter:
     """The model's weights in the cluster, as all who open them must agree."""
+    members = shardwell.Elastic(max_count=MEMBER_COUNT_MAX) if task.is_elastic else None
     return client.parameter(
         task.parameter,
         size=MODEL.size,
         optimizer=OPTIMIZER,
-        worker_count=task.worker_count,
+        **shardwell.Elastic.crew(None if task.is_elastic else task.worker_count, members),
         codec=task.codec,
         mode=task.mode,
     )
@@ -102,21 +114,30 @@ def train(
 ) -> npt.NDArray[np.float32]:
     """Trains until this worker has made its steps; returns the weights after its last.
 
+    Where workers come and go, steps are the cluster's, and SIGTERM ends this one after its step.
+
     Raises:
         ShardwellError: see `Client` and `Parameter`.
+        SystemExit: SIGTERM has come.
     """
     batches = Batches(
         digits.training,
         worker_index=task.worker_index,
-        worker_count=task.worker_count,
+        worker_count=None if task.is_elastic else task.worker_count,
         batch_size=BATCH_SIZE,
     )
-    with shardwell.connect(
-        task.target,
-        worker_id=task.worker_id,
-        timeout_s=task.timeout_s,
-        connect_timeout_s=task.connect_timeout_s,
-    ) as client:
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(
+            shardwell.connect(
+                task.target,
+                worker_id=task.worker_id,
+                timeout_s=task.timeout_s,
+                connect_timeout_s=task.connect_timeout_s,
+            )
+        )
+        request = shardwell.LeaveRequest()
+        if task.is_elastic:
+            stack.enter_context(request)
         model = open_weights(client, task)
         model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # the same from every worker
         weights = model.get_weights(min_version=model.next_step)
@@ -127,5 +148,11 @@ def train(
             loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
             model.report(loss=loss)
             model.exchange(gradient, sample_count=len(batch), out=weights)
-            reporter.add(model.next_step, loss, last=model.next_step == task.step_count)
+            reporter.add(
+                model.next_step,
+                loss,
+                last=model.next_step >= task.step_count,
+                contributors=() if model.outcome is None else model.outcome.contributors,
+            )
+            request.check()
         return weights
