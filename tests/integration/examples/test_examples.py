@@ -5,6 +5,7 @@ Method: each is run as it stands, by real processes. What pages tell people to d
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import signal
@@ -52,6 +53,19 @@ def test_the_smallest_worker_leaves_between_two_steps(tmp_path: Path) -> None:
             assert (status.version_min, list(status.done_worker_ids)) == (7, ["w0"])
         (line,) = output_of(str(program), target=cluster.target)
         assert line.endswith(" 1.  2.  3.  4.  5.  6.  7.]")
+
+
+def test_the_example_of_workers_that_come_and_go() -> None:
+    program = str(ROOT / "examples" / "spot_worker.py")
+    with LocalCluster(2) as cluster, contextlib.ExitStack() as stack:
+        environment = {"SHARDWELL_SHARDS": cluster.target}
+        workers = [
+            stack.enter_context(Program(program, f"w{n}", environment=environment))
+            for n in range(3)
+        ]
+        assert [worker.end(END_TIMEOUT_S) for worker in workers] == [0] * 3
+        (last,) = {worker.lines[-1] for worker in workers}  # the same bits on all
+        assert [float(x) for x in last.strip("[]").split()] == pytest.approx(list(range(8)), abs=0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")
