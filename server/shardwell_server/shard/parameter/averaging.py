@@ -100,6 +100,7 @@ def add_to_sum(
     *,
     shift: int,
     may_stay_encoded: bool,
+    is_closed_alike: bool = False,
 ) -> Total:
     """Adds sample_count * gradient * 2^-shift to a sum.
 
@@ -115,6 +116,8 @@ def add_to_sum(
         change: Gives the blocks, one by one.
         shift: See `weighted_mean.shift_for`.
         may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
+        is_closed_alike: Whether a sum of one is to be that one, also where its weight would take it
+            below float32: see close_step.
 
     Returns:
         What is in there now.
@@ -122,6 +125,7 @@ def add_to_sum(
     factor = contribution.factor(shift)
     if total.factor == 0.0 and factor == 0.0:
         return NOTHING
+    kept_factor = 1.0
     is_plain = total.factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
     stays_encoded = is_plain and may_stay_encoded and codec.item_size < memory.itemsize
     if stays_encoded:
@@ -130,8 +134,11 @@ def add_to_sum(
         operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
     elif total.factor == 0.0:
         weight = math.ldexp(contribution.sample_count, -shift)
-        unscaled = codec.reads(_TOTAL, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
-        operations = unscaled + scale(_TOTAL, weight)
+        operations = codec.reads(_TOTAL, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
+        if is_closed_alike:
+            kept_factor = weight
+        else:
+            operations += scale(_TOTAL, weight)
     else:
         into = TEMPORARY if total.is_encoded else _TOTAL
         operations = codec.reads(into, _FIRST, 1.0) if total.is_encoded else ()
@@ -144,7 +151,7 @@ def add_to_sum(
     arrays = (*none, contribution.payload, memory, _first_payload(memory, codec))
     for start, stop in change.blocks(memory.size):
         run(operations, arrays, start, stop)
-    return Total(factor if is_plain else 1.0, stays_encoded)
+    return Total(factor if is_plain else kept_factor, stays_encoded)
 
 
 def state_overflow(
@@ -241,7 +248,9 @@ def close_step(
     if total.is_encoded and chunk.gradient_sum is not None:
         first = _first_payload(chunk.gradient_sum, codec)
         reads, summed = codec.reads(TEMPORARY, _FIRST, 1.0), TEMPORARY
-    if total_factor == 0.0 or chunk.gradient_sum is None:
+    if sample_total == 0 and is_closed_alike:
+        mean = (Operation(Code.FILL, GRADIENT, factor=0.0),)
+    elif total_factor == 0.0 or chunk.gradient_sum is None:
         mean = codec.reads(GRADIENT, _PAYLOAD, factor)
     elif factor == 0.0:
         mean = (*reads, Operation(Code.COPY, GRADIENT, summed), *scale(GRADIENT, total_factor))

@@ -27,9 +27,10 @@ from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
     add_to_sum,
+    close_full_step,
     close_step,
 )
-from shardwell_server.store import Layout, Transition
+from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.memory.store import MemoryStore
 
 NAMES = sorted(CODECS)
@@ -287,3 +288,114 @@ def test_a_gradient_that_waits_as_it_was_written_gives_the_same_bits(
     gradients = [random.standard_normal(size).astype(np.float32) * 10.0**n for n in range(4)]
     for counts in ([3, 5], [0, 5], [3, 0], [8, 8], [1, 2, 4], [3, 0, 5], [0, 3, 0], [3, 1, 4, 1]):
         stepped(name, gradients[: len(counts)], counts, optimizer=SGD(0.1))
+
+
+# Steps that time closes, or the norm of their mean.
+
+SIZE = 9
+EXTREMES = [0.0, -0.0, 1e-45, -3e-42, 1.2e-38, 1e-20, 0.1, -1.0, 1 / 3, 65504.0, 1e19, -3e38]
+
+
+def closed_both_ways(
+    name: str,
+    gradients: list[np.ndarray],
+    sample_counts: list[int],
+    optimizer: Optimizer,
+    *,
+    step_size_max: int,
+    may_stay_encoded: bool,
+) -> list[np.ndarray]:
+    """The weights where the last gradient closes the step, and where it is closed from the sum."""
+    found = []
+    for is_closed_by_last in (True, False):
+        rules = TensorRules(optimizer)
+        state = ChunkState(
+            offset=0,
+            weights=np.full(SIZE, 0.5, np.float32),
+            gradient_sum=np.full(SIZE, math.nan, np.float32),
+            slots=tuple(np.full(SIZE, value, np.float32) for value in rules.initial_slots),
+        )
+        sent = [contribution(name, *each) for each in zip(gradients, sample_counts, strict=True)]
+        total, shift, memory = NOTHING, 0, state.gradient_sum
+        assert memory is not None
+        options = {"learning_rate": rules.learning_rate or 0.0}
+        for number, each in enumerate(sent):
+            total, shift = shifted(each, total, shift, step_size_max)
+            if is_closed_by_last and number == len(sent) - 1:
+                close_step(
+                    each,
+                    CODECS[name],
+                    state,
+                    rules,
+                    CHANGE,
+                    total=total,
+                    shift=shift,
+                    sample_total=sum(sample_counts),
+                    update_count=1,
+                    is_closed_alike=True,
+                    **options,
+                )
+            else:
+                total = add_to_sum(
+                    each,
+                    CODECS[name],
+                    memory,
+                    total,
+                    CHANGE,
+                    shift=shift,
+                    may_stay_encoded=may_stay_encoded,
+                    is_closed_alike=True,
+                )
+        if not is_closed_by_last:
+            record = ChunkRecord(
+                0,
+                len(sent),
+                sum(sample_counts),
+                total_factor=total.factor,
+                shift=shift,
+                is_encoded=total.is_encoded,
+            )
+            close_full_step(state, CODECS[name], rules, CHANGE, record, **options)
+        found.append(np.concatenate([state.weights, *state.slots]))
+    return found
+
+
+@pytest.mark.parametrize("computes", ["native", "NumPy"])
+@pytest.mark.parametrize("may_stay_encoded", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_is_closed_from_its_sum_has_the_same_bits(
+    name: str, may_stay_encoded: bool, computes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes last, or not at all: time closes a step with the bits of its gradients."""
+    if computes == "NumPy":
+        monkeypatch.setattr(native, "LIBRARY", None)
+    values = st.one_of(
+        st.sampled_from(EXTREMES), st.floats(-1e4, 1e4, width=32), st.floats(-1e-30, 1e-30)
+    )
+    gradients = st.lists(values, min_size=SIZE, max_size=SIZE)
+    weights = st.sampled_from([0, 1, 2, 3, 5, 7, 4096, 10**6 + 3, 2**24])
+
+    @settings(deadline=None, max_examples=100)
+    @given(
+        st.lists(st.tuples(gradients, weights, st.integers(-120, 60)), min_size=1, max_size=4),
+        st.sampled_from([Average(), SGD(learning_rate=1.0, momentum=0.5)]),
+        st.sampled_from([4, 128, 8192]),
+    )
+    def check(
+        given_: list[tuple[list[float], int, int]], optimizer: Optimizer, step_size_max: int
+    ) -> None:
+        with np.errstate(all="ignore"):
+            scaled = [np.ldexp(np.float32(each), power) for each, _, power in given_]
+            largest = np.finfo(np.float32).max
+            sent = [np.clip(each, -largest, largest).astype(np.float32) for each in scaled]
+            one, other = closed_both_ways(
+                name,
+                sent,
+                [count for _, count, _ in given_],
+                optimizer,
+                step_size_max=step_size_max,
+                may_stay_encoded=may_stay_encoded,
+            )
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+    check()
