@@ -200,9 +200,10 @@ class TableSteps:
                 self._member.lose()
             self.is_draining = any(each.is_draining for each in put.outcomes.values())
         if fetch is None or not fetch.ids.ids.size:
-            self._view.end_step(begun, next_step)
+            self._view.end_step(begun, next_step=next_step)
         else:
-            self._view.end_step(begun, next_step, fetch.ids.ids, fetch.rows, int(fetch.version))
+            version = int(fetch.version)
+            self._view.end_step(begun, fetch.ids.ids, fetch.rows, version, next_step=next_step)
         self._begun, self.is_begun = None, False
         superseded = self._transfer.superseded_part_count
         self._transfer.superseded_part_count = 0

@@ -180,19 +180,20 @@ class TableView:
     def end_step(
         self,
         begun: Moment,
-        next_step: int,
         ids: Ids | None = None,
         rows: Float32 | None = None,
         version: int = 0,
+        *,
+        next_step: int | None = None,
     ) -> None:
         """To be called when all shards have counted the step.
 
         Args:
             begun: What `begin_step` returned.
-            next_step: The one that follows.
             ids: (u,) int64, of rows that were fetched after it, without repeats.
             rows: (u, dim), the same; copied.
             version: Steps that all of them have seen.
+            next_step: The one that follows; None: the next.
         """
         with self._lock:
             if self._cache is not None and ids is not None and begun.era == self._era:
@@ -202,7 +203,7 @@ class TableView:
             self._has_put = True
             self._era += 1  # what was asked for meanwhile may lack the step
             self._is_sending = False
-            self.next_step = next_step
+            self.next_step = self.next_step + 1 if next_step is None else next_step
             self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:

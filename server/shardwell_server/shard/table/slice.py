@@ -266,7 +266,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 seat.check(contributor)  # another one may take it over at any time
             decision = self._decide(seat, header)
             if decision is Decision.WAIT:
-                self._finish_step()
+                self._settle()
                 decision = self._decide(seat, header)
             if decision is Decision.WAIT:
                 look_s = check_table_ended(self.spec, self._tracker)
@@ -533,7 +533,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
     def _wait_for(self, version: int, deadline: RequestDeadline) -> None:
         if self._tracker.is_sync and self.version < version:
             with self._lock:
-                self._finish_step()
+                self._settle()
                 if self.version < version:
                     look_s = check_table_ended(self.spec, self._tracker)
                     deadline.wait(self._changed, look_s=look_s)
