@@ -194,6 +194,69 @@ def test_a_shard_killed_in_a_step_closes_it_without_the_lost(tmp_path: Path) -> 
     check_values(seen)
 
 
+def test_a_worker_killed_between_parts_of_a_step_has_ended_it_with_those() -> None:
+    """What the shard had counted is in the rows, with its whole weight; the next one goes on."""
+    row_count, dim = 3000, 1024
+    shape = {"row_count": row_count, "dim": dim}  # a dozen messages a step
+    with ExitStack() as stack:
+        target = stack.enter_context(LocalCluster(shard_count=1)).target
+        client = stack.enter_context(shardwell.connect(target, worker_id="w0", timeout_s=40.0))
+        table = opened(client, shape)
+        worker = stack.enter_context(ElasticTableWorker(target, "w1", MANY, **shape))
+
+        def counted() -> int:
+            return table.status()[0].counted_row_count
+
+        def is_cut_off() -> bool:
+            """Stops the worker, and lets it go on if it is between two steps."""
+            before = counted()
+            eventually("it goes on", lambda: counted() > before)
+            worker.send(signal.SIGSTOP)
+            last = -1
+            while (now := counted()) != last:
+                last = now
+            if now % row_count:
+                return True
+            worker.send(signal.SIGCONT)
+            return False
+
+        eventually("it stands still in the middle of a step", is_cut_off)
+        step = table.status()[0].version
+        worker.process.kill()
+        eventually("the step closes", lambda: table.status()[0].version == step + 1)
+        rows = table.get_rows(np.arange(row_count))
+        before = sum(gradient_of("w1", each) for each in range(step))
+        expected = np.full((row_count, dim), -before, np.float64)
+        expected[: counted() - step * row_count] -= gradient_of("w1", step)
+        np.testing.assert_allclose(rows, expected)
+        assert table.join() == step + 1
+        rows = table.exchange_rows(np.arange(row_count), np.ones((row_count, dim), np.float32))
+        np.testing.assert_allclose(rows, expected - 1.0)
+
+
+def test_a_member_that_was_removed_is_late_and_takes_part_again() -> None:
+    """Late rows are no error: the newest rows come, and the next ones count."""
+    with (
+        LocalCluster(shard_count=2) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+        shardwell.connect(cluster.target, worker_id="admin") as operator,
+    ):
+        table = opened(client, {})
+        table.join()
+        table.exchange_rows(IDS, gradients(1.0))
+        operator.drain("w0")
+        table.exchange_rows(IDS, gradients(1.0))
+        assert table.is_draining
+        operator.remove_member("w0")
+        rows = table.exchange_rows(IDS, gradients(8.0))
+        assert table.outcome is not None
+        assert (table.outcome.counted, table.outcome.late_row_count) == ("none", len(IDS))
+        assert set(rows.reshape(-1).tolist()) == {-2.0}
+        rows = table.exchange_rows(IDS, gradients(1.0))
+        assert (table.outcome.counted, table.is_draining) == ("all", False)
+        assert set(rows.reshape(-1).tolist()) == {-3.0}
+
+
 def test_only_members_join_and_leave() -> None:
     with (
         LocalCluster(shard_count=1) as cluster,

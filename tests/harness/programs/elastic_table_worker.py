@@ -2,8 +2,8 @@
 
 python elastic_table_worker.py TARGET WORKER_ID STEP_COUNT [OPTIONS as JSON]
 
-OPTIONS: fields of `Elastic`, and `pause_s` between two steps. It gives all rows of the table the
-gradient `gradient_of` (elastic_worker.py) its worker and step. Each line is JSON: step, counted,
+OPTIONS: fields of `Elastic`, `row_count` and `dim`. It gives all rows of the table the gradient
+`gradient_of` (elastic_worker.py) its worker and step. Each line is JSON: step, counted,
 contributors, version, and the first value of the first row after it.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ IDS = np.arange(ROW_COUNT)
 
 def opened(client: shardwell.Client, options: dict[str, Any]) -> shardwell.Table:
     """The table that all of them train."""
-    elastic = {key: value for key, value in options.items() if key != "pause_s"}
+    shape = {"row_count": ROW_COUNT, "dim": DIM}
+    elastic = {key: value for key, value in options.items() if key not in shape}
+    shape.update((key, options[key]) for key in shape if key in options)
     return client.table(
         NAME,
-        row_count=ROW_COUNT,
-        dim=DIM,
+        **shape,
         optimizer=shardwell.SGD(learning_rate=1.0),
         initializer=shardwell.Zeros(),
         codec="fp32",
@@ -70,9 +70,11 @@ def main() -> None:
     with shardwell.connect(target, worker_id=worker_id, timeout_s=40.0) as client:
         table = opened(client, options)
         table.join()
+        assert table.row_count is not None
+        ids = np.arange(table.row_count)
         for _ in range(int(step_count)):
             value = gradient_of(worker_id, table.next_step)
-            rows = table.exchange_rows(IDS, gradients(value))
+            rows = table.exchange_rows(ids, np.full((ids.size, table.dim), value, np.float32))
             outcome = table.outcome
             assert outcome is not None
             found = {
@@ -83,7 +85,6 @@ def main() -> None:
                 "value": float(rows[0, 0]),
             }
             print(json.dumps(found), flush=True)
-            time.sleep(options.get("pause_s", 0.0))
 
 
 if __name__ == "__main__":
