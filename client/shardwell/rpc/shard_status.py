@@ -229,6 +229,8 @@ class TableStatus:
     """Rows of gradients that were counted."""
     duplicate_part_count: int
     """Messages with gradients that came again and were not counted."""
+    late_part_count: int
+    """Parts that came too late, of elastic members."""
     lost_member_count: int
     """Elastic members that the shard found to be gone."""
     learning_rate: float
@@ -272,6 +274,7 @@ class TableStatus:
             unknown_worker_count=message.unknown_worker_count,
             counted_row_count=message.counted_row_count,
             duplicate_part_count=message.duplicate_part_count,
+            late_part_count=message.late_part_count,
             lost_member_count=message.lost_member_count,
             learning_rate=message.learning_rate,
             loading=message.loading,

@@ -252,6 +252,7 @@ def test_a_member_that_was_removed_is_late_and_takes_part_again() -> None:
         assert table.outcome is not None
         assert (table.outcome.counted, table.outcome.late_row_count) == ("none", len(IDS))
         assert set(rows.reshape(-1).tolist()) == {-2.0}
+        assert [status.late_part_count for status in table.status()] == [1, 1]
         rows = table.exchange_rows(IDS, gradients(1.0))
         assert (table.outcome.counted, table.is_draining) == ("all", False)
         assert set(rows.reshape(-1).tolist()) == {-3.0}

@@ -159,6 +159,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
         self._duplicate_part_count = 0
+        self._late_part_count = 0
 
     def go_on(self) -> None:
         """Closes a step that an earlier process was closing; damage is told to whoever meets it.
@@ -310,6 +311,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         """Notes that a part of a member's does not count, and is to be answered all the same."""
         seat = contributor.seat
         contributor.late.add(header.part_index)
+        self._late_part_count += 1
         contributor.is_over |= seat is None or seat.is_over
         if seat is not None:
             seat.late_count += 1
@@ -459,10 +461,14 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         if self.storage.record.is_loading:
             return
         self._come_to_rest()
-        if self._tracker.elastic is not None and self._tracker.is_complete:
-            self._rows.settle(self.storage.record._replace(is_closing=True), None)
-            self._tracker.is_closing = True
+        if self._tracker.elastic is None or not self._tracker.is_complete:
+            self._finish_step()
+            return
+        begin_ns, step = now_ns(), self.version
+        self._rows.settle(self.storage.record._replace(is_closing=True), None)
+        self._tracker.is_closing = True
         self._finish_step()
+        self._spans.add(SPAN_KIND_UPDATE, self.spec.name, step, ALL_CHUNKS, "", begin_ns)
 
     def _come_to_rest(self) -> None:
         """Ends the open step of members whose tenure is over, with what is counted of it.
@@ -588,6 +594,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             version=version,
             counted_row_count=self._counted_row_count,
             duplicate_part_count=self._duplicate_part_count,
+            late_part_count=self._late_part_count,
             learning_rate=self.learning_rate,
             loading=self.loading.is_under_way,
             load_id=load_id,
