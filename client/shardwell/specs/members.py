@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number, check_whole_number
@@ -61,7 +62,7 @@ class Elastic:
         )
 
     @staticmethod
-    def crew(worker_count: int | None, members: Elastic | None) -> dict[str, int | Elastic]:
+    def crew(worker_count: int | None, members: Elastic | None) -> dict[str, Any]:
         """Those of the two that were given, as arguments of `Client.parameter`."""
         given = {"worker_count": worker_count, "members": members}
         return {name: value for name, value in given.items() if value is not None}

@@ -65,7 +65,8 @@ def test_the_example_of_workers_that_come_and_go() -> None:
         ]
         assert [worker.end(END_TIMEOUT_S) for worker in workers] == [0] * 3
         (last,) = {worker.lines[-1] for worker in workers}  # the same bits on all
-        assert [float(x) for x in last.strip("[]").split()] == pytest.approx(list(range(8)), abs=0.01)
+        found = [float(value) for value in last.strip("[]").split()]
+        assert found == pytest.approx(list(range(8)), abs=0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pykeen") is None, reason="PyKEEN brings the facts")

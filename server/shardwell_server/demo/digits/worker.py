@@ -99,14 +99,16 @@ class Task:
 def open_weights(client: shardwell.Client, task: Task) -> shardwell.Parameter:
     """The model's weights in the cluster, as all who open them must agree."""
     members = shardwell.Elastic(max_count=MEMBER_COUNT_MAX) if task.is_elastic else None
-    return client.parameter(
+    worker_count = None if task.is_elastic else task.worker_count
+    weights: shardwell.Parameter = client.parameter(
         task.parameter,
         size=MODEL.size,
         optimizer=OPTIMIZER,
-        **shardwell.Elastic.crew(None if task.is_elastic else task.worker_count, members),
+        **shardwell.Elastic.crew(worker_count, members),
         codec=task.codec,
         mode=task.mode,
     )
+    return weights
 
 
 def train(

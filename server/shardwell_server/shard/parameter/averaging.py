@@ -248,6 +248,7 @@ def close_step(
     if total.is_encoded and chunk.gradient_sum is not None:
         first = _first_payload(chunk.gradient_sum, codec)
         reads, summed = codec.reads(TEMPORARY, _FIRST, 1.0), TEMPORARY
+    mean: Operations
     if sample_total == 0 and is_closed_alike:
         mean = (Operation(Code.FILL, GRADIENT, factor=0.0),)
     elif total_factor == 0.0 or chunk.gradient_sum is None:
