@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from shardwell.errors import (
 from shardwell.rpc.members import merged_members
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
+    MemberStatus,
     MissingWorker,
     ParameterStatus,
     ShardStatus,
@@ -30,6 +32,8 @@ Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for nobody in particular."""
+_STATES = ("awaited", "seated", "draining", "lost", "over", "unknown")
+"""Of members, as they are listed."""
 NAME_COUNT_MAX = 100
 """Workers of each kind that are told of a parameter or table."""
 
@@ -97,11 +101,15 @@ class Blocker:
     workers: tuple[MissingWorker, ...]
     """Known workers that are missing on some shard; of very many, some."""
     unknown_count: int
-    """Workers of worker_count that never opened it."""
+    """Workers of worker_count that never opened it; or members that it lacks of min_count."""
+    is_elastic: bool
+    """Whether workers come and go."""
 
     def __str__(self) -> str:
         names = [str(each) for each in self.workers]
-        if self.unknown_count:
+        if self.unknown_count and self.is_elastic:
+            names.append(lacking(self.unknown_count, is_elastic=True))
+        elif self.unknown_count:
             workers = "workers that were" if self.unknown_count > 1 else "worker that was"
             names.append(f"{self.unknown_count} {workers} never seen")
         return (
@@ -145,7 +153,26 @@ def _blocker(
         open_for_s=max(open_for_s for open_for_s, _ in of_step),
         workers=tuple(workers[worker_id] for worker_id in in_order(workers)),
         unknown_count=max(part.unknown_worker_count for _, part in of_step),
+        is_elastic=parts[0].spec.members is not None,
     )
+
+
+def lacking(count: int, *, is_elastic: bool) -> str:
+    """How many workers a step lacks whom nobody knows by name; empty: none."""
+    if not count:
+        return ""
+    if is_elastic:
+        return f"{count} more member{'s' * (count > 1)}, as min_count says"
+    return f"{count} never seen"
+
+
+def crew_words(part: ParameterStatus | TableStatus, members: Iterable[MemberStatus]) -> str:
+    """How many elastic members are in each state, and of how many; empty: its crew is fixed."""
+    if part.spec.members is None:
+        return ""
+    counts = Counter(member.state for member in members)
+    words = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
+    return f"{words or 'nobody'} of {part.spec.crew}"
 
 
 def losses(statuses: Sequence[ShardStatus]) -> list[str]:
@@ -285,6 +312,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     spec = first.spec
     oldest = min(parts, key=step_of)
     missing = {worker for part in parts for worker in part.missing_worker_ids}
+    unknown = max(part.unknown_worker_count for part in parts)
     whole: dict[str, Any] = {
         "name": name,
         "mode": spec.mode,
@@ -293,9 +321,12 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         "learning_rate": oldest.learning_rate,
         "step": step_of(oldest),
         "worker_count": spec.worker_count,
+        "crew": spec.crew if spec.mode == "sync" else "",
+        "crew_words": crew_words(first, merged_members(parts)),
         "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:NAME_COUNT_MAX],
         "missing": in_order(missing)[:NAME_COUNT_MAX],
-        "unknown": max(part.unknown_worker_count for part in parts),
+        "unknown": unknown,
+        "lacking": lacking(unknown, is_elastic=spec.members is not None),
         "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
     }
     whole["members"] = members(parts)[:NAME_COUNT_MAX]
@@ -308,6 +339,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     whole["marked"] = any(part.marked for part in parts)
     whole["new_name"] = next((part.new_name for part in parts if part.new_name), "")
     if isinstance(first, ParameterStatus):
+        whole["late"] = sum(p.late_chunk_count for p in parts if isinstance(p, ParameterStatus))
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
     else:

@@ -136,7 +136,7 @@ def _lane(span: Span) -> str:
         return "calls"
     if span.kind in _TO_SHARD:
         return f"to {span.peer}"
-    if span.kind in _CONTRIBUTIONS:
+    if span.kind in (*_CONTRIBUTIONS, pb.SPAN_KIND_LATE):
         return f"gradients of {span.peer}" if span.peer else "gradients"
     return _LANES.get(span.kind, "other")
 

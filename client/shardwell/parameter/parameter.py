@@ -166,7 +166,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _repr_html_(self) -> str:
         spec = self.spec
-        workers = f", {spec.worker_count} workers" if spec.worker_count else ""
+        workers = f", {spec.crew}" if spec.worker_count else ""
         rows: list[tuple[str, object]] = [
             ("elements", f"{self.size:,}"),
             ("tensors", "one vector" if spec.layout is None else len(spec.layout)),

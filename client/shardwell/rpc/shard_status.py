@@ -17,13 +17,14 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2, types_pb2
 
 MemberState = Literal["seated", "awaited", "draining", "over", "lost", "unknown"]
-_MEMBER_STATES: dict[int, MemberState] = {
-    types_pb2.MEMBER_STATE_SEATED: "seated",
-    types_pb2.MEMBER_STATE_AWAITED: "awaited",
-    types_pb2.MEMBER_STATE_DRAINING: "draining",
-    types_pb2.MEMBER_STATE_OVER: "over",
-    types_pb2.MEMBER_STATE_LOST: "lost",
+MEMBER_STATES: dict[MemberState, types_pb2.MemberState] = {
+    "seated": types_pb2.MEMBER_STATE_SEATED,
+    "awaited": types_pb2.MEMBER_STATE_AWAITED,
+    "draining": types_pb2.MEMBER_STATE_DRAINING,
+    "over": types_pb2.MEMBER_STATE_OVER,
+    "lost": types_pb2.MEMBER_STATE_LOST,
 }
+_MEMBER_STATES = {state: word for word, state in MEMBER_STATES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPAN_KIND_UPDATE: _ClassVar[SpanKind]
     SPAN_KIND_ENCODE_WEIGHTS: _ClassVar[SpanKind]
     SPAN_KIND_FLUSH: _ClassVar[SpanKind]
+    SPAN_KIND_LATE: _ClassVar[SpanKind]
 SPAN_KIND_UNSPECIFIED: SpanKind
 SPAN_KIND_EXCHANGE: SpanKind
 SPAN_KIND_PUT: SpanKind
@@ -34,6 +35,7 @@ SPAN_KIND_ADD: SpanKind
 SPAN_KIND_UPDATE: SpanKind
 SPAN_KIND_ENCODE_WEIGHTS: SpanKind
 SPAN_KIND_FLUSH: SpanKind
+SPAN_KIND_LATE: SpanKind
 
 class GetClockRequest(_message.Message):
     __slots__ = ("shard",)

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 import shardwell
 from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
+from shardwell.rpc.shard_status import MEMBER_STATES
 from shardwell.v1 import parameter_server_pb2, table_pb2
 from shardwell.v1.types_pb2 import StepWait
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -198,6 +199,17 @@ class _ShardCollector(Collector):
             "Chunks, or messages of rows, that came again and were not counted.",
             labels=label,
         )
+        late = CounterMetricFamily(
+            "shardwell_gradients_late",
+            "Chunks that came when their step had closed, or their worker's tenure was over.",
+            labels=label,
+        )
+        lost = CounterMetricFamily(
+            "shardwell_members_lost", "Elastic members that the shard found gone.", labels=label
+        )
+        members = GaugeMetricFamily(
+            "shardwell_members", "Elastic members by state.", labels=[*label, "state"]
+        )
         rate = GaugeMetricFamily("shardwell_learning_rate", "The next update's.", labels=label)
         open_for = GaugeMetricFamily(
             "shardwell_step_open_seconds",
@@ -234,6 +246,14 @@ class _ShardCollector(Collector):
         steps = GaugeMetricFamily(
             "shardwell_worker_steps", "Steps of a worker, in its own count.", labels=of_worker
         )
+        worker_counted = CounterMetricFamily(
+            "shardwell_worker_chunks_counted",
+            "Chunks of a worker that counted since it joined, where steps may close without it.",
+            labels=of_worker,
+        )
+        worker_late = CounterMetricFamily(
+            "shardwell_worker_chunks_late", "The same of those that were late.", labels=of_worker
+        )
         waits = HistogramMetricFamily(
             "shardwell_barrier_wait_seconds",
             "From the first contribution to a step to its end.",
@@ -255,6 +275,13 @@ class _ShardCollector(Collector):
             counted.add_metric(names, figures.counted)
             again.add_metric(names, figures.again)
             rate.add_metric(names, status.learning_rate)
+            if isinstance(status, parameter_server_pb2.ParameterStatus) and part.spec.has_open_sets:
+                late.add_metric(names, status.late_chunk_count)
+            if part.spec.members is not None:
+                lost.add_metric(names, status.lost_member_count)
+                counts = part.count_members()
+                for word, state in MEMBER_STATES.items():
+                    members.add_metric([*names, word], counts[state])
             missing.add_metric(names, figures.missing if part.spec.mode == "sync" else 0)
             open_for.add_metric(names, status.wait.open_for_s)
             ended.add_metric(names, status.ended)
@@ -264,6 +291,9 @@ class _ShardCollector(Collector):
                 for member in status.members:
                     of_member = [*names, member.worker_id]
                     steps.add_metric(of_member, member.next_step)
+                    if part.spec.has_open_sets:
+                        worker_counted.add_metric(of_member, member.counted_chunk_count)
+                        worker_late.add_metric(of_member, member.late_chunk_count)
                     if member.HasField("lag_s"):
                         lag.add_metric(of_member, member.lag_s)
                     if member.HasField("idle_s"):
@@ -275,7 +305,8 @@ class _ShardCollector(Collector):
                     reported.add_metric([*names, figure], means[-1][1])
         yield from (
             version, counted, again, rate, open_for, ended, abandoned, missing, waited_for, lag,
-            idle, steps, reported, waits, periods,
+            idle, steps, reported, waits, periods, late, lost, members, worker_counted,
+            worker_late,
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:

@@ -22,10 +22,12 @@ from shardwell_server.cluster_status import (
     as_json,
     ask,
     blockers,
+    crew_words,
     duration,
     ended_names,
     given,
     in_order,
+    lacking,
     losses,
     size,
     told_troubles,
@@ -208,13 +210,18 @@ def _taking_part(step: str, status: ParameterStatus | TableStatus) -> str:
     if status.spec.mode == "async":
         return f"{step}, asynchronous"
     missing = in_order(status.missing_worker_ids)
+    is_elastic = status.spec.members is not None
     if status.unknown_worker_count:
-        missing.append(f"{status.unknown_worker_count} never seen")
+        missing.append(lacking(status.unknown_worker_count, is_elastic=is_elastic))
     parts = [step]
     if status.contributed_worker_ids:
         parts.append(f"in: {', '.join(in_order(status.contributed_worker_ids))}")
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
-    if status.done_worker_ids:
+    if is_elastic:
+        parts.append(crew_words(status, status.members))
+    elif status.done_worker_ids:
         parts.append(f"done: {', '.join(in_order(status.done_worker_ids))}")
+    if isinstance(status, ParameterStatus) and status.late_chunk_count:
+        parts.append(f"late: {status.late_chunk_count:,} chunks")
     return "; ".join(parts)

@@ -162,7 +162,7 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
                 if each["abandoned_for_s"] is not None
                 else "asynchronous"
                 if each["mode"] == "async"
-                else _some(each["missing"], each["unknown"]),
+                else _some(each["missing"], each["lacking"]),
                 _lags(each["members"]),
             )
     if not any(kinds.values()):
@@ -178,8 +178,8 @@ def _lags(members: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _some(names: Sequence[str], unknown: int = 0) -> str:
+def _some(names: Sequence[str], lacking: str = "") -> str:
     """Names, of many the first, and how many more."""
     more = len(names) - _NAME_COUNT
     words = [*names[:_NAME_COUNT]] + ([f"{more} more"] if more > 0 else [])
-    return ", ".join(words + ([f"{unknown} never seen"] if unknown else []))
+    return ", ".join(words + ([lacking] if lacking else []))

@@ -32,6 +32,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import (
     SPAN_KIND_ADD,
+    SPAN_KIND_LATE,
     SPAN_KIND_UPDATE,
 )
 from shardwell.wire import checksum
@@ -400,7 +401,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 contributor.seat = self._contributing_seat(contributor)
         seat = contributor.seat
         if seat is None:
-            return self._late(contributor, index)
+            return self._late(contributor, index, step, begin_ns)
         rate = None
         if gradient.HasField("learning_rate") or gradient.rate_factors:
             rate = self._brought_rate(gradient)
@@ -408,7 +409,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             self._register.bring_learning_rate(seat, contributor, step, rate)
         with chunk.changed.lock:
             if seat.is_over and self._tracker.elastic is not None:
-                return self._late(contributor, index)
+                return self._late(contributor, index, step, begin_ns)
             seat.check(contributor)  # another one may take it over at any time
             decision = self._tracker.decide(
                 seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
@@ -418,7 +419,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 deadline.wait(chunk.changed, look_s=look_s)
                 raise workers_missing(self.spec, self._tracker, index, step, deadline)
             if decision is Decision.LATE:
-                return self._late(contributor, index)
+                return self._late(contributor, index, step, begin_ns)
             if decision is not Decision.COUNT:
                 chunk.duplicate_count += 1
                 if decision is Decision.SUPERSEDED:
@@ -474,7 +475,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self._register.check_initialized()
         return self._tracker.member(contributor.worker_id, contributor.tenure)
 
-    def _late(self, contributor: Contributor[Seat], index: int) -> bool:
+    def _late(self, contributor: Contributor[Seat], index: int, step: int, begin_ns: int) -> bool:
         """Notes that a chunk of a worker's does not count, and is to be answered all the same."""
         seat = contributor.seat
         contributor.late.add(index)
@@ -483,6 +484,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         if seat is not None:
             seat.late_count += 1
         self._chunks[index].late_count += 1
+        worker_id = contributor.worker_id
+        self._spans.add(SPAN_KIND_LATE, self.spec.name, step, index, worker_id, begin_ns)
         return False
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
