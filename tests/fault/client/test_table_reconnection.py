@@ -222,7 +222,7 @@ def test_a_step_that_was_interrupted_at_its_very_end_is_known_to_be_begun(
     """Otherwise other rows would be sent for it, and taken for its repetition."""
     _, table = join()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
