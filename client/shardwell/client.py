@@ -573,10 +573,10 @@ class Client(Connected, Closing):
     ) -> list[str]:
         """Asks an elastic member to leave after its step, as before its machine is taken away.
 
-        The worker's `Parameter.is_draining` is true from its next gradient on: ServerOptimizer then
-        ends as after SIGTERM, and any other loop looks there itself. Until it leaves, steps await
-        it. A shard that is started again meanwhile has forgotten it; `members` shows who drains. It
-        needs the right `admin`.
+        `is_draining` of the worker's Parameter or Table is true from its next gradient on:
+        ServerOptimizer then ends as after SIGTERM, and any other loop looks there itself. Until it
+        leaves, steps await it. A shard that is started again meanwhile has forgotten it; `members`
+        shows who drains. It needs the right `admin`.
 
         Args:
             worker_id: The member.

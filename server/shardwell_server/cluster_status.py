@@ -18,6 +18,7 @@ from shardwell.errors import (
 from shardwell.rpc.members import merged_members
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
+    MemberState,
     MemberStatus,
     MissingWorker,
     ParameterStatus,
@@ -32,7 +33,7 @@ Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for nobody in particular."""
-_STATES = ("awaited", "seated", "draining", "lost", "over", "unknown")
+_STATES: tuple[MemberState, ...] = ("awaited", "seated", "draining", "lost", "over", "unknown")
 """Of members, as they are listed."""
 NAME_COUNT_MAX = 100
 """Workers of each kind that are told of a parameter or table."""

@@ -305,8 +305,8 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             _LOG.warning(
                 "%s: member %r is lost: no step awaits it any more", self._name, seat.worker_id
             )
+            self.lost_count += not seat.is_lost  # one that could not be noted is found again
             seat.is_lost = True
-            self.lost_count += 1
             self.end_tenure(seat.worker_id, seat.tenure.number)
         with self._state.lock:
             self._is_watched = bool(tracker.awaited)
