@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shardwell.errors import WorkersMissingError
+from shardwell.errors import DeadlineError, ShardUnavailableError
 from shardwell.rpc.heartbeat import Heartbeats, Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.members import Elastic
@@ -93,7 +93,7 @@ class Member:
             step, part = self.first_step, attempts.within(_ASK_S)
             try:
                 version = read(step, part)
-            except WorkersMissingError:
+            except (DeadlineError, ShardUnavailableError):  # of the part's time alone
                 if attempts.remaining_s <= 0:
                     raise
                 self.first_step = self._opening.join_members(attempts, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
-from harness.programs.elastic_worker import ElasticWorker, gradient_of, opened
+from harness.polling import PATIENCE_S, eventually
+from harness.programs.elastic_worker import NAME, ElasticWorker, gradient_of, opened
+from harness.threads import in_background
 from shardwell_server import LocalCluster
 
 SIZE = 3000
@@ -93,6 +95,22 @@ def test_below_the_floor_all_wait_by_name() -> None:
             mean = (1.0 + gradient_of("w1", 0)) / 2
             assert set(weights.tolist()) == {-mean}
             assert other.read_outcome()["contributors"] == ["w0", "w1"]
+
+
+def test_who_joins_waits_for_a_shard_that_is_away(cluster, connect, tmp_path) -> None:
+    """As for any call: though it asks the shards each second, whether an open step needs it."""
+    running = cluster(2, data_dir=tmp_path, processes=True)
+    first, second = (opened(connect(running, f"w{n}"), SIZE, {}) for n in range(2))
+    gradient = np.ones(SIZE, np.float32)
+    first.exchange(gradient)
+    joining = in_background(second.join)
+    eventually("it has its seats", lambda: len(connect(running, "ops").members(NAME)) == 2)
+    running.children[1].kill()
+    with pytest.raises(FutureTimeoutError):
+        joining.result(2.0)  # twice as long as one look takes
+    running.start_again(1)
+    first.exchange(gradient)
+    assert joining.result(PATIENCE_S) == first.version
 
 
 def test_a_quorum_closes_without_the_slow_one() -> None:
