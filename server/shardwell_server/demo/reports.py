@@ -52,6 +52,7 @@ def parse_line(line: str) -> Report | str:
     if "error" in fields:
         return str(fields["error"])
     try:
+        fields["contributors"] = tuple(fields.get("contributors", ()))
         return Report(**fields)
     except TypeError as error:
         raise ValueError(f"no report: {line:.80}") from error

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import shardwell
+from harness.polling import PATIENCE_S, Stopwatch
 from harness.programs.elastic_training import ElasticTraining, counted_by
+from harness.threads import together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -222,6 +225,58 @@ def test_a_table_in_the_model_that_waits_for_its_workers_is_refused(cluster, con
     refused(lambda: opened(client, model), "table 'rows' of the model has 1 worker for good")
     free = client.table("free", row_count=100, dim=4, optimizer=shardwell.SGD(0.1), mode="async")
     opened(client, torch.nn.ModuleList([shardwell.torch.Embedding(free), torch.nn.Linear(4, 1)]))
+
+
+def test_tables_in_the_model_have_members_that_come_and_go(cluster, connect) -> None:
+    running = cluster(2)
+
+    def made(worker_id: str, seed: int) -> tuple[Any, Any]:
+        client = connect(running, worker_id)
+        table = client.table(
+            "rows", row_count=50, dim=4, optimizer=shardwell.SGD(0.1), codec="fp32", members=ELASTIC
+        )
+        torch.manual_seed(seed)
+        layers = (shardwell.torch.Embedding(table), torch.nn.Flatten(), torch.nn.Linear(12, 3))
+        model = torch.nn.Sequential(*layers)
+        return model, opened(client, model)
+
+    ids = torch.arange(48).reshape(16, 3)
+
+    def step(model: Any, optimizer: Any) -> None:
+        torch.nn.functional.cross_entropy(model(ids), ids[:, 0] % 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def leave(model: Any, optimizer: Any) -> None:
+        optimizer.parameter.leave()
+        model[0].table.leave()
+
+    stays = made("w0", 0)
+    step(*stays)
+    for number in (1, 2):
+        comes = made(f"w{number}", number)
+        has_counted = threading.Event()
+
+        def others(until: threading.Event = has_counted) -> None:
+            while not until.is_set():
+                step(*stays)
+
+        def own(comes: Any = comes, until: threading.Event = has_counted) -> None:
+            (model, optimizer), watch = comes, Stopwatch()
+            try:
+                while not optimizer.outcome or optimizer.outcome.counted != "all":
+                    assert watch.elapsed_s < PATIENCE_S, optimizer.outcome
+                    step(model, optimizer)
+                assert model[0].table.outcome.counted == "all"
+            finally:
+                until.set()
+                leave(model, optimizer)
+
+        together([others, own])
+        assert comes[1].outcome.contributors == ("w0", f"w{number}")
+        step(*stays)
+        assert stays[1].outcome.contributors == ("w0",)
+        assert stays[0][0].table.outcome.contributors == ("w0",)
 
 
 def test_a_scaler_leaves_scaling_back_to_an_elastic_member_that_is_alone(cluster, connect) -> None:

@@ -13,11 +13,16 @@ from shardwell_server.processes import describe_exit
 def test_a_report_comes_back_as_it_was():
     report = Report(step=7, loss=0.25, sent_bytes=10, received_bytes=20, sent_value_bytes=19)
     assert parse_line(report.to_line()) == report
+    of_members = Report(step=7, contributors=("w0", "w1"))
+    assert parse_line(of_members.to_line()) == of_members
     assert parse_line(error_line('a "quoted"\nmessage')) == 'a "quoted"\nmessage'
     assert "\n" not in error_line("two\nlines")
 
 
-@pytest.mark.parametrize("line", ["", "warning: hello", "3", "[]", '{"step": 1, "stop": 2}'])
+@pytest.mark.parametrize(
+    "line",
+    ["", "warning: hello", "3", "[]", '{"step": 1, "stop": 2}', '{"step": 1, "contributors": 2}'],
+)
 def test_what_is_no_report_is_refused(line):
     with pytest.raises(ValueError):
         parse_line(line)
