@@ -31,7 +31,7 @@ from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
-from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -387,6 +387,8 @@ def joined(
     seat_for: Contributor[Any] | None = None
     if takes_seat:
         registry.get(spec.name)  # a caller that takes a seat has opened it before
+        if request.from_step > STEP_MAX:
+            raise ArgumentError(f"from_step must be at most {STEP_MAX}; got {request.from_step}")
         seat_for = Contributor(
             worker_id,
             shard.sessions.check(request.session, worker_id, call.principal.name),
