@@ -8,6 +8,7 @@ somebody who is not in it.
 from __future__ import annotations
 
 import contextlib
+from array import array
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from harness.data.sessions import session_of
 from harness.elastic_shards import ElasticShard, elastic_spec
 from harness.stories.crash import SameMachine
 from shardwell import SGD, ParameterSpec
+from shardwell.errors import StorageError
 from shardwell_server.config import Durability
 from shardwell_server.shard.deadline import NotYet
 from shardwell_server.shard.sessions import Sessions
@@ -205,3 +207,18 @@ def test_who_was_late_for_a_set_that_is_decided_waits_with_its_next_step() -> No
     assert shard.give("w1", 2, 0, 0) == "late"
     with pytest.raises(NotYet):
         shard.give("w1", 2, 0, 1, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("seat_index", [0, 3, 0xFFFF])
+def test_a_set_that_was_damaged_is_not_believed(tmp_path: Path, seat_index: int) -> None:
+    """Another seat than that which has contributed, one that contributed twice, and none."""
+    spec = elastic_spec(min_count=4)
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    for number in range(4):
+        member(shard, f"w{number}", number + 1)
+    for number in range(2):
+        shard.give(f"w{number}", number + 1, 0, 0)
+    shard.part.storage.keep(0, 0, array("H", [0, seat_index]).tobytes())
+    with pytest.raises(StorageError, match="step 0 of chunk 0 was damaged"):
+        ElasticShard(spec, store=stored_at(tmp_path))

@@ -698,6 +698,14 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             count = record.contribution_count
             if len(kept) < count:  # of files of an earlier version
                 kept = array("H", [s.index for s in seats if s.last_step[index] == record.version])
+            found = [seats[each] for each in set(kept[:count]) if each < len(seats)]
+            if [s.last_step[index] for s in found] != [record.version] * count:
+                raise StorageError(
+                    f"parameter {self.spec.name!r}: what is kept of step {record.version} of chunk "
+                    f"{index} was damaged: seats {kept[:count].tolist()} are not the {count} that "
+                    "have contributed to it; restore the directory from a copy or a checkpoint",
+                    parameter=self.spec.name,
+                )
             tracker.open_sets[index] = [seats[each] for each in kept[:count]]
             closed = array("H", self.storage.kept(index, record.version - 1) or b"")
             if closed:  # a kill may have come before it was noted
