@@ -273,7 +273,7 @@ class TableStepTracker(Seats[Seat]):
         count = len(self.contributed(self.version)) + (arriving is not None)
         if self.elastic is None:
             return self.is_sync and count >= self._worker_count
-        if self.is_closing or count < self._floor:
+        if self.is_closing or count < self._floor or self.cut_off:
             return False
         return not any(seat is not arriving for seat in self._awaited_now())
 
@@ -308,7 +308,7 @@ class TableStepTracker(Seats[Seat]):
 
     @property
     def cut_off(self) -> list[Seat]:
-        """Elastic members who are to end the open step: they have begun it, and are over."""
+        """Elastic members who are to end the open step first: they have begun it, and are over."""
         if self.elastic is None or self.is_closing:
             return []
         begun, ended = (self.version, 0), self.version + 1
