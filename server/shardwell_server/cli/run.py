@@ -33,6 +33,8 @@ from shardwell_server.processes import ChildProcess
 
 _WORKER_COUNT_MAX = 256
 """Each has two pipes; 1024 open files are a usual limit."""
+_RESTART_COUNT_MAX = 1000
+_DEFAULT_RESTART_COUNT = 3
 _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
 
@@ -70,6 +72,18 @@ _LOCALHOST = "127.0.0.1"
     help="How long workers that are asked to stop may take before they are killed; default: 120 s "
     "after SIGTERM, in which they end the step under way, and 5 s after Ctrl-C or a failure.",
 )
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="A worker that fails or is killed ends nobody: it is started again, and the others go on.",
+)
+@click.option(
+    "--restarts",
+    "restart_count_max",
+    type=click.IntRange(0, _RESTART_COUNT_MAX),
+    help="With --elastic: how often each rank is started again in all; 0: never; default: "
+    f"{_DEFAULT_RESTART_COUNT}.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     *,
@@ -78,6 +92,8 @@ def run(
     rendezvous: str | None,
     with_shards: bool,
     grace_s: float | None,
+    elastic: bool,
+    restart_count_max: int | None,
     command: tuple[str, ...],
 ) -> None:
     """Start a program as N workers on this machine.
@@ -96,10 +112,23 @@ def run(
     What workers have started ends with them, also when this command is killed, except what has
     made itself a session of its own.
 
+    With --elastic, for workers that come and go (members=), one that fails is started again after a
+    pause of 1 s, which doubles up to 10 s; $SHARDWELL_RESTART counts. One that ends with 0, or
+    after SIGTERM to it alone (143), is done. Exit code: 0 if each rank's last process did so, else
+    that of the first rank that was given up. After Ctrl-C, or SIGTERM to this command, nothing is
+    started again.
+
     With --with-shards each worker has a shard, in a process of its own: connect() needs no target.
-    They start before the workers and end after them; one that dies ends the run, as a worker does.
+    They start before the workers and end after them; one that dies ends the run, also with
+    --elastic.
     """
     program = _find_program(command[0])
+    if elastic and restart_count_max is None:
+        restart_count_max = _DEFAULT_RESTART_COUNT
+    elif not elastic and restart_count_max is not None:
+        raise click.UsageError(
+            f"--restarts {restart_count_max} needs --elastic: without it the first failure ends all"
+        )
     if with_shards and worker_count > LOCAL_SHARD_COUNT_MAX:
         raise click.UsageError(
             f"--with-shards: a machine has at most {LOCAL_SHARD_COUNT_MAX} shards; got "
@@ -132,7 +161,14 @@ def run(
         shared[RENDEZVOUS_VARIABLE] = rendezvous or stack.enter_context(_served_rendezvous())
         environments = _environments(worker_count, shared)
         try:
-            code = LocalRun(program, command, environments, shards, grace_s=grace_s).run()
+            code = LocalRun(
+                program,
+                command,
+                environments,
+                shards,
+                grace_s=grace_s,
+                restart_count_max=restart_count_max,
+            ).run()
         except OSError as error:
             raise click.ClickException(f"can't start {worker_count} workers: {error}") from error
     raise click.exceptions.Exit(code)

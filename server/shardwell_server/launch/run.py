@@ -1,5 +1,7 @@
 """Workers on this machine from start to end: the first that fails, or a shard of theirs, stops all.
 
+Elastic ones do not stop one another: one that fails is started again, alone.
+
 One thread does it all, so that lines do not mix: it waits for output, for ends of processes and for
 signals, which all wake it through file descriptors.
 
@@ -40,6 +42,12 @@ _GRACE_S = 5.0
 """For workers whose run has failed, or that Ctrl-C ends."""
 _LEAVE_GRACE_S = 120.0
 """After SIGTERM: what a spot instance is given, in which workers end the step under way."""
+RESTART_VARIABLE = "SHARDWELL_RESTART"
+"""How many times an elastic worker was started again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+"""Before a worker is started again, so that one that always fails does not burn the machine."""
+_LEFT_CODES = (0, signals.EXIT_CODE_BASE + signal.SIGTERM, -signal.SIGTERM)
+"""Ends of workers that are done, as subprocess has them: with their work, or asked by SIGTERM."""
 _LAST_READ_COUNT_MAX = 16
 """Reads of what one stream of an ended worker still holds: a whole pipe."""
 
@@ -165,6 +173,8 @@ class LocalRun:
         shards: Processes that serve the workers: the end of one is a failure, too.
         grace_s: How long workers that are asked to stop may take; None: 120 s after
             SIGTERM, a few seconds after all else.
+        restart_count_max: How often each rank is started again where it fails, while the others
+            go on; None: the first failure stops all.
     """
 
     def __init__(
@@ -175,6 +185,7 @@ class LocalRun:
         shards: Sequence[ChildProcess] = (),
         *,
         grace_s: float | None,
+        restart_count_max: int | None = None,
     ) -> None:
         self._program = program
         self._command = command
@@ -182,14 +193,20 @@ class LocalRun:
         self._shards = shards
         self._grace_s = _GRACE_S if grace_s is None else grace_s
         self._leave_grace_s = _LEAVE_GRACE_S if grace_s is None else grace_s
+        self._restart_count_max = restart_count_max
+        self._restart_counts = [0] * len(environments)
+        self._due: dict[int, float] = {}
+        """When each rank that has failed is started again, on the monotonic clock."""
+        self._given_up_code: int | None = None
         self._ranks: list[RankProcess] = []
+        """The newest process of each rank."""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._failed_code: int | None = None
         self._signal: int | None = None
         self._stop_s: float | None = None
         """When the workers were asked to stop."""
-        self._asked: set[int] = set()
-        """Ranks that were asked to stop: once is enough, a second SIGINT would hinder it."""
+        self._asked: set[RankProcess] = set()
+        """Those that were asked to stop: once is enough, a second SIGINT would hinder it."""
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -197,7 +214,7 @@ class LocalRun:
 
         0 if all ended with it; that of the first worker or shard that failed, or 128 and the number
         of the signal that ended it; 1 for a shard that ended with 0; 128 and the number of the
-        signal that stopped us.
+        signal that stopped us. Of elastic workers, that of the first that was given up.
 
         Raises:
             OSError: a worker can't be started; those that were are stopped.
@@ -205,9 +222,9 @@ class LocalRun:
         adopt_orphans()
         with self._selector, self._waking(), self._keeping() as keeper_fd:
             try:
-                for rank, environment in enumerate(self._environments):
+                for rank in range(len(self._environments)):
                     if self._signal is None:
-                        self._start(rank, environment, keeper_fd)
+                        self._start(rank, keeper_fd)
                 self._watch(keeper_fd)
             except BrokenPipeError as error:
                 _say(f"{error}; the workers are stopped")
@@ -216,7 +233,7 @@ class LocalRun:
                 self._end_all(keeper_fd)
         if self._signal is not None:
             return signals.EXIT_CODE_BASE + self._signal
-        return self._failed_code or 0
+        return self._failed_code or self._given_up_code or 0
 
     @contextlib.contextmanager
     def _waking(self) -> Iterator[None]:
@@ -278,11 +295,36 @@ class LocalRun:
             for rank in self._ranks:
                 rank.send(signal.SIGKILL)
 
-    def _start(self, rank: int, environment: Mapping[str, str], keeper_fd: int) -> None:
+    def _start(self, rank: int, keeper_fd: int) -> RankProcess:
+        environment = self._environments[rank]
+        if self._restart_count_max is not None:
+            environment = {**environment, RESTART_VARIABLE: str(self._restart_counts[rank])}
         started = RankProcess(rank, self._program, self._command, environment, keeper_fd)
-        self._ranks.append(started)
+        self._ranks[rank : rank + 1] = [started]
         for output in started.outputs:
             self._selector.register(output, selectors.EVENT_READ)
+        return started
+
+    def _start_those_due(self, left: list[RankProcess], keeper_fd: int) -> Iterator[RankProcess]:
+        """Starts ranks again whose pause is over, once nothing is left of their last process."""
+        now_s = time.monotonic()
+        for rank in [rank for rank, due_s in self._due.items() if due_s <= now_s]:
+            if self._stop_s is not None:
+                return
+            if self._ranks[rank] in left:
+                self._ranks[rank].send(signal.SIGKILL)
+                continue
+            del self._due[rank]
+            self._restart_counts[rank] += 1
+            try:
+                started = self._start(rank, keeper_fd)
+            except OSError as error:
+                self._ranks[rank].kill()  # it may run, and only not be watched
+                self._retry_or_give_up(rank, f"can't be started: {error}", 1)
+            else:
+                yield started
+            if self._signal is not None:
+                self._ask_to_stop(self._signal)  # it came while this one was being started
 
     def _watch(self, keeper_fd: int) -> None:
         """Passes output on until all workers have ended and nothing of them is left."""
@@ -291,7 +333,7 @@ class LocalRun:
         has_told = False
         if self._signal is not None:
             self._ask_to_stop(self._signal)  # it came while one was being started
-        while running or left:
+        while running or left or (self._due and self._stop_s is None):
             if self._signal is not None and not has_told:
                 has_told = True
                 _say(
@@ -300,16 +342,21 @@ class LocalRun:
                 )
             self._judge_shards()
             must_look = bool(left) or self._stop_s is not None
-            self._pass_on_output(_LOOK_INTERVAL_S if must_look else None)
+            self._pass_on_output(_LOOK_INTERVAL_S if must_look else self._pause_s())
             self._reap_orphans()
             ended = [rank for rank in running if rank.exit_code is not None]
             running = [rank for rank in running if rank not in ended]
             self._pass_on_last_words(ended)
-            self._judge(ended)
+            if self._restart_count_max is None:
+                self._judge(ended)
+            else:
+                self._judge_each(ended)
             for rank in ended:
                 rank.ask_the_rest()
             left = [rank for rank in left + ended if not _is_released(rank, keeper_fd)]
-            if self._stop_s is None and (self._failed_code is not None or (left and not running)):
+            running.extend(self._start_those_due(left, keeper_fd))
+            is_over = bool(left) and not running and not self._due
+            if self._stop_s is None and (self._failed_code is not None or is_over):
                 self._ask_to_stop(signal.SIGTERM)
             if self._stop_s is not None and time.monotonic() - self._stop_s > self._grace_s:
                 for rank in running:
@@ -352,6 +399,43 @@ class LocalRun:
                 f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
                 + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
             )
+        self._say_what_is_hidden()
+
+    def _judge_each(self, ended: list[RankProcess]) -> None:
+        """Of elastic workers: who is done, who is started again, and who is given up."""
+        if self._stop_s is not None:
+            return
+        for rank in ended:
+            code = rank.exit_code
+            assert code is not None
+            words = f"has ended with {describe_exit(code)}"
+            if code not in _LEFT_CODES:
+                self._retry_or_give_up(rank.rank, words, _exit_code_of(code))
+            elif code != 0:
+                _say(f"rank {rank.rank} {words}: it has left, and is not started again")
+            if code != 0:
+                rank.send(signal.SIGTERM)  # what it has started
+
+    def _retry_or_give_up(self, rank: int, words: str, code: int) -> None:
+        count = self._restart_counts[rank]
+        assert self._restart_count_max is not None
+        if count < self._restart_count_max:
+            pause_s = min(_FIRST_PAUSE_S * 2**count, _LONGEST_PAUSE_S)
+            self._due[rank] = time.monotonic() + pause_s
+            _say(
+                f"rank {rank} {words}; it is started again in {pause_s:g} s "
+                f"({count + 1} of {self._restart_count_max})"
+            )
+        else:
+            _say(f"rank {rank} {words}; it is not started again (restarts: {count})")
+            self._given_up_code = self._given_up_code or code
+            self._say_what_is_hidden()
+
+    def _pause_s(self) -> float | None:
+        """Until a worker is to be started again; None if none is."""
+        return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
+
+    def _say_what_is_hidden(self) -> None:
         for hiding in hidden_modules(self._command):
             _say(
                 f"{hiding} hides Python's own module {hiding.stem!r} from the workers and from all "
@@ -377,15 +461,17 @@ class LocalRun:
             if self._signal == signal.SIGTERM:
                 self._grace_s = self._leave_grace_s
         for rank in self._ranks:
-            if rank.rank not in self._asked:
-                self._asked.add(rank.rank)
+            if rank not in self._asked:
+                self._asked.add(rank)
                 rank.ask_to_stop(number)
 
     def _end_all(self, keeper_fd: int) -> None:
         """Kills what is left, and writes what it has said."""
         for rank in self._ranks:
             rank.kill()
-        outputs = [output for rank in self._ranks for output in rank.outputs]
+        # Also those of earlier processes of a rank, which what they have started may hold open.
+        sources = [key.fileobj for key in self._selector.get_map().values()]
+        outputs = [source for source in sources if isinstance(source, RankOutput)]
         deadline_s = time.monotonic() + _LAST_WORDS_S
         try:
             while any(o.is_open for o in outputs) and time.monotonic() < deadline_s:

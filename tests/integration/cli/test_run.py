@@ -434,6 +434,8 @@ def test_commands_that_can_not_be_started(script, tmp_path, command, code, words
         ("-n1", "--rendezvous=nonsense", "true"),
         ("-n1", "--grace-s=-1", "true"),
         ("-n65", "--with-shards", "true"),
+        ("-n1", "--restarts=2", "true"),
+        ("-n1", "--elastic", "--restarts=-1", "true"),
     ],
 )
 def test_flags_that_make_no_sense(arguments) -> None:
@@ -490,10 +492,10 @@ def test_each_worker_has_a_shard(script) -> None:
     assert len(targets.pop().split(",")) == 3
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_shard_that_dies_ends_the_run(script, pids, killed) -> None:
+@pytest.mark.parametrize(("killed", "flags"), [(0, ()), (1, ()), (1, ("--elastic",))])
+def test_a_shard_that_dies_ends_the_run(script, pids, killed, flags) -> None:
     program = script(TRAINING + "tell(os.getpid()); net.get_weights(min_version=2)")
-    with _start(2, program, "--with-shards", "--grace-s=60") as running:
+    with _start(2, program, "--with-shards", "--grace-s=60", *flags) as running:
         shards = _shard_pids(running, 2)
         _all_told(pids, 2)
         os.kill(shards[killed], signal.SIGKILL)
@@ -556,3 +558,176 @@ def test_shards_end_when_the_command_itself_is_killed(script, pids, while_it_sta
         running.send(signal.SIGKILL)
         eventually("all are gone", lambda: not any(map(is_running, [*shards, *pids()])))
         eventually("no worker is started", lambda: not _processes_of(program))
+
+
+MEMBER = """
+import numpy as np, shardwell
+with (
+    shardwell.connect({target!r}, worker_id=f"w{{rank}}", timeout_s=40) as client,
+    shardwell.LeaveRequest() as request,
+):
+    net = client.parameter(
+        "net", size=7, optimizer=shardwell.SGD(learning_rate=1.0), codec="fp32",
+        members=shardwell.Elastic(member_return_s=0.3),
+    )
+    net.init(np.zeros(7, np.float32))
+    net.get_weights()
+    tell(os.getpid())
+    while not (here / "over").exists():
+        net.exchange(np.ones(7, np.float32))
+        found = net.outcome
+        life = os.environ["SHARDWELL_RESTART"]
+        print(found.counted, ",".join(found.contributors), "in life", life)
+        request.check()
+        time.sleep(0.01)
+"""
+
+
+def _read_until(running: Program, expected: str) -> None:
+    """Reads lines of the workers until one is the expected one."""
+    eventually(f"a worker says {expected!r}", lambda: running.read_line() == expected)
+
+
+def _said(running: Program) -> list[str]:
+    """What the command itself has said."""
+    return [
+        line.removeprefix("shardwell: ") for line in running.log if line.startswith("shardwell: ")
+    ]
+
+
+def test_an_elastic_member_that_is_killed_is_started_again(script, pids, cluster, tmp_path) -> None:
+    program = script(MEMBER.format(target=cluster(2).target))
+    with _start(3, program, "--elastic") as running:
+        before = _all_told(pids, 3)
+        for rank in range(3):
+            _read_until(running, f"[{rank}] all w0,w1,w2 in life 0")
+        os.kill(before[1], signal.SIGKILL)
+        for rank in (0, 2):
+            _read_until(running, f"[{rank}] all w0,w2 in life 0")
+        _read_until(running, "[1] all w0,w1,w2 in life 1")
+        after = pids()
+        assert (after[0], after[2]) == (before[0], before[2])
+        assert after[1] != before[1]
+        assert all(map(is_running, after))
+        (tmp_path / "over").touch()
+        assert running.end() == 0
+        ended = "rank 1 has ended with signal 9 (SIGKILL)"
+        assert _said(running) == [f"{ended}; it is started again in 1 s (1 of 3)"]
+
+
+def test_an_elastic_member_that_leaves_on_sigterm_is_done(script, pids, cluster, tmp_path) -> None:
+    program = script(MEMBER.format(target=cluster(2).target))
+    with _start(3, program, "--elastic") as running:
+        before = _all_told(pids, 3)
+        _read_until(running, "[1] all w0,w1,w2 in life 0")
+        os.kill(before[1], signal.SIGTERM)
+        for rank in (0, 2):
+            _read_until(running, f"[{rank}] all w0,w2 in life 0")
+        eventually("its end is told", lambda: _said(running))
+        assert all(map(is_running, (before[0], before[2])))
+        (tmp_path / "over").touch()
+        assert running.end() == 0
+        assert _said(running) == [
+            "rank 1 has ended with exit code 143: it has left, and is not started again"
+        ]
+
+
+def test_an_elastic_worker_that_always_fails_is_given_up(script, pids, tmp_path) -> None:
+    """The others end with 0 and the run with its code."""
+    program = script(
+        "tell(os.getpid())\n"
+        "if rank == 1: print('life', os.environ['SHARDWELL_RESTART']); sys.exit(7)\n"
+        "while not (here / 'over').exists(): time.sleep(0.01)\n"
+        "print('done')"
+    )
+    with _start(3, program, "--elastic", "--restarts=2") as running:
+        told = [
+            "rank 1 has ended with exit code 7; it is started again in 1 s (1 of 2)",
+            "rank 1 has ended with exit code 7; it is started again in 2 s (2 of 2)",
+            "rank 1 has ended with exit code 7; it is not started again (restarts: 2)",
+        ]
+        eventually("it is given up", lambda: told[-1] in _said(running))
+        (tmp_path / "over").touch()
+        assert running.end() == 7
+        assert _said(running) == told
+        lives = [f"[1] life {life}" for life in range(3)]
+        assert sorted(running.lines) == ["[0] done", *lives, "[2] done"]
+
+
+def test_the_first_elastic_worker_that_is_given_up_has_the_code(script, pids) -> None:
+    """Of others that fail later, leave on SIGTERM, or end with 0."""
+    program = script(
+        "tell(os.getpid()); others_are_there()\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "while len(list(here.glob('seen-?'))) < 2: time.sleep(0.01)\n"
+        "sys.exit(9 if rank == 0 else 0)"
+    )
+    with _start(4, program, "--elastic", "--restarts=0") as running:
+        eventually("two ends are told", lambda: len(_said(running)) == 2)
+        assert sorted(_said(running)) == [
+            "rank 2 has ended with signal 9 (SIGKILL); it is not started again (restarts: 0)",
+            "rank 3 has ended with signal 15 (SIGTERM): it has left, and is not started again",
+        ]
+        for rank in range(2):
+            (Path(program).with_name(f"seen-{rank}")).write_text(str(pids()[rank]))
+        assert running.end() == 128 + signal.SIGKILL
+        assert _said(running)[2:] == [
+            "rank 0 has ended with exit code 9; it is not started again (restarts: 0)"
+        ]
+
+
+def test_nothing_is_left_of_an_elastic_worker_when_it_is_started_again(script, pids) -> None:
+    program = script(
+        "ignoring = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(); "
+        "time.sleep(60)'\n"
+        "if os.environ['SHARDWELL_RESTART'] == '0':\n"
+        "    command = [sys.executable, '-c', ignoring]\n"
+        "    child = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
+        "    child.stdout.readline(); tell(child.pid, 'child'); sys.exit(1)\n"
+        "try:\n    os.kill(int((here / 'child-0').read_text()), 0)\n"
+        "except ProcessLookupError:\n    print('gone')"
+    )
+    code, output, _ = _run(1, program, "--elastic")
+    assert (code, output) == (0, "[0] gone")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_elastic_worker_is_started_again_once_the_run_is_to_stop(script, pids, number) -> None:
+    """Neither one that pauses, whose end nobody waits for, nor one that the signal makes fail."""
+    program = script(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('life', os.environ['SHARDWELL_RESTART'])\n"
+        "if rank == 1: sys.exit(3)\n"
+        "tell(os.getpid()); time.sleep(60)"
+    )
+    with _start(2, program, "--elastic", "--restarts=9") as running:
+        _all_told(pids, 1)
+        pausing = "rank 1 has ended with exit code 3; it is started again in 4 s (3 of 9)"
+        eventually("it pauses", lambda: pausing in _said(running))
+        running.send(number)
+        assert running.end() == 128 + number
+        lives = [f"[1] life {life}" for life in range(3)]
+        assert sorted(running.lines) == ["[0] life 0", *lives]
+        assert _said(running)[2] == pausing
+        (last,) = _said(running)[3:]
+        assert last.startswith(f"{number.name}: workers have")
+
+
+def test_ctrl_c_ends_a_run_whose_only_elastic_worker_pauses(script) -> None:
+    with _start(1, script("sys.exit(3)"), "--elastic", "--restarts=9") as running:
+        pausing = "rank 0 has ended with exit code 3; it is started again in 4 s (3 of 9)"
+        eventually("it pauses", lambda: pausing in _said(running))
+        running.send(signal.SIGINT)
+        assert running.end() == 128 + signal.SIGINT
+        assert _said(running)[2:] == [pausing]
+
+
+def test_elastic_workers_end_when_the_command_itself_is_killed(script, pids) -> None:
+    """Those that were started again, too."""
+    program = script(
+        "if os.environ['SHARDWELL_RESTART'] == '0': sys.exit(1)\ntell(os.getpid()); time.sleep(60)"
+    )
+    with _start(2, program, "--elastic", "--grace-s=0.5") as running:
+        _all_told(pids, 2)
+        running.send(signal.SIGKILL)
