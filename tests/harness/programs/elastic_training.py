@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness.polling import PATIENCE_S, Stopwatch
 from harness.programs.commands import Program
 from shardwell_server import LocalCluster
@@ -95,9 +97,10 @@ class ElasticTraining:
         assert [worker.end() for worker in living] == [0] * len(living)
         assert len({final["final"] for final in finals}) == 1, finals
         assert self._check_replicas() or not has_shared_steps
-        for worker in living:
-            losses = [line["loss"] for line in worker.found if "loss" in line]
-            assert sum(losses[-5:]) < sum(losses[:5]), losses
+        losses = [[line["loss"] for line in each.found if "loss" in line] for each in self.workers]
+        begun = np.mean(losses[0][:5])
+        for worker, own in zip(self.workers, losses, strict=True):
+            assert worker not in living or np.mean(own[-5:]) < begun, (begun, own)
         return int(finals[0]["version"])
 
     def _check_replicas(self) -> bool:

@@ -155,12 +155,12 @@ def test_workers_come_leave_and_die_while_it_learns():
     assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
 
 
-def test_chaos_that_has_not_learnt_fails_and_says_what_was_to_come():
+def test_chaos_that_has_not_learnt_fails():
     with started("demo", "--chaos", "--shard-count=1", "--workers=3", "--steps=3") as process:
         code, output, errors = finish(process)
     assert code == 1
     assert re.fullmatch(r"Failed: held-out accuracy 0\.\d{3} is below 0\.95\.\n", errors)
-    assert re.search(r"^workers +3 began; .*\d events to come", output, re.M), output
+    assert re.search(r"^workers +3 began; ", output, re.M), output
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class Chaos:
         self._pool = pool
         self._task_of = task_of
         self._say = say
+        self._expected = {member.task.worker_id for member in pool.members}
+        """Workers that began, and were in no step yet: they come, and count as those that began."""
         self._gone: dict[str, Happening] = {}
         """Workers that steps still had when they went, and how they went."""
         self._taking_part: tuple[str, ...] = ()
@@ -138,9 +140,9 @@ class Chaos:
             return
         before, now = set(self._taking_part), set(report.contributors)
         self._reached, self._taking_part = report.step, tuple(sorted(now))
-        if not before:
-            return
-        for worker_id in sorted(now - before):
+        come = now - before - self._expected
+        self._expected -= now
+        for worker_id in sorted(come):
             self.counts["came"] += 1
             self._say(f"step {report.step}: [green]{worker_id} takes part[/]")
         for worker_id in sorted(before - now):
