@@ -13,8 +13,10 @@ from contextlib import ExitStack
 
 import pytest
 
+import shardwell
 from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
+from harness.programs.elastic_table_worker import IDS, ElasticTableWorker
 from harness.programs.elastic_worker import NAME, ElasticWorker
 
 SIZE, MANY, CREW = 1000, 1_000_000, 4
@@ -38,16 +40,18 @@ class Storm:
         self._options = options
         self._chance = random.Random(seed)
         self._count = 0
-        self.workers: list[ElasticWorker] = []
+        self.workers: list[ElasticWorker | ElasticTableWorker] = []
         self.blows: dict[str, int] = {}
 
     def start(self, worker_id: str = "") -> None:
         """Starts a worker, under a new name or an old one."""
         self._count += 1
-        worker = ElasticWorker(
-            self._running.target, worker_id or f"w{self._count}", SIZE, MANY, **self._options
-        )
+        worker = self.worker(self._running.target, worker_id or f"w{self._count}")
         self.workers.append(self._stack.enter_context(worker))
+
+    def worker(self, target: str, worker_id: str) -> ElasticWorker | ElasticTableWorker:
+        """A worker of the crew, which begins."""
+        return ElasticWorker(target, worker_id, SIZE, MANY, **self._options)
 
     def blow(self) -> None:
         """Draws what happens now, and has it happen."""
@@ -71,11 +75,31 @@ class Storm:
         time.sleep(self._chance.uniform(0.0, 0.3))
 
 
-def steps_of(worker: ElasticWorker) -> int:
+class TableStorm(Storm):
+    """The same of a crew that trains a table."""
+
+    def worker(self, target: str, worker_id: str) -> ElasticTableWorker:
+        return ElasticTableWorker(target, worker_id, MANY, **self._options)
+
+
+def steps_of(worker: ElasticWorker | ElasticTableWorker) -> int:
     """How many of its gradients have had an outcome so far."""
     while not worker._unread.empty():
         worker.read_line()
     return len(worker.lines)
+
+
+def weather(storm: Storm, seconds: float) -> None:
+    """Has things happen for so long; all go on after it."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        storm.blow()
+    for worker in storm.workers:
+        before = steps_of(worker)
+        eventually(
+            f"{worker.worker_id} goes on after {storm.blows}",
+            lambda worker=worker, before=before: steps_of(worker) > before + 1,
+        )
 
 
 def endure(cluster, connect, tmp_path, seed: int, seconds: float, **options: object) -> None:
@@ -90,15 +114,7 @@ def endure(cluster, connect, tmp_path, seed: int, seconds: float, **options: obj
         storm = Storm(running, stack, seed, {**OPTIONS, **options})
         for _ in range(CREW):
             storm.start()
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            storm.blow()
-        for worker in storm.workers:  # all go on
-            before = steps_of(worker)
-            eventually(
-                f"{worker.worker_id} goes on after {storm.blows}",
-                lambda worker=worker, before=before: steps_of(worker) > before + 1,
-            )
+        weather(storm, seconds)
     net = connect(running, "reader").parameter(NAME)
 
     def is_replayed() -> bool:
@@ -113,6 +129,22 @@ def endure(cluster, connect, tmp_path, seed: int, seconds: float, **options: obj
 def test_a_short_one(cluster, connect, tmp_path, seed) -> None:
     quorum = {"min_contributors": 3, "grace_s": 0.02} if seed % 2 else {}
     endure(cluster, connect, tmp_path, seed, SHORT_S, **quorum)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_short_one_of_a_table(cluster, tmp_path, seed) -> None:
+    """Each worker gives all rows one gradient, in one message a shard: they stay alike there."""
+    running = cluster(2, data_dir=tmp_path / "data", processes=True)
+    options = {key: value for key, value in OPTIONS.items() if key != "is_inexact"}
+    with ExitStack() as stack:
+        storm = TableStorm(running, stack, seed, options)
+        for _ in range(CREW):
+            storm.start()
+        weather(storm, SHORT_S)
+        with shardwell.connect(running.target, worker_id="reader") as client:
+            values = set(client.table(NAME).get_rows(IDS).reshape(-1).tolist())
+    assert len(values) <= 2
+    assert max(values) < 0.0
 
 
 @pytest.mark.soak
