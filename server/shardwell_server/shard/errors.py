@@ -111,7 +111,7 @@ def workers_missing(
     """Why a chunk has not reached `version`."""
     step = tracker.records[chunk_index].version
     missing, unknown = tracker.missing(step, chunk_index)
-    more = "members of min_count that have not joined" if spec.members is not None else ""
+    more = "more to reach min_count" if spec.members is not None else ""
     named = _names(missing, unknown, more or "that never opened the parameter")
     none = "none (asynchronous)"
     if spec.closes_by_norm:
@@ -170,7 +170,7 @@ def table_workers_missing(
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
     missing, unknown = tracker.missing(tracker.version)
-    more = "members of min_count that have not joined" if spec.members is not None else ""
+    more = "more to reach min_count" if spec.members is not None else ""
     named = _names(missing, unknown, more or "that never opened the table")
     return WorkersMissingError(
         f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
