@@ -39,6 +39,8 @@ END_TIMEOUT_S = 120.0
 MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spec(name) is None]
 """What needs these is left to `make test-torch` and `make test-jax`."""
 ELSEWHERE = {
+    "shardwell members drain w1": "tests/integration/client/test_members.py, with members",
+    "shardwell members remove w7 net": "the same",
     "make demo": "test_demo.py, and CI runs it",
     "pip install '.[ray]'": "make test-ray installs Ray",
     "python on_ray.py": "tests/integration/ray, as make test-ray runs it",
