@@ -214,3 +214,11 @@ def test_two_specs_that_disagree(running: Callable[[str], shardwell.Client]) -> 
     opened(running("w0"), members=shardwell.Elastic(max_count=4))
     with pytest.raises(shardwell.SpecMismatchError, match="members"):
         opened(running("w1"), members=shardwell.Elastic(max_count=5))
+
+
+def test_who_is_late_brings_no_rate(running: Callable[[str], shardwell.Client]) -> None:
+    fast, slow = opened(running("w0")), opened(running("w1"))
+    fast.exchange(gradient(1.0), learning_rate=2.0)
+    fast.exchange(gradient(1.0), learning_rate=3.0)
+    assert set(slow.exchange(gradient(1.0), learning_rate=5.0).tolist()) == {-5.0}
+    assert set(slow.exchange(gradient(1.0)).tolist()) == {-8.0}

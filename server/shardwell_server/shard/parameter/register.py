@@ -249,9 +249,10 @@ class Register(MembershipLog[Seat]):
             if not oldest <= step <= reached + 1:
                 return
             differs = self.rates.at(step) != learning_rate
-            if differs and self._tracker.elastic is not None and step in self._brought:
-                return  # the first one decides: who came later may count steps otherwise
-            if differs and (step < reached or step in self._brought):
+            is_known = step < reached or step in self._brought
+            if differs and is_known and self._tracker.has_open_sets:
+                return  # the first one decides: who comes late, or later, may count steps otherwise
+            if differs and is_known:
                 whose = self._brought.get(step, (0.0, ""))[1]
                 raise StepOrderError(
                     f"step {step} of parameter {self._name!r} has learning rate "
