@@ -3,9 +3,9 @@
 python elastic_worker.py TARGET WORKER_ID SIZE STEP_COUNT [OPTIONS as JSON]
 
 OPTIONS: `min_count`, `max_count`, `member_return_s`, `member_lease_s`, `min_contributors`,
-`grace_s`, `late`, `clip_norm`, `pause_s` between two steps, `is_inexact`. A gradient's elements are
-all `gradient_of` its worker and step, or it is an `inexact_gradient`. Each line is JSON: step,
-counted, contributors, version.
+`grace_s`, `late`, `clip_norm`, `same_host`, `pause_s` between two steps, `is_inexact`. A gradient's
+elements are all `gradient_of` its worker and step, or it is an `inexact_gradient`. Each line is
+JSON: step, counted, contributors, version.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main() -> None:
     """Trains, and prints a line a step."""
     target, worker_id, size, step_count = sys.argv[1:5]
     options: dict[str, Any] = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-    with shardwell.connect(target, worker_id=worker_id, timeout_s=40.0) as client:
+    with shardwell.connect(
+        target, worker_id=worker_id, timeout_s=40.0, same_host=options.get("same_host", True)
+    ) as client:
         model = opened(client, int(size), options)
         model.get_weights()
         for _ in range(int(step_count)):
