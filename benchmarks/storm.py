@@ -234,7 +234,7 @@ def steps_a_second(workers: list[Worker], since_s: float, until_s: float) -> flo
 
 def storm(args: argparse.Namespace, count: int) -> dict[str, Any]:
     """Faults, beside none."""
-    quorum = {"min_contributors": max(1, count - max(1, count // 8)), "grace_s": 0.1}
+    quorum = {"min_contributors": max(1, count // 2), "grace_s": 0.1}
     found: dict[str, Any] = {"workers": count, **quorum}
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network(count + 1, 1000, ""))
@@ -456,6 +456,8 @@ def main() -> None:
         if part == "storm":
             for count in args.workers:
                 found[f"storm {count}"] = storm(args, count)
+                print(f"storm {count}: {json.dumps(found[f'storm {count}'])}", flush=True)
+            continue
         elif part == "kill":
             found[part] = kill(args)
         elif part == "slow":
@@ -464,8 +466,7 @@ def main() -> None:
             found[part] = random_slowness(args)
         else:
             found[part] = uplink(args)
-        for name in [name for name in found if name.startswith(part)]:
-            print(f"{name}: {json.dumps(found[name])}", flush=True)
+        print(f"{part}: {json.dumps(found[part])}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 
