@@ -458,7 +458,7 @@ def main() -> None:
                 found[f"storm {count}"] = storm(args, count)
                 print(f"storm {count}: {json.dumps(found[f'storm {count}'])}", flush=True)
             continue
-        elif part == "kill":
+        if part == "kill":
             found[part] = kill(args)
         elif part == "slow":
             found[part] = slow(args)
