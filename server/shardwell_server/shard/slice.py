@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from shardwell.process.spans import Spans, now_ns
 from shardwell.rpc.session import Session
@@ -62,6 +64,13 @@ class SliceState(Generic[SeatT]):
     spans: Spans
 
 
+def _on(this: weakref.ref[Any], method: str, *arguments: Any) -> None:
+    """Calls a method of a slice, if there is one still."""
+    found = this()
+    if found is not None:
+        getattr(found, method)(*arguments)
+
+
 class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     """Base of both. All methods may be called from any thread.
 
@@ -88,8 +97,10 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """Tenures that were over last, by worker, and when."""
         self.lost_count = 0
         """Members that this process found to be gone."""
-        state.tracker.come_to_rest = self._come_to_rest
-        state.tracker.give_on = self._give_on
+        # Weakly: the files of a slice that was deleted are to be free at once, without a collection.
+        this = weakref.ref(self)
+        state.tracker.come_to_rest = partial(_on, this, "_come_to_rest")
+        state.tracker.give_on = partial(_on, this, "_give_on")
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
         """Of its synchronous steps."""

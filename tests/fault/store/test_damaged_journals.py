@@ -119,7 +119,7 @@ def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
     (segment,) = segments(tmp_path).values()
     for number, (each, _) in enumerate(read_entries(segment, "m", SALT)):
         expected = entry(number)
-        assert each[:-1] == expected[:-1]
+        assert each._replace(payload=None) == expected._replace(payload=None)
         np.testing.assert_array_equal(each.payload, expected.payload)
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import shardwell
-import shardwell.torch
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program
 from harness.threads import in_background
+
+torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
+import shardwell.torch  # noqa: E402
 
 WORKER = """
 import sys

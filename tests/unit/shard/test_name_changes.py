@@ -7,6 +7,7 @@ opened anew, as a process that was killed leaves it.
 from __future__ import annotations
 
 import dataclasses
+import dataclasses
 import errno
 import itertools
 from collections.abc import Sequence
@@ -339,7 +340,7 @@ def test_shard_0_removes_what_it_has_marked_alone() -> None:
 @pytest.mark.parametrize("first", KINDS)
 def test_a_name_is_a_parameter_s_or_a_table_s(first: str) -> None:
     shard = Shard(ShardConfig(shard_index=1, shard_count=2), MemoryStore())
-    table = TableSpec(**{**vars(TABLE), "name": "m"})
+    table = dataclasses.replace(TABLE, name="m")
     calls = [lambda: shard.parameters.open(PARAMETER), lambda: shard.tables.open(table)]
     if first == "table":
         calls.reverse()
