@@ -97,7 +97,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """Tenures that were over last, by worker, and when."""
         self.lost_count = 0
         """Members that this process found to be gone."""
-        # Weakly: the files of a slice that was deleted are to be free at once, without a collection.
+        # Weakly: the files of a slice that was deleted are to be free at once.
         this = weakref.ref(self)
         state.tracker.come_to_rest = partial(_on, this, "_come_to_rest")
         state.tracker.give_on = partial(_on, this, "_give_on")

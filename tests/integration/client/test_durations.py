@@ -72,6 +72,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "export_table": {"name": "t", "path": "never.safetensors"},
     "delete": {"name": "none"},
     "rename": {"name": "none", "new_name": "other"},
+    "parameter": {
+        "name": "new",
+        "size": 8,
+        "optimizer": SGD,
+        "worker_count": 2,
+        "min_contributors": 1,
+    },
     "drain": {"worker_id": "none"},
     "remove_member": {"worker_id": "none"},
     "members": {"name": "none"},

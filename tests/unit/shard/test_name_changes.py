@@ -7,7 +7,6 @@ opened anew, as a process that was killed leaves it.
 from __future__ import annotations
 
 import dataclasses
-import dataclasses
 import errno
 import itertools
 from collections.abc import Sequence

@@ -56,9 +56,7 @@ class Model:
             if step.sums:
                 row["sum"] = place * 100 + step.value if step.has_sum else None
         v = step.value
-        self.record = TableRecord(
-            len(self.rows), version, v % 3, v * 10, -v, is_closing=v % 3 == 1
-        )
+        self.record = TableRecord(len(self.rows), version, v % 3, v * 10, -v, is_closing=v % 3 == 1)
         if step.position is not None:
             self.positions[step.position[0]] = Position(*step.position)
 
