@@ -79,6 +79,12 @@ def _text(value: str | bytes) -> bytes:
     return _number(len(written)) + written
 
 
+@functools.lru_cache(maxsize=64)
+def _listed(texts: tuple[str, ...]) -> bytes:
+    """How many texts there are, and each; they are mostly the same."""
+    return _number(len(texts)) + b"".join(map(_text, texts))
+
+
 def _with_numbers(crc: int, *values: int) -> int:
     """`extended` for a few numbers, in one go."""
     numbers = _NUMBERS[len(values)]
@@ -355,9 +361,12 @@ def gradient_control(header: types_pb2.GradientChunk) -> int:
 
 def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
     """Goes on over the outcome of a step, and ends: it has no payload."""
-    late, names = found.late_chunk_indexes, found.contributor_ids
+    late = found.late_chunk_indexes
     head = (found.step, found.tenure_is_over, found.version, found.is_draining, len(late))
-    return extended(context, *head, *late, len(names), *names)
+    crc = _with_numbers(context, *head)
+    if late:
+        crc = extended(crc, *late)
+    return int(crc32.iscsi(_listed(tuple(found.contributor_ids)), crc))
 
 
 def weights(context: int, version: int) -> int:

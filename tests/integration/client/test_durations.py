@@ -85,8 +85,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "contributions": {"step": 0},
     "restore": {"version": 0, "load_id": 1},
     "broadcast": {"root": 0},
+    "broadcast_state": {"state": {"weights": np.zeros(2, np.float32)}},
     "reduce": {"root": 0},
 }
+
+
+NO_ARRAY = ("barrier", "join", "broadcast_state")
 
 
 def _verbs(owner: Any) -> Iterator[Callable[[float], None]]:
@@ -95,7 +99,7 @@ def _verbs(owner: Any) -> Iterator[Callable[[float], None]]:
         for argument in () if name.startswith("_") else inspect.signature(method).parameters:
             if argument.endswith("_s"):
                 given = dict(ARGUMENTS.get(name, {}))
-                if isinstance(owner, shardwell.Group) and name not in ("barrier", "join"):
+                if isinstance(owner, shardwell.Group) and name not in NO_ARRAY:
                     given["array"] = np.zeros(2, np.float32)
                 yield partial(_call, method, argument, given)
 
@@ -111,8 +115,9 @@ def _call(method: Any, argument: str, given: dict[str, Any], value: float) -> No
 def test_every_argument_of_the_sdk_that_is_a_length_of_time(cluster, connect, tmp_path) -> None:
     running = cluster(1)
     client = connect(running, "w0")
-    model = client.parameter("m", size=8, optimizer=SGD)
-    table = client.table("t", row_count=9, dim=2, optimizer=SGD)
+    members = shardwell.Elastic()
+    model = client.parameter("m", size=8, optimizer=SGD, members=members)
+    table = client.table("t", row_count=9, dim=2, optimizer=SGD, members=members)
     count = 0
     with shardwell.join_group("g", rank=0, size=1, rendezvous=running.target) as group:
         for owner in (client, model, table, group):
