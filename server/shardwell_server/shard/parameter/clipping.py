@@ -53,6 +53,42 @@ class Closing:
     def __init__(self, state: ParameterState) -> None:
         self._spec = state.spec
         self._register = state.register
+        self._tracker = state.tracker
+        self._storage = state.storage
+        self._rules = state.rules
+        self._codec = ChunkCodec.of(state.spec)
+        self._snapshots = state.snapshots
+        self._contributions = state.contributions
+        self._times = state.times
+
+    def close_full(
+        self, chunk: Chunk, index: int, learning_rate: float, clip_factor: float = 1.0
+    ) -> None:
+        """Closes a chunk's step with the sum that it has, times a factor; its lock is held.
+
+        What it does is in the journal, and the chunk is verified.
+        """
+        record = self._tracker.records[index]
+        if self._snapshots.pending:
+            self._snapshots.before_close(index, learning_rate)
+        following = ChunkRecord(record.version + 1)
+        with self._storage.change(index, Transition.CLOSE) as change:
+            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
+                close_full_step(
+                    chunk.state,
+                    self._codec.codec,
+                    self._rules,
+                    change,
+                    record,
+                    clip_factor=clip_factor,
+                    learning_rate=self._spec.rate_of_step(learning_rate, record.contribution_count),
+                )
+            change.commit(following, NO_SEAT, -1)
+        self._tracker.records[index] = following
+        if self._tracker.has_open_sets:
+            closed = self._tracker.close(index)
+            self._contributions.note(record.version, index, [each.worker_id for each in closed])
+        self._times.closed(record.version)
 
     def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
         """What is known of a step's norm: the square of this shard's part, and all of it.
@@ -105,13 +141,6 @@ class ClosingByNorm(Closing):
     def __init__(self, state: ParameterState) -> None:
         super().__init__(state)
         self._chunks = state.chunks
-        self._tracker = state.tracker
-        self._storage = state.storage
-        self._rules = state.rules
-        self._codec = ChunkCodec.of(state.spec)
-        self._snapshots = state.snapshots
-        self._contributions = state.contributions
-        self._times = state.times
         self._spans = state.spans
         self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(state.chunks)
         """By chunk: the step, and its mean's."""
@@ -194,25 +223,5 @@ class ClosingByNorm(Closing):
 
     def _close(self, chunk: Chunk, index: int, norm: float, learning_rate: float) -> None:
         """Updates a full chunk, verified; its lock is held."""
-        record = self._tracker.records[index]
-        if self._snapshots.pending:
-            self._snapshots.before_close(index, learning_rate)
-        learning_rate = self._spec.rate_of_step(learning_rate, record.contribution_count)
-        following = ChunkRecord(record.version + 1)
-        with self._storage.change(index, Transition.CLOSE) as change:
-            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                close_full_step(
-                    chunk.state,
-                    self._codec.codec,
-                    self._rules,
-                    change,
-                    record,
-                    clip_factor=clip_factor(norm, self._spec.optimizer.clip_norm),
-                    learning_rate=learning_rate,
-                )
-            change.commit(following, NO_SEAT, -1)
-        self._tracker.records[index] = following
-        if self._tracker.has_open_sets:
-            closed = self._tracker.close(index)
-            self._contributions.note(record.version, index, [each.worker_id for each in closed])
-        self._times.closed(record.version)
+        factor = clip_factor(norm, self._spec.optimizer.clip_norm)
+        self.close_full(chunk, index, learning_rate, factor)

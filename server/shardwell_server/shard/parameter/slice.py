@@ -46,7 +46,6 @@ from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
     add_to_sum,
-    close_full_step,
     close_step,
     state_overflow,
 )
@@ -775,23 +774,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 change.commit(following, NO_SEAT, -1)
             self._tracker.records[index] = following
             return
-        if self.snapshots.pending:
-            self.snapshots.before_close(index, learning_rate)
-        following = ChunkRecord(record.version + 1)
-        with self.storage.change(index, Transition.CLOSE) as change:
-            with np.errstate(all="ignore"):  # overflows are found where weights are encoded
-                close_full_step(
-                    chunk.state,
-                    self._codec.codec,
-                    self._rules,
-                    change,
-                    record,
-                    learning_rate=self.spec.rate_of_step(learning_rate, record.contribution_count),
-                )
-            change.commit(following, NO_SEAT, -1)
-        self._tracker.records[index] = following
-        self._note_set(index, record.version)
-        self.times.closed(record.version)
+        self.closing.close_full(chunk, index, learning_rate)
 
     def _settle_all(self) -> None:
         for index in range(self.chunk_count):
