@@ -234,7 +234,7 @@ def steps_a_second(workers: list[Worker], since_s: float, until_s: float) -> flo
 
 def storm(args: argparse.Namespace, count: int) -> dict[str, Any]:
     """Faults, beside none."""
-    quorum = {"min_contributors": max(1, count // 2), "grace_s": 0.1}
+    quorum = {"min_contributors": max(1, count // 2), "grace_s": args.step_ms / 4000}
     found: dict[str, Any] = {"workers": count, **quorum}
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network(count + 1, 1000, ""))
