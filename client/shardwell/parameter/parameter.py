@@ -416,7 +416,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 work = self._gradient(gradient, sample_count, learning_rate, attempts)
             room = self._room_beside(work, out)
             self._end_exchange(work, room.pieces, attempts)
-            if self._member is not None:  # it may have joined with this gradient
+            if self._member is not None and self._member.has_joined():  # with this gradient
                 self._read_first(self._member, room.pieces, attempts)
             return room.result
 
@@ -500,7 +500,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 work.peaks.clear()
                 self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
-                if self._member is not None:  # it may have joined with this gradient
+                if self._member is not None and self._member.has_joined():  # with this gradient
                     self._read_first(self._member, room.pieces, attempts)
                 return room.result
 
@@ -822,8 +822,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         names = {name for each in outcomes for name in each.contributor_ids}
         version = min((int(each.version) for each in outcomes), default=work.step)
         is_over = any(each.tenure_is_over for each in outcomes)
-        if self._member is not None and is_over:
-            self._member.lose()
+        if self._member is not None:
+            self._member.is_settled |= not late
+            if is_over:
+                self._member.lose()
         self.is_draining = any(each.is_draining for each in outcomes)
         # It may give the step again in its next tenure alone; what it gave counts once.
         self.next_step = max(version, work.step + (not is_over))

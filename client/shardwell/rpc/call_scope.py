@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
 from shardwell.process.telemetry import call_span
 from shardwell.rpc.cluster import Shards
+from shardwell.rpc.heartbeat import TakesPart
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.deadlines import check_timeout
 from shardwell.threads.calls import current_call
@@ -79,6 +80,8 @@ class CallScope:
         self._turn_lock = threading.Lock()
         self.is_closed = False
         """Whether `close` was called."""
+        self.member: TakesPart | None = None
+        """This worker as an elastic member of what is called; None: it is none."""
 
     def run(
         self,
@@ -113,8 +116,14 @@ class CallScope:
                 self._attempted, body, bound_s, in_turn=in_turn, trace_parent=trace_parent
             )
             tell = partial(self._tell_wait, verb, bound_s) if verb else None
-            look = partial(self._shards.look_for_silence, f"{verb or 'a call'} of {self._what}")
+            look = partial(self._look, f"{verb or 'a call'} of {self._what}")
             return self._shards.threads.run(call, bound_s, scope=self, tell=tell, look=look)
+
+    def _look(self, what: str, waited_s: float) -> None:
+        """A call has waited for some seconds."""
+        self._shards.look_for_silence(what, waited_s)
+        if self.member is not None and self.member.membership is not None:
+            self._shards.heartbeats.give_way(self.member)
 
     def start(
         self,

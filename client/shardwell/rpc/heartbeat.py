@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -67,6 +67,20 @@ class Membership(NamedTuple):
         )
 
 
+class TakesPart(Protocol):
+    """This worker as a member of one parameter or table."""
+
+    is_settled: bool
+    """Whether a gradient of its tenure has counted whole."""
+
+    @property
+    def membership(self) -> Membership | None:
+        """Its tenure; None: it has none."""
+
+    def give_way(self) -> None:
+        """Ends its tenure, for what else this worker is a member of. Never waits."""
+
+
 class Heartbeats:
     """Those of one client. Any thread may use it.
 
@@ -83,8 +97,34 @@ class Heartbeats:
         """Tenures that are known to be over, anybody's, and since when they are known to be."""
         self._asked: dict[int, Any] = {}
         """Heartbeats under way, by shard."""
+        self.members: weakref.WeakSet[TakesPart] = weakref.WeakSet()
+        """This worker, as a member of each parameter and table that it has opened so."""
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether this worker is a member of one parameter or table at the most."""
+        return len(self._own) <= 1
+
+    def give_way(self, waiting: TakesPart) -> None:
+        """Has this worker give up what else it is a member of, where that may be waited for.
+
+        A worker that comes while others make a step of several parameters or tables, one after
+        the other, may wait in one for those who wait for it in another. Once it has given a whole
+        gradient to each, it is in step with them, and does not.
+        """
+        others = [each for each in list(self.members) if each is not waiting and each.membership]
+        if others and not all(each.is_settled for each in (waiting, *others)):
+            for each in others:
+                each.give_way()
+
+    def end_soon(self, membership: Membership) -> None:
+        """Tells all shards that a tenure of this worker's is over, with the next heartbeat."""
+        with self._changed:
+            self._ended[membership] = time.monotonic()
+            self._own.pop(membership, None)
+            self._changed.notify()
 
     def begin(self, membership: Membership, lease_s: float) -> None:
         """Says from now on that a member lives."""

@@ -84,7 +84,9 @@ class Handle(Connected, Closing, Generic[SpecT]):
         members = self.spec.members
         if members is None:
             return None
-        return Member(self._opening, transfer, self._shards.heartbeats, worker_id, members)
+        member = Member(self._opening, transfer, self._shards.heartbeats, worker_id, members)
+        self._calls.member = member
+        return member
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Takes part as an elastic member, ahead of its first gradient; returns the step of that.

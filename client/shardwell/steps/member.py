@@ -49,9 +49,43 @@ class Member:
         self._heartbeats = heartbeats
         self._worker_id = worker_id
         self._lease_s = members.member_lease_s
+        self._gave_way: Membership | None = None
+        """The tenure that it ended for another parameter or table last."""
+        heartbeats.members.add(self)
         self._membership: Membership | None = None
+        self.is_settled = False
+        """Whether a gradient of its tenure has counted whole."""
         self.first_step: int | None = None
         """The step from which on shards await it, until it has what is to be computed on then."""
+
+    @property
+    def membership(self) -> Membership | None:
+        """Its tenure, as far as it knows; None: it has none."""
+        return self._membership
+
+    def give_way(self) -> None:
+        """Ends its tenure, for what else this worker is a member of; see `Heartbeats.give_way`."""
+        membership = self._membership
+        if membership is not None:
+            _LOG.warning(
+                "%s %r: worker %r waits elsewhere for workers that may wait for it here, and gives "
+                "way; it takes part again with its next gradient",
+                membership.kind,
+                membership.name,
+                self._worker_id,
+            )
+            self._gave_way = membership
+            self._heartbeats.end_soon(membership)
+
+    def has_joined(self) -> bool:
+        """Whether it is to wait now for what its first step is to be computed on.
+
+        Not where it is a member elsewhere, where it may be waited for: what it has is of a step
+        that may close before its gradient comes, which is late then.
+        """
+        if self.first_step is not None and not self._heartbeats.is_of_one:
+            self.first_step = None
+        return self.first_step is not None
 
     @property
     def takes_part(self) -> bool:
@@ -111,7 +145,7 @@ class Member:
     def lose(self) -> None:
         """Notes that its tenure is over, which it did not want."""
         membership = self._give_up()
-        if membership is not None:
+        if membership is not None and membership != self._gave_way:
             _LOG.warning(
                 "%s %r: shards lost worker %r and went on without it; it takes part again with "
                 "its next gradient",
@@ -135,7 +169,7 @@ class Member:
 
     def _give_up(self) -> Membership | None:
         membership, self._membership = self._membership, None
-        self.first_step = None
+        self.first_step, self.is_settled = None, False
         if membership is not None:
             self._heartbeats.forget(membership)
         return membership

@@ -196,6 +196,7 @@ class TableSteps:
         if self._member is not None:
             self.outcome = _outcome(put, self._opening.shard_count)
             next_step = _next_step(put)
+            self._member.is_settled |= self.outcome.counted == "all"
             if any(each.tenure_is_over for each in put.outcomes.values()):
                 self._member.lose()
             self.is_draining = any(each.is_draining for each in put.outcomes.values())

@@ -322,7 +322,7 @@ class Table(Handle[TableSpec]):
 
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
             first = None
-            if self._member is not None:
+            if self._member is not None and self._member.has_joined():
                 first = self._steps.read_first(self._member, attempts)
             if first is not None:  # it has joined with this gradient: the rows of its first step
                 found = self._reading.read(wanted, target, first, attempts)

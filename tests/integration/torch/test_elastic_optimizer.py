@@ -274,7 +274,8 @@ def test_tables_in_the_model_have_members_that_come_and_go(cluster, connect) -> 
 
         together([others, own])
         assert comes[1].outcome.contributors == ("w0", f"w{number}")
-        step(*stays)
+        for _ in range(2):  # what it gave last may be in the next step of one of them
+            step(*stays)
         assert stays[1].outcome.contributors == ("w0",)
         assert stays[0][0].table.outcome.contributors == ("w0",)
 
