@@ -227,6 +227,18 @@ def path(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
+SHARDS: list[Shard] = []
+"""Those of a test."""
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """Also those of a shard whose files an image was made of, which is closed no other way."""
+    yield
+    while SHARDS:
+        SHARDS.pop()._watch.close()
+
+
 def opened(
     path: Path | None,
     reached: Callable[[str], None] = lambda point: None,
@@ -242,6 +254,7 @@ def opened(
         kept = Durability(durability)
         store = MmapStore(path, durability=kept, boot=boot(path), reached=reached)
     shard = Shard(CONFIG, store or MemoryStore())
+    SHARDS.append(shard)
     if closes is not None:
         closes.callback(shard.close)
     return shard.tables.open(spec)[0]
