@@ -650,6 +650,13 @@ class Transfer(StepTransfer[ShardSlice]):
         part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
         index = unit
+        ends_open_step = self._spec.has_open_sets and wanted.is_exchange and unit == line.stop - 1
+        if ends_open_step and not header.HasField("outcome"):
+            raise self._damaged(
+                part.channel,
+                f"ended a step of {self._spec.name!r}, and did not answer what it counted; call "
+                "again",
+            )
         if self._rotates and wanted.is_exchange:
             index = self._chunk_index(line, unit, wanted.step)
         where = part.chunks[index]

@@ -76,6 +76,8 @@ class Watch:
                 again_s = _AGAIN_S
             except ShardwellError as error:
                 _LOG.warning("a step can't close: %s", error)
+            except Exception:  # of one act: the others are still to be done
+                _LOG.exception("%r failed on the shard's watch, and is not tried again", act)
             if again_s is not None:
                 self.after(again_s, act)
 

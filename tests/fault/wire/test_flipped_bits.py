@@ -243,6 +243,22 @@ def test_what_a_shard_says_it_has_counted(line) -> None:
         np.testing.assert_array_equal(kept(line), -count * GRADIENT)
 
 
+def test_what_an_open_step_is_answered(line) -> None:
+    """The outcome of a gradient comes whole, or the exchange fails, and is made again."""
+    model = opened(line.client, codec="fp32", worker_count=2, min_contributors=1, grace_s=0.0)
+
+    def call(timeout_s: float | None) -> shardwell.Outcome | None:
+        model.exchange(np.ones(SIZE, np.float32), timeout_s=timeout_s)
+        return model.outcome
+
+    for count, outcome in enumerate(line.flips("Exchange", "response", call), start=1):
+        assert outcome is not None
+        assert outcome.step == count - 1
+        assert outcome.contributors == (WORKER,)
+        assert not outcome.late
+        np.testing.assert_array_equal(kept(line), -count)
+
+
 @pytest.mark.parametrize("direction", ["request", "response"])
 def test_weights(line, direction) -> None:
     """A question that was damaged may reach the shard as one for another parameter."""

@@ -238,9 +238,8 @@ def close_step(
         divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
         factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
-    elif (
-        not is_closed_alike and sample_total & (sample_total - 1) == 0
-    ):  # dividing by a power of two is exact beforehand
+    elif not is_closed_alike and sample_total & (sample_total - 1) == 0:
+        # Dividing by a power of two is exact beforehand.
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
     first: Bytes | None = None
     reads: Operations = ()
