@@ -35,7 +35,8 @@ class TrainingState:
     step_sum: int
     """Steps of all workers together."""
     loss: float | None
-    """Mean of the workers' latest; None before the first step."""
+    """Mean of the latest of those that are left, or of all where these made no step; None before
+    the first step."""
     first_loss: float | None
     """Mean of their first steps'."""
     sent_bytes: int
@@ -81,7 +82,7 @@ class Observer:
             ready_count=len(reports),
             step=min(member.step for member in living),
             step_sum=sum(member.step for member in members),
-            loss=_mean([member.loss for member in living]),
+            loss=_mean([m.loss for m in living], [m.loss for m in members]),
             first_loss=_mean([member.first_loss for member in members]),
             sent_bytes=sent,
             received_bytes=received,
@@ -91,9 +92,13 @@ class Observer:
         )
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(*choices: Sequence[float | None]) -> float | None:
+    """The mean of the first choice in which a value is known."""
+    for choice in choices:
+        known = [value for value in choice if value is not None]
+        if known:
+            return sum(known) / len(known)
+    return None
 
 
 class Progress:

@@ -63,7 +63,7 @@ class Display:
         rows = {
             "held-out accuracy": f"[bold {colour}]{result.accuracy:.3f}[/], {right} of "
             f"{result.held_out_count} digits; {ACCURACY_MIN} is needed",
-            "loss": f"{state.first_loss:.4f} at the first step, {state.loss:.4f} at the last",
+            "loss": f"{_loss(state.first_loss)} at the first step, {_loss(state.loss)} at the last",
             "steps": f"{config.step_count} by every worker in {state.training_s:.1f} s, "
             f"{state.steps_per_s:.1f} a second",
             "sent": traffic(state.sent_bytes, seconds),
@@ -79,6 +79,11 @@ class Display:
             del rows["sent"], rows["received"], rows["codec"]
         rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
         self._progress.print_tables(list(rows.items()))
+
+
+def _loss(loss: float | None) -> str:
+    """A mean loss, where a worker lived long enough to report one."""
+    return "unknown" if loss is None else f"{loss:.4f}"
 
 
 def _described(config: DemoConfig) -> str:
