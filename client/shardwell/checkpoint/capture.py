@@ -226,13 +226,15 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
         self, spec: ParameterSpec, channels: Sequence[ShardChannel], *rest: Any, **fields: Any
     ) -> None:
         self._slices = {
-            channel.shard_index: slice_of(spec.size, channel.shard_index, len(channels))
+            channel.shard_index: slice_of(
+                spec.size, channel.shard_index, len(channels), spec.block_size
+            )
             for channel in channels
         }
         having = [channel for channel in channels if self._slices[channel.shard_index].size]
         super().__init__(spec, having, *rest, **fields)
         self._context = checksum.snapshot_context(spec.name)
-        self._names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
+        self._names = (WEIGHTS_NAME, *spec.slot_names)
 
     @property
     def size_bytes(self) -> int:

@@ -76,7 +76,7 @@ class CheckpointParameter:
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """Of each file: the weights', then those of optimizer state."""
-        return (WEIGHTS_NAME, *self.spec.optimizer.slot_names)
+        return (WEIGHTS_NAME, *self.spec.slot_names)
 
 
 @dataclass(frozen=True, kw_only=True)

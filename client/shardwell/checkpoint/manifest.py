@@ -105,7 +105,7 @@ def _to_json(entry: CheckpointParameter | CheckpointTable) -> dict[str, Any]:
         "version": entry.version,
         "version_max": entry.version_max,
         "learning_rate": entry.learning_rate,
-        "slots": list(entry.spec.optimizer.slot_names),
+        "slots": list(entry.spec.slot_names),
         "files": [_file_to_json(file) for file in entry.files],
     }
 
@@ -236,7 +236,7 @@ def _check_entry(
     entry: CheckpointParameter | CheckpointTable, fields: dict[str, Any], what: str
 ) -> None:
     """Refuses what contradicts itself."""
-    expected = (entry.spec.name, list(entry.spec.optimizer.slot_names))
+    expected = (entry.spec.name, list(entry.spec.slot_names))
     found = (fields["name"], fields["slots"])
     if found != expected:
         raise ArgumentError(f"name and slots are {found!r:.200}; the spec's are {expected}")

@@ -213,7 +213,7 @@ class Checkpointing:
         attempts = self._attempts.beside()
         with _CheckpointValues(path, entry) as values:
             first = FirstWeights(
-                entry.name,
+                entry.spec,
                 values,
                 self._channels,
                 worker_id=self._worker_id,

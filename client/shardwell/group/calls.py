@@ -26,10 +26,10 @@ from shardwell.group.schedule.arithmetic import Reduction
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.numerics.arguments import as_writable, check_integer, finite_peak
-from shardwell.numerics.codec import CODECS, Float32
+from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
 from shardwell.specs.deadlines import check_timeout, wait_milliseconds
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, WireName
+from shardwell.specs.parameter import GROUP_CODECS, SAMPLE_COUNT_MAX, WireName
 from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
 
@@ -126,8 +126,8 @@ class CallMaker:
         call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement
         try:
-            call.codec_name = _checked("codec", codec or self._codec, tuple(CODECS))
-            announcement.codec = WIRE_CODECS[call.codec_name]
+            call.codec_name = _checked("codec", codec or self._codec, tuple(GROUP_CODECS))
+            announcement.codec = GROUP_CODECS[call.codec_name]
             if operation is not None:
                 call.array = as_writable("array", array)
                 announcement.element_count = call.array.size

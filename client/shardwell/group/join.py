@@ -42,12 +42,11 @@ from shardwell.group.rendezvous.service import GroupService, admit_anybody, admi
 from shardwell.group.schedule.strategies import Ring, Strategy
 from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_integer
-from shardwell.numerics.codec import CODECS
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.environment import host_name, variable
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
-from shardwell.specs.parameter import WIRE_CODECS, WireName
+from shardwell.specs.parameter import GROUP_CODECS, WireName
 from shardwell.threads.calls import CallThreads
 from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.traffic import Traffic
@@ -156,8 +155,8 @@ def join_group(
     strategy = Ring() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         raise ArgumentError(f"strategy must be Ring(), Tree() or Centralized(); got {strategy!r}")
-    if codec not in CODECS:
-        raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {codec!r}")
+    if codec not in GROUP_CODECS:
+        raise ArgumentError(f"codec must be one of {', '.join(GROUP_CODECS)}; got {codec!r}")
     lease_s = check_duration("lease_s", lease_s, 0.1, 600)
     timeout_s = check_timeout(timeout_s)
     join_timeout_s = check_timeout(join_timeout_s, "join_timeout_s")
@@ -169,7 +168,7 @@ def join_group(
         name=arguments.name,
         size=arguments.size,
         strategy=str(strategy),
-        codec=WIRE_CODECS[codec],
+        codec=GROUP_CODECS[codec],
         allow_non_finite=bool(allow_non_finite),
         min_size=min_size if elastic else 0,
     )

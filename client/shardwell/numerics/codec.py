@@ -3,10 +3,12 @@
 Pure arithmetic on arrays; lengths are the caller's to check. What it costs is passes over memory,
 each of which `elementwise` makes.
 
-Bounds for finite values (x: the value, peak: the largest magnitude of the chunk):
+Bounds for finite values (x: the value, peak: the largest magnitude of the chunk; of int8, of its
+block of 4,096 elements: int8.py):
     fp32  exact
     fp16  |error| <= 2^-11 |x| + 2^-19 peak
     bf16  |error| <= 2^-8 |x|, or 2^-134 where that is more
+    int8  |error| <= peak / 254 * (1 + 2^-15), or 2^-100 where that is more
 
 fp16 carries a power-of-two scale for each chunk, so that float32's largest values neither overflow
 nor its small ones vanish. The scale is guessed from the chunk's first values and verified on what
@@ -22,13 +24,15 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from fastcrc import crc32
 from typing_extensions import override
 
 from shardwell.errors import ArgumentError
+from shardwell.numerics import int8
 from shardwell.numerics.elementwise import (
     INFINITY_BITS,
     Arrays,
@@ -112,7 +116,9 @@ class Codec:
 
     name: ClassVar[str]
     item_size: ClassVar[int]
-    """Bytes per element."""
+    """Bytes per element; of a payload that has more than elements, of those."""
+    block_size: ClassVar[int] = 1
+    """Elements that are written together: slices and chunks begin with a block."""
     _exponents: ClassVar[str] = "0"
     """Those that there may be, in words."""
     _has_scale: ClassVar[bool] = False
@@ -125,6 +131,20 @@ class Codec:
     _checks: ClassVar[Operations]
     _takes: ClassVar[Operations]
     """What copies a payload."""
+
+    def encoded_bytes(self, count: int) -> int:
+        """Bytes of the payload of so many elements."""
+        return count * self.item_size
+
+    @property
+    def summed(self) -> Codec:
+        """The codec in which payloads are summed: itself, or what they are read to before."""
+        return self
+
+    def element_count(self, size_bytes: int) -> int:
+        """Elements of a payload; -1 where no payload has that size."""
+        count, rest = divmod(size_bytes, self.item_size)
+        return -1 if rest else count
 
     def encode(
         self,
@@ -142,7 +162,7 @@ class Codec:
 
         Args:
             values: (n,) float32 (fastest), float64 or float16, any stride.
-            payload: (n * item_size,) uint8, aligned to item_size, overwritten.
+            payload: (encoded_bytes(n),) uint8, aligned to 4, overwritten.
             scratch: This thread's.
             allow_non_finite: Write NaN and infinity as they are instead of refusing.
             peak: The largest magnitude, if it is known and finite: spares looking at them.
@@ -229,7 +249,7 @@ class Codec:
         """Reads a payload into `values`, in one pass with copies of it.
 
         Args:
-            payload: (n * item_size,) uint8, aligned.
+            payload: (encoded_bytes(n),) uint8, aligned.
             exponent: See `Written`.
             values: (n,) float32, contiguous, overwritten.
             copies: Of the payload's size, overwritten.
@@ -273,7 +293,7 @@ class Codec:
         """Looks at a payload and checks it, in one pass, copying it before if it may change.
 
         Args:
-            payload: (n * item_size,) uint8, aligned.
+            payload: (encoded_bytes(n),) uint8, aligned.
             into: As many, filled; None: it does not change.
             crc: A CRC32C.
 
@@ -353,7 +373,7 @@ class Codec:
         if self.peak(payload, exponent) < math.inf:
             return None
         with np.errstate(over="ignore"):
-            values = np.empty(payload.size // self.item_size, np.float32)
+            values = np.empty(self.element_count(payload.size), np.float32)
             self.decode(payload, exponent, values)
         return int(np.argmin(np.isfinite(values)))
 
@@ -484,7 +504,153 @@ class Bf16(Codec):
         return _BF16_LARGEST
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16())}
+class BlockCodec(Codec):
+    """One that writes blocks of elements, which have a scale each: see `arithmetic`.
+
+    What is written has no sum and no operation of its own: it is read to float32 first.
+    """
+
+    arithmetic: ClassVar[BlockArithmetic]
+    """What writes and reads it."""
+
+    @property
+    @override
+    def summed(self) -> Codec:
+        return CODECS["fp32"]
+
+    @override
+    def encoded_bytes(self, count: int) -> int:
+        return self.arithmetic.encoded_bytes(count)
+
+    @override
+    def element_count(self, size_bytes: int) -> int:
+        return self.arithmetic.element_count(size_bytes)
+
+    @override
+    def encode(
+        self,
+        values: npt.NDArray[Any],
+        payload: Bytes,
+        scratch: Scratch,
+        *,
+        allow_non_finite: bool = False,
+        peak: float | None = None,
+        first_peak: float | None = None,
+        is_exact: bool = False,
+        start: Callable[[int], int] | None = None,
+    ) -> Written:
+        plain: Float32 = values if is_plain(values) else _as_float32(values)
+        found = self.arithmetic.quantize(plain, payload)
+        if not math.isfinite(found):
+            index = int(np.argmin(np.isfinite(plain)))
+            raise NonFiniteValueError(index, float(plain[index]))
+        crc = 0 if start is None else int(crc32.iscsi(payload.data, start(0)))
+        return Written(0, crc, bits_of(found))
+
+    @override
+    def encode_computed(
+        self, values: Computed, payload: Bytes, start: Callable[[int], int]
+    ) -> Written | None:
+        return None
+
+    @override
+    def decode(
+        self, payload: Bytes, exponent: int, values: Float32, copies: Sequence[Bytes] = ()
+    ) -> None:
+        self.arithmetic.dequantize(payload, values)
+        for copy in copies:
+            np.copyto(copy, payload)
+
+    @override
+    def decode_checked(
+        self, payload: Bytes, exponent: int, values: Float32, crc: int, *, may_change: bool
+    ) -> int:
+        if may_change:
+            payload = payload.copy()
+        self.arithmetic.dequantize(payload, values)
+        return int(crc32.iscsi(payload.data, crc))
+
+    @override
+    def decode_looked(
+        self, payload: Bytes, exponent: int, values: Float32, crc: int
+    ) -> tuple[int, int]:
+        self.arithmetic.dequantize(payload, values)
+        return self.take(payload, None, crc)
+
+    @override
+    def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
+        if into is not None:
+            np.copyto(into, payload)
+            payload = into
+        peak = self.arithmetic.peak(payload)
+        return bits_of(peak), int(crc32.iscsi(payload.data, crc))
+
+    @override
+    def peak(self, payload: Bytes, exponent: int) -> float:
+        return self.arithmetic.peak(payload)
+
+    @override
+    def peak_of_bits(self, bits: int, exponent: int) -> float:
+        return float_of(bits)
+
+    def residual(self, values: Float32) -> Float32:
+        """What writing takes off (n,) values: they, less what is read again."""
+        plain, read = np.ascontiguousarray(values), np.empty(values.size, np.float32)
+        payload = np.empty(self.encoded_bytes(values.size), np.uint8)
+        self.arithmetic.quantize(plain, payload)
+        self.arithmetic.dequantize(payload, read)
+        with np.errstate(all="ignore"):
+            return np.subtract(plain, read, out=read)
+
+
+class BlockArithmetic(Protocol):
+    """What a module such as int8.py has, which says what each does."""
+
+    BLOCK_SIZE: int
+
+    def encoded_bytes(self, count: int, /) -> int:
+        """Bytes of the payload of so many elements."""
+
+    def element_count(self, size_bytes: int, /) -> int:
+        """Elements of a payload; -1 where no payload has that size."""
+
+    def quantize(self, values: Float32, payload: Bytes, start: int = 0, /) -> float:
+        """Writes values from an element on; returns the largest magnitude."""
+
+    def dequantize(self, payload: Bytes, values: Float32, start: int = 0, /) -> None:
+        """Reads values from an element on."""
+
+    def peak(self, payload: Bytes, /) -> float:
+        """The largest magnitude of the values once read."""
+
+
+class Int8(BlockCodec):
+    """A byte an element, and a float32 scale for each block of 4,096."""
+
+    name = "int8"
+    item_size = 1
+    block_size = int8.BLOCK_SIZE
+    arithmetic: ClassVar[BlockArithmetic] = int8
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Bf16(), Int8())}
+SUMMED_CODECS: dict[str, Codec] = {
+    name: codec for name, codec in CODECS.items() if codec.summed is codec
+}
+"""Those whose elements are written one by one, so that groups and rows have them, and sums."""
+
+
+def block_codec(name: str) -> BlockCodec:
+    """The codec of that name, which writes blocks."""
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    return codec
+
+
+def _as_float32(values: npt.NDArray[Any]) -> Float32:
+    """A contiguous copy; what overflows is infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -541,6 +707,12 @@ def peak_of(values: Float32) -> float:
     """The largest magnitude of (n,) contiguous float32, 0 of none; infinite or NaN if one is."""
     bits = run(_LOOKS, (values,), 0, values.size)
     return float_of(bits)
+
+
+def bits_of(value: float) -> int:
+    """The bits of a float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return int(bits)
 
 
 def float_of(bits: int) -> float:

@@ -20,6 +20,7 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, finite_peak
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
+from shardwell.parameter.image import Image
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
@@ -191,6 +192,8 @@ class Transfer(StepTransfer[ShardSlice]):
         self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._outcome_context = checksum.outcome_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
+        self.image = Image(spec, self._weights_context) if spec.has_image else None
+        """What this worker holds of the weights, where shards send what changes it."""
         self.late: set[Slice] = set()
         """Ranges whose step had closed, or that were of a tenure that is over; the same."""
         self.outcomes: dict[int, pb.StepOutcome] = {}
@@ -222,6 +225,10 @@ class Transfer(StepTransfer[ShardSlice]):
                 fetch.in_arena = line.arena is not None
                 if max_version is not None:
                     fetch.max_version = max_version
+                if self.image is not None:
+                    first, count = line.part.first_chunk, len(line.part.chunks)
+                    held = self.image.held_versions(range(first, first + count))
+                    fetch.held_versions.extend(held)
                 fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
                 _ask(line, request)
             progress = Progress()
@@ -383,11 +390,11 @@ class Transfer(StepTransfer[ShardSlice]):
     def _room_bytes(self, part: ShardSlice, first: int, stop: int) -> int:
         if self._codec.lz4:
             return 0
-        item_size = self._codec.codec.item_size
+        size_of = self._codec.codec.encoded_bytes
         chunks = part.chunks[first:stop]
         if self._rotates:  # any of them may be the first
-            return wanted_bytes([chunks[0].size * item_size] * len(chunks))
-        return wanted_bytes([each.size * item_size for each in chunks])
+            return wanted_bytes([size_of(chunks[0].size)] * len(chunks))
+        return wanted_bytes([size_of(each.size) for each in chunks])
 
     def _chunk_index(self, line: Line, unit: int, step: int) -> int:
         """Which chunk is a line's `unit`: with a quorum, each step begins with another one.
@@ -508,13 +515,13 @@ class Transfer(StepTransfer[ShardSlice]):
         part, arena = line.part, line.arena
         scratch = thread_scratch()
         spans, name, peer = self._spans, self._name, part.channel.name
-        item_size = self._codec.codec.item_size
+        size_of = self._codec.codec.encoded_bytes
         first, last = line.first, line.stop - 1
         begin, stop = stretch or (first, line.stop)
         places = batch = None
         if arena is not None:  # all chunks before the last have one size
             batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
-            before = (begin - first) * room_bytes(part.chunks[0].size * item_size)
+            before = (begin - first) * room_bytes(size_of(part.chunks[0].size))
             places = Places(arena.memory, before)
         start = checksum.gradient(self._gradient_context, common)
         for unit in range(begin, stop):
@@ -528,8 +535,11 @@ class Transfer(StepTransfer[ShardSlice]):
                 self._begin(header, line)
                 gradient.trace_parent = trace_parent
             gradient.end_of_step = unit == last
+            held = None if self.image is None else self.image.held(part.first_chunk + index)
+            if held is not None:
+                gradient.held_version = held
             gradient.control_crc32c = checksum.gradient_control(gradient)
-            room = None if places is None else places.room(where.size * item_size)
+            room = None if places is None else places.room(size_of(where.size))
             try:
                 message = self._codec.encode(
                     header,
@@ -663,9 +673,12 @@ class Transfer(StepTransfer[ShardSlice]):
         chunk: types_pb2.Chunk = header.chunk
         try:
             payload = payload_of(chunk, payload, None if line.arena is None else line.arena.memory)
-            start = checksum.weights(self._weights_context, header.version)
             with wanted.weights.writing(where.offset, where.stop) as values:
-                self._codec.read(chunk, payload, start, where, values)
+                if self.image is not None:
+                    self.image.take(part.first_chunk + index, where, header, payload, values)
+                else:
+                    start = checksum.weights(self._weights_context, header.version)
+                    self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
             raise self._damaged(

@@ -20,6 +20,7 @@ from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -73,7 +74,7 @@ class FirstWeights:
 
     def __init__(
         self,
-        name: str,
+        spec: ParameterSpec,
         values: FirstValues,
         channels: list[ShardChannel],
         *,
@@ -82,7 +83,8 @@ class FirstWeights:
         attempts: Attempts,
         incarnation: int = 0,
     ) -> None:
-        self._name = name
+        self._name = spec.name
+        self._block_size = spec.block_size
         self._incarnation = incarnation
         self._values = values
         self._channels = channels
@@ -160,7 +162,8 @@ class FirstWeights:
 
     def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
         """Sends one shard's slice; returns the version."""
-        where = slice_of(self._values.size, channel.shard_index, len(self._channels))
+        count = len(self._channels)
+        where = slice_of(self._values.size, channel.shard_index, count, self._block_size)
         try:
             with channel.translated(self._name):
                 messages = self._messages(channel, where, epoch)

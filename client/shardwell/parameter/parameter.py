@@ -33,7 +33,7 @@ from shardwell.errors import (
     StepOrderError,
 )
 from shardwell.numerics.arguments import check_integer, finite_peak
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, ShardSlice, Transfer
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
@@ -121,6 +121,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
         self._carried: Float32 | None = None
         """What did not count of earlier gradients, to be added to the next: (size,)."""
+        self._residual: Float32 | None = None
+        """What rounding took off earlier gradients, with int8, to be added to the next: (size,)."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -192,7 +194,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         with fewer elements than shards, the last are empty.
         """
         shard_count = len(self._shards.channels)
-        return [slice_of(self.size, index, shard_count) for index in range(shard_count)]
+        block_size = self.spec.block_size
+        return [slice_of(self.size, i, shard_count, block_size) for i in range(shard_count)]
 
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
         """Sets the first weights; whoever calls first, in the whole cluster, decides them.
@@ -225,7 +228,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         Args:
             arrays: Values, as of `init`: the weights, then the update rule's arrays in the order of
-                its `slot_names`, which a version above 0 needs.
+                its `slot_names`, which a version above 0 needs; and the image, with codec int8, or
+                without it the weights are the image.
             version: Updates that they have seen; `next_step` goes on there.
             load_id: Tells these values from any others, 1 to 2^63 - 1. All callers that give the
                 same values give the same.
@@ -241,6 +245,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self._first_values(array, is_weights=not number)
                 for number, array in enumerate(arrays)
             ]
+            slot_count = len(self.spec.optimizer.slot_names)
+            if self.spec.has_image and len(values) == 1 + slot_count and (slot_count or version):
+                values.append(values[0])
             given = GivenValues(*values, version=version, load_id=load_id)
             if self._settle(given, attempts).is_own:
                 return
@@ -273,7 +280,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def _settle(self, values: GivenValues, attempts: Attempts) -> Settled:
         """Has first weights, these or others, and goes on behind them."""
         first_weights = FirstWeights(
-            self.name,
+            self.spec,
             values,
             self._shards.channels,
             worker_id=self._worker_id,
@@ -507,8 +514,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             bound_s = timeout_s if own_s is None else own_s
             return self._calls.run(end, bound_s, in_turn=turn, verb="exchange")
 
-        # A norm is that of all of it, and so is what is carried over from the last gradient.
-        is_whole_at_once = bool(self.spec.optimizer.clip_norm) or self.late == "carry"
+        # A norm is that of all of it, and so is what is carried over, or was rounded off.
+        is_whole_at_once = (
+            bool(self.spec.optimizer.clip_norm) or self.late == "carry" or self.spec.has_image
+        )
         begun = OpenExchange(
             self._transfer.parts,
             work.values.whole(),
@@ -705,6 +714,38 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """What NonFiniteError is to advise; for what opens a parameter on its caller's behalf."""
         self._transfer.non_finite_remedy = self._transfer.refusal_remedy = remedy
 
+    @property
+    def residual(self) -> Float32 | None:
+        """What rounding took off this worker's gradients so far, which the next one has: (size,).
+
+        A copy; None: nothing, as with any codec but int8. A worker that is to go on after a restart
+        as if nothing had been keeps it with its own state; without it, what is lost is less than
+        half a rounding step of each element, once.
+        """
+        return None if self._residual is None else self._residual.copy()
+
+    def load_residual(self, residual: Any) -> None:
+        """Goes on with what an earlier process of this worker had as `residual`, or with None.
+
+        Raises:
+            ArgumentError: the codec is not int8, or it is not (size,) finite values.
+        """
+        if residual is None:
+            self._residual = None
+            return
+        if not self.spec.has_image:
+            raise ArgumentError(
+                f"parameter {self.name!r} has codec {self.spec.codec}, which keeps no residual; "
+                "load None"
+            )
+        values = np.array(residual, np.float32)  # a copy
+        if values.shape != (self.size,) or not np.isfinite(values).all():
+            raise ArgumentError(
+                f"residual of parameter {self.name!r} must be ({self.size},) finite values; got "
+                f"{values.shape}"
+            )
+        self._residual = values
+
     # What the verbs share, on a thread of the client's.
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
@@ -713,6 +754,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._transfer.incarnation = self._opening.incarnation
         self._is_in_step = self._opening.has_seat
         self._closed_version = 0
+        if self._transfer.image is not None:
+            self._transfer.image.forget()
 
     def _get_weights(self, out: ValuesT | None, min_version: int, attempts: Attempts) -> ValuesT:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
@@ -792,6 +835,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._transfer.superseded:
             superseded = merged(self._transfer.superseded)
             self._transfer.superseded.clear()
+        if self.spec.has_image and work.sample_count:
+            self._keep_residual(work, [*superseded, *self._transfer.late])
         self.next_step, self._is_in_step = work.step + 1, False
         if self.spec.has_open_sets:
             self.outcome = self._end_open_step(work, superseded)
@@ -841,11 +886,33 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         )
 
     def _add_carried(self, work: Gradient) -> None:
-        """Adds what did not count of earlier gradients to one whose values are there."""
-        if self._carried is None or not work.sample_count or work.has_carried:
+        """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
+        if not work.sample_count or work.has_carried:
             return
-        work.values = Pieces(work.values.whole().astype(np.float32, copy=False) + self._carried)
+        if self._carried is None and self._residual is None:
+            return
+        if self._clips:  # what is added was clipped before
+            self._clip(work)
+        values: Float32 = work.values.whole().astype(np.float32, copy=False)
+        with np.errstate(all="ignore"):  # what is not finite is found where it is looked at
+            for more in (self._carried, self._residual):
+                values = values if more is None else values + more
+        work.values = Pieces(values)
+        work.peaks.clear()
         work.has_carried = True
+
+    def _keep_residual(self, work: Gradient, uncounted: Sequence[Slice]) -> None:
+        """Keeps what rounding took off a gradient, except where it did not count.
+
+        There it keeps what it had, unless all of the gradient is carried over.
+        """
+        values: Float32 = work.values.whole().astype(np.float32, copy=False)
+        residual: Float32 = block_codec(self.spec.codec_name).residual(values)
+        for where in uncounted:
+            part = slice(where.offset, where.stop)
+            before = self._residual
+            residual[part] = 0 if before is None or self.late == "carry" else before[part]
+        self._residual = residual
 
     def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
         """Keeps what did not count of a gradient for the next one."""
@@ -945,7 +1012,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
         work = Gradient(values, self.next_step, count, learning_rate)
-        if is_whole and self._carried is not None:
+        if is_whole:
             self._add_carried(work)
         self._transfer.late.clear()  # of a call that failed
         self._transfer.outcomes.clear()

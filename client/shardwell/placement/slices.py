@@ -39,16 +39,23 @@ class Slice:
         return Slice(self.offset + start, min(chunk_element_count, self.size - start))
 
 
-def slice_of(size: int, shard_index: int, shard_count: int) -> Slice:
+def slice_of(size: int, shard_index: int, shard_count: int, block_size: int = 1) -> Slice:
     """The slice of a parameter of `size` elements that shard `shard_index` owns.
+
+    Args:
+        size: Elements of the parameter.
+        shard_index: The shard.
+        shard_count: Shards of the cluster.
+        block_size: Elements that stay together (`Codec.block_size`): blocks are dealt in place of
+            elements, and the last may be shorter.
 
     Raises:
         ValueError: size below 0, or an index outside 0..shard_count-1.
     """
     if size < 0 or not 0 <= shard_index < shard_count:
         raise ValueError(f"no slice {shard_index} of {shard_count} of a parameter of size {size}")
-    task, extra = divmod(size, shard_count)
-    return Slice(
-        offset=shard_index * task + min(shard_index, extra),
-        size=task + (1 if shard_index < extra else 0),
-    )
+    task, extra = divmod(-(-size // block_size), shard_count)
+    first = shard_index * task + min(shard_index, extra)
+    stop = first + task + (1 if shard_index < extra else 0)
+    offset = min(first * block_size, size)
+    return Slice(offset=offset, size=min(stop * block_size, size) - offset)

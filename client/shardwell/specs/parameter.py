@@ -22,13 +22,15 @@ from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_lear
 from shardwell.v1 import types_pb2
 
 WireName = Literal["fp32", "fp16", "bf16"]
-"""How values are written."""
-CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4"]
-"""The same, maybe compressed."""
+"""How values are written, one by one."""
+CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4", "int8"]
+"""The same, maybe compressed; or in blocks, of parameters alone."""
 ModeName = Literal["sync", "async"]
 
 _OF_LAYOUT = ("size:", "layout:")
 """How differences begin that are told tensor by tensor."""
+BLOCK_SIZES = {"int8": 4096}
+"""Elements that have one scale, of codecs that write in blocks."""
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
@@ -37,7 +39,10 @@ WIRE_CODECS = {
     "fp32": types_pb2.CODEC_FP32,
     "fp16": types_pb2.CODEC_FP16,
     "bf16": types_pb2.CODEC_BF16,
+    "int8": types_pb2.CODEC_INT8,
 }
+GROUP_CODECS = {name: value for name, value in WIRE_CODECS.items() if name in get_args(WireName)}
+"""Those that partial sums of groups may have."""
 WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
 
 
@@ -70,6 +75,7 @@ def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) 
 class TrainingSpec:
     """What specs of parameters and of tables have in common."""
 
+    optimizer: Optimizer
     worker_count: int
     codec: CodecName
     mode: ModeName
@@ -105,6 +111,11 @@ class TrainingSpec:
                 f"worker_count must be left out where members= says who makes a step, or be its "
                 f"max_count={self.members.max_count}; got {self.worker_count}"
             )
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Arrays that shards keep beside the weights, in their order."""
+        return self.optimizer.slot_names
 
     @functools.cached_property
     def has_open_sets(self) -> bool:
@@ -227,6 +238,11 @@ class ParameterSpec(TrainingSpec):
             raise ArgumentError("Average updates nothing: groups= of its tensors have no meaning")
         self.check_training()
         self._check_quorum()
+        if self.has_image and self.allow_non_finite:
+            raise ArgumentError(
+                f"codec={self.codec!r} writes finite values alone: leave allow_non_finite out, or "
+                "choose fp16"
+            )
 
     def _check_quorum(self) -> None:
         check_whole_number("min_contributors", self.min_contributors, 0, self.worker_count)
@@ -261,6 +277,26 @@ class ParameterSpec(TrainingSpec):
         where a step may close without a worker, nobody needs its gradient again.
         """
         return self.mode == "sync" and not self.closes_by_norm and not self.has_open_sets
+
+    @property
+    def has_image(self) -> bool:
+        """Whether shards keep, beside the weights, what rounding has left of them with others.
+
+        With a codec that writes in blocks: the image of the weights, which everybody holds who has
+        taken a version; or, of an Average, what rounding took off its means.
+        """
+        return self.block_size > 1
+
+    @property
+    @override
+    def slot_names(self) -> tuple[str, ...]:
+        """Arrays that shards keep beside the weights: the optimizer's, then the image."""
+        return (*self.optimizer.slot_names, *(["image"] if self.has_image else []))
+
+    @property
+    def block_size(self) -> int:
+        """Elements that stay together where it is cut among shards, and into chunks."""
+        return BLOCK_SIZES.get(self.codec_name, 1)
 
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.

@@ -12,6 +12,7 @@ from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
 from shardwell.specs.parameter import (
+    BLOCK_SIZES,
     WIRE_MODES,
     CodecName,
     ModeName,
@@ -78,6 +79,11 @@ class TableSpec(TrainingSpec):
                 f"got {brief(self.initializer)}"
             )
         self.check_training()
+        if self.codec_name in BLOCK_SIZES:
+            raise ArgumentError(
+                f"table {self.name!r}: codec {self.codec} is of parameters, whose weights all "
+                "travel in each step; rows are touched one by one: choose fp16"
+            )
 
     @property
     def slot_widths(self) -> tuple[int, ...]:

@@ -1,11 +1,25 @@
 from shardwell.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ImageForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    IMAGE_FORM_UNSPECIFIED: _ClassVar[ImageForm]
+    IMAGE_FORM_WHOLE: _ClassVar[ImageForm]
+    IMAGE_FORM_CHANGE: _ClassVar[ImageForm]
+    IMAGE_FORM_SAME: _ClassVar[ImageForm]
+    IMAGE_FORM_MEAN: _ClassVar[ImageForm]
+IMAGE_FORM_UNSPECIFIED: ImageForm
+IMAGE_FORM_WHOLE: ImageForm
+IMAGE_FORM_CHANGE: ImageForm
+IMAGE_FORM_SAME: ImageForm
+IMAGE_FORM_MEAN: ImageForm
 
 class CreateParameterRequest(_message.Message):
     __slots__ = ("shard", "worker_id", "spec", "take_seat", "incarnation", "must_exist", "session", "tenure", "begins_anew", "from_step", "crc32c")
@@ -236,18 +250,20 @@ class GetWeightsRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., arena: _Optional[int] = ..., max_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetWeightsResponse(_message.Message):
-    __slots__ = ("chunk", "version", "batch", "padding", "payload")
+    __slots__ = ("chunk", "version", "batch", "image", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
     version: int
     batch: _containers.RepeatedScalarFieldContainer[bytes]
+    image: Image
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
     __slots__ = ("open", "gradient", "arena", "batch", "fetch", "close", "padding", "payload")
@@ -270,21 +286,33 @@ class ExchangeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.StreamOpen, _Mapping]] = ..., gradient: _Optional[_Union[_types_pb2.GradientChunk, _Mapping]] = ..., arena: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., fetch: _Optional[_Union[WeightsFetch, _Mapping]] = ..., close: _Optional[_Union[CloseStepRequest, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class WeightsFetch(_message.Message):
-    __slots__ = ("min_version", "wait_timeout_ms", "in_arena", "max_version", "crc32c")
+    __slots__ = ("min_version", "wait_timeout_ms", "in_arena", "max_version", "held_versions", "crc32c")
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     IN_ARENA_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     min_version: int
     wait_timeout_ms: int
     in_arena: bool
     max_version: int
+    held_versions: _containers.RepeatedScalarFieldContainer[int]
     crc32c: int
-    def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., max_version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., in_arena: bool = ..., max_version: _Optional[int] = ..., held_versions: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("form", "base_version", "crc32c")
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    form: ImageForm
+    base_version: int
+    crc32c: int
+    def __init__(self, form: _Optional[_Union[ImageForm, str]] = ..., base_version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("chunk", "version", "batch", "counted", "closed", "superseded", "outcome", "padding", "payload")
+    __slots__ = ("chunk", "version", "batch", "counted", "closed", "superseded", "outcome", "image", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +320,7 @@ class ExchangeResponse(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
@@ -301,9 +330,10 @@ class ExchangeResponse(_message.Message):
     closed: CloseStepResponse
     superseded: SupersededChunks
     outcome: StepOutcome
+    image: Image
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., outcome: _Optional[_Union[StepOutcome, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., batch: _Optional[_Iterable[bytes]] = ..., counted: _Optional[_Union[PutGradientResponse, _Mapping]] = ..., closed: _Optional[_Union[CloseStepResponse, _Mapping]] = ..., superseded: _Optional[_Union[SupersededChunks, _Mapping]] = ..., outcome: _Optional[_Union[StepOutcome, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class CloseStepRequest(_message.Message):
     __slots__ = ("shard", "parameter", "step", "norm", "wait_timeout_ms", "incarnation", "crc32c")

@@ -13,6 +13,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FP32: _ClassVar[Codec]
     CODEC_FP16: _ClassVar[Codec]
     CODEC_BF16: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
 
 class Compression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -69,6 +70,7 @@ CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
 CODEC_FP16: Codec
 CODEC_BF16: Codec
+CODEC_INT8: Codec
 COMPRESSION_UNSPECIFIED: Compression
 COMPRESSION_NONE: Compression
 COMPRESSION_LZ4: Compression
@@ -405,7 +407,7 @@ class StreamOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
-    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c", "rate_factors")
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c", "rate_factors", "held_version")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +419,7 @@ class GradientChunk(_message.Message):
     AFTER_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     CONTROL_CRC32C_FIELD_NUMBER: _ClassVar[int]
     RATE_FACTORS_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     step: int
     sample_count: int
@@ -428,7 +431,8 @@ class GradientChunk(_message.Message):
     after_refusal: bool
     control_crc32c: int
     rate_factors: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ...) -> None: ...
+    held_version: int
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ..., held_version: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")

@@ -354,9 +354,10 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:
     """Of what a chunk of a gradient says besides, which may differ when it is sent again."""
-    return _with_numbers(
+    crc = _with_numbers(
         _CONTROL_CONTEXT, header.end_of_step, header.counts_only, header.wait_timeout_ms
     )
+    return _with_numbers(crc, header.held_version) if header.HasField("held_version") else crc
 
 
 def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
@@ -369,15 +370,20 @@ def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
     return int(crc32.iscsi(_listed(tuple(found.contributor_ids)), crc))
 
 
-def weights(context: int, version: int) -> int:
-    """Goes on over a chunk of weights."""
-    return int(crc32.iscsi(_number(version), context))
+def weights(context: int, version: int, image: parameter_server_pb2.Image | None = None) -> int:
+    """Goes on over a chunk of weights; with int8, `image` says how they are written."""
+    crc = int(crc32.iscsi(_number(version), context))
+    if image is None:
+        return crc
+    return _with_numbers(crc, image.form, image.base_version, image.crc32c)
 
 
 def weights_fetch(context: int, header: parameter_server_pb2.WeightsFetch) -> int:
     """Goes on over a question for weights, and ends: it has no payload."""
     most = header.max_version if header.HasField("max_version") else None
-    return _with_numbers(context, header.min_version, header.in_arena, *_optional_number(most))
+    crc = _with_numbers(context, header.min_version, header.in_arena, *_optional_number(most))
+    held = header.held_versions
+    return extended(crc, len(held), *held) if held else crc
 
 
 def first_weights(context: int, array_index: int) -> int:

@@ -123,7 +123,7 @@ class ChunkCodec:
         chunk.element_count = where.size
         message = None
         if room is None or self.lz4:
-            message = OutgoingMessage(header, where.size * self.codec.item_size)
+            message = OutgoingMessage(header, self.codec.encoded_bytes(where.size))
             payload = message.payload
         else:
             payload = room.memory
@@ -175,7 +175,7 @@ class ChunkCodec:
         Raises:
             CorruptChunkError: see `check_chunk`.
         """
-        if chunk.lz4 or payload.size % self.codec.item_size:
+        if chunk.lz4 or self.codec.element_count(payload.size) < 0:
             return check_chunk(chunk, payload, start)
         copied = scratch.payload(payload.size) if payload.flags.writeable else None
         head = checksum.before_payload(start, chunk)
@@ -198,7 +198,7 @@ class ChunkCodec:
         Raises:
             CorruptChunkError, ArgumentError: see `check_chunk` and `open`.
         """
-        size = where.size * self.codec.item_size
+        size = self.codec.encoded_bytes(where.size)
         place = (chunk.element_offset, chunk.element_count)
         is_plain = place == (where.offset, where.size) and not chunk.lz4
         exponent = chunk.scale_exponent
@@ -233,7 +233,7 @@ class ChunkCodec:
                 "check slice_of and chunk_element_count"
             )
         self.codec.check_exponent(chunk.scale_exponent)
-        size = where.size * self.codec.item_size
+        size = self.codec.encoded_bytes(where.size)
         if chunk.lz4:
             payload = self._unpack(chunk, payload, size)
         if payload.size != size:

@@ -240,7 +240,7 @@ class ParameterServerService:
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
         context = checksum.snapshot_context(parameter.spec.name)
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
-        names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.optimizer.slot_names))
+        names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.slot_names))
         element_count = min(parameter.chunk_element_count, parameter.where.size)
         recorder = Recorder(self._shard, call)
         buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]

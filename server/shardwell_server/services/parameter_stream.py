@@ -161,7 +161,8 @@ class ParameterStream(StepStream[ParameterSlice]):
         else:
             follows = parameter.spec.mode == "sync" and not is_late
             where = chunk.chunk_index, gradient.step + 1 if follows else 0
-            make = partial(parameter.weights_message, *where, deadline)
+            held = gradient.held_version if gradient.HasField("held_version") else None
+            make = partial(parameter.weights_message, *where, deadline, held_version=held)
             if self._is_between_steps and parameter.has_open_sets:
                 outcome = self._outcome(contributor)
                 make = partial(_with_outcome, make, outcome)
@@ -196,7 +197,8 @@ class ParameterStream(StepStream[ParameterSlice]):
         """
         if checksum.gradient_control(gradient) != gradient.control_crc32c:
             raise CorruptChunkError(
-                "end_of_step, counts_only or wait_timeout_ms of a chunk is damaged; send it again"
+                "end_of_step, counts_only, wait_timeout_ms or held_version of a chunk is damaged; "
+                "send it again"
             )
         return payload_of(gradient.chunk, payload, self._arena)
 
@@ -239,6 +241,7 @@ class ParameterStream(StepStream[ParameterSlice]):
         """All weights, chunk by chunk, each once it has seen so many updates."""
         parameter, min_version = self._slice, asked.min_version
         max_version = asked.max_version if asked.HasField("max_version") else None
+        held = _held_versions(asked, parameter)
         deadline = deadline_of(self._shard, self._call, asked.wait_timeout_ms / 1000)
         places = None if arena is None else Places(arena)
         # GetWeightsResponse has the same fields.
@@ -247,7 +250,7 @@ class ParameterStream(StepStream[ParameterSlice]):
             if not parameter.is_ready(index, min_version):
                 yield from batch.rest()
             message = yield from until(
-                parameter.weights_message, index, min_version, deadline, max_version
+                parameter.weights_message, index, min_version, deadline, max_version, held[index]
             )
             parameter.make_durable()  # nobody goes on from what could still be lost
             self._recorder.frame(sent=len(message))
@@ -322,6 +325,25 @@ def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcom
     if rest:
         head.padding = bytes((rest - 2) % ALIGNMENT_BYTES)
     return head.SerializeToString() + message
+
+
+def _held_versions(
+    asked: pb.GetWeightsRequest | pb.WeightsFetch, parameter: ParameterSlice
+) -> list[int | None]:
+    """The version in which who asks holds each chunk; None: it holds none.
+
+    Raises:
+        ArgumentError: they are not of as many chunks as there are.
+    """
+    held = asked.held_versions if isinstance(asked, pb.WeightsFetch) else ()
+    count = parameter.chunk_count
+    if held and len(held) != count:
+        raise ArgumentError(
+            f"held_versions of parameter {parameter.spec.name!r}: expected {count}, one for each "
+            f"chunk of the slice, or none; got {len(held)}",
+            parameter=parameter.spec.name,
+        )
+    return [each - 1 if each else None for each in held] or [None] * count
 
 
 def arena_of(arenas: ArenaOffers, token: int) -> SharedMemory | None:

@@ -681,8 +681,13 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     def _layout_of(self, spec: ParameterSpec, owner: str, kept: Layout | None = None) -> Layout:
         config = self._config
         item_size = CODECS[spec.codec_name].item_size
-        size = slice_of(spec.size, config.shard_index, config.shard_count).size
+        place = (config.shard_index, config.shard_count)
+        size = slice_of(spec.size, *place, spec.block_size).size
+        slots = UpdateRule(spec.optimizer).initial_slots
+        if spec.has_image:  # which may be sent whole
+            item_size, slots = CODECS["fp32"].item_size, (*slots, 0.0)
         chunk_size, kept_size_bytes = config.chunk_size_bytes // item_size, 0
+        chunk_size = max(chunk_size // spec.block_size, 1) * spec.block_size
         if kept is not None:
             chunk_size, kept_size_bytes = kept.chunk_element_count, kept.kept_size_bytes
         elif spec.has_open_sets:
@@ -694,7 +699,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             slice_size=size,
             chunk_element_count=chunk_size,
             with_sum=spec.worker_count > 1,
-            initial_slots=UpdateRule(spec.optimizer).initial_slots,
+            initial_slots=slots,
             kept_size_bytes=kept_size_bytes,
             description=self._description(spec.to_proto(), owner, kept),
         )
@@ -720,7 +725,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         config = self._config
         return ParameterSlice(
             spec,
-            slice_of(spec.size, config.shard_index, config.shard_count),
+            slice_of(spec.size, config.shard_index, config.shard_count, spec.block_size),
             storage,
             chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,

@@ -15,7 +15,7 @@ from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
 from shardwell.group.schedule.collective import Arrival, Collective, Sending
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
-from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
+from shardwell.numerics.codec import SUMMED_CODECS, Bytes, Computed, Float32
 from shardwell.numerics.elementwise import add_scaled
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
@@ -141,11 +141,11 @@ def test_what_changes_after_it_was_checked_is_not_used() -> None:
 @pytest.mark.parametrize("spoiled", [None, np.nan, np.inf, -np.inf, 3e38, 7e4, 1e-30])
 @pytest.mark.parametrize("where", [0, 70_000])
 @pytest.mark.parametrize("size", [1, 4096, 4097, 65_537, 200_001])
-@pytest.mark.parametrize("codec_name", list(CODECS))
+@pytest.mark.parametrize("codec_name", list(SUMMED_CODECS))
 def test_what_is_computed_is_written_as_from_an_array(
     codec_name: str, size: int, where: int, spoiled: float | None
 ) -> None:
-    codec, scratch = CODECS[codec_name], thread_scratch()
+    codec, scratch = SUMMED_CODECS[codec_name], thread_scratch()
     first, second = normal(2, size)
     if spoiled is not None:
         first[where % size] = spoiled

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_value
 from shardwell.numerics.codec import (
-    CODECS,
     GUESS_ELEMENT_COUNT,
+    SUMMED_CODECS,
     NonFiniteValueError,
     peak_of,
 )
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, Scratch
 
-NAMES = sorted(CODECS)
+NAMES = sorted(SUMMED_CODECS)
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 
 
@@ -133,7 +133,7 @@ def test_float64_is_rounded_once_to_float32() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_values_are_always_written_with_the_same_bits(name: str) -> None:
-    codec, scratch = CODECS[name], Scratch()
+    codec, scratch = SUMMED_CODECS[name], Scratch()
     values = np.concatenate([some_values(BLOCK_ELEMENT_COUNT) * np.float32(1e-9), some_values(99)])
     others = some_values(5000)[::-1] * np.float32(1e30)
     first = encoded(name, values)
@@ -154,7 +154,7 @@ def test_encoding_what_was_decoded_changes_nothing_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reading_a_part_is_reading_the_whole(name: str) -> None:
-    codec = CODECS[name]
+    codec = SUMMED_CODECS[name]
     payload, exponent = encoded(name, some_values(1000) * np.float32(1e-20))
     whole = decoded(name, payload, exponent)
     part = np.empty(300, np.float32)
@@ -181,7 +181,7 @@ KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 2 * BLOCK_ELEMENT_COUNT + 77])
 def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: int) -> None:
     """Exactly what is written where the peak was looked for before; and the CRC of that."""
-    codec, scratch = CODECS[name], Scratch()
+    codec, scratch = SUMMED_CODECS[name], Scratch()
     with np.errstate(over="ignore"):
         values = KINDS[kind](some_values(count)) if count else np.empty(0, np.float32)
         values[~np.isfinite(values)] = 1.0
@@ -206,7 +206,7 @@ def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: in
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 4000, BLOCK_ELEMENT_COUNT + 3])
 def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index: int) -> None:
-    codec, values = CODECS[name], some_values(2 * BLOCK_ELEMENT_COUNT)
+    codec, values = SUMMED_CODECS[name], some_values(2 * BLOCK_ELEMENT_COUNT)
     values[index] = value
     values[index + 1] = np.nan
     payload = np.empty(values.size * codec.item_size, np.uint8)
@@ -227,10 +227,10 @@ def test_what_is_known_of_the_first_values_changes_nothing(name, count, odd) -> 
         for allowed in (False, True):
             results: list[object] = []
             for known in (None, first_peak):
-                payload = np.zeros(count * CODECS[name].item_size, np.uint8)
+                payload = np.zeros(count * SUMMED_CODECS[name].item_size, np.uint8)
                 options = {"allow_non_finite": allowed, "first_peak": known}
                 try:
-                    found = CODECS[name].encode(values, payload, Scratch(), **options)
+                    found = SUMMED_CODECS[name].encode(values, payload, Scratch(), **options)
                     results.append((found.exponent, payload.tobytes()))
                 except NonFiniteValueError as error:
                     results.append(error.index)

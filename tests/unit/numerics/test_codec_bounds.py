@@ -20,10 +20,10 @@ from harness.oracles.codec import (
     encoded,
     roundtrip,
 )
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
-NAMES = sorted(CODECS)
+NAMES = sorted(SUMMED_CODECS)
 EXPONENTS = range(-149, 128)
 
 

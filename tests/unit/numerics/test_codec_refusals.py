@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import FLOAT32_MAX, decoded, encoded, fp16_value, roundtrip
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import CODECS, NonFiniteValueError
+from shardwell.numerics.codec import SUMMED_CODECS, NonFiniteValueError
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
-NAMES = sorted(CODECS)
+NAMES = sorted(SUMMED_CODECS)
 BAD = [math.nan, math.inf, -math.inf]
 COUNT = BLOCK_ELEMENT_COUNT + 100
 PLACES = [0, 1, 17, BLOCK_ELEMENT_COUNT - 1, BLOCK_ELEMENT_COUNT, COUNT - 1]
@@ -88,7 +88,7 @@ def test_allowed_infinity_does_not_draw_finite_values_with_it(name: str) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_first_non_finite_finds_what_came(name: str) -> None:
-    codec = CODECS[name]
+    codec = SUMMED_CODECS[name]
     values = np.ones(500, np.float32)
     payload, exponent = encoded(name, values)
     assert codec.first_non_finite(payload, exponent) is None
@@ -101,7 +101,7 @@ def test_first_non_finite_finds_what_came(name: str) -> None:
 
 
 def test_first_non_finite_counts_an_overflow_of_the_scale() -> None:
-    codec, exponent = CODECS["fp16"], 119
+    codec, exponent = SUMMED_CODECS["fp16"], 119
     for value, finite in ((511.75, True), (512.0, False), (-512.0, False), (65504.0, False)):
         written = np.array([1.0, 0.0, value, 600.0 if not finite else 2.0], np.float16)
         found = codec.first_non_finite(written.view(np.uint8), exponent)
@@ -118,24 +118,24 @@ def test_first_non_finite_of_any_fp16_chunk(bits: list[int], exponent: int) -> N
     with np.errstate(over="ignore"):
         values = np.ldexp(fp16_value(written), exponent).astype(np.float32)
     bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
-    found = CODECS["fp16"].first_non_finite(written.view(np.uint8), exponent)
+    found = SUMMED_CODECS["fp16"].first_non_finite(written.view(np.uint8), exponent)
     assert found == (bad[0] if bad else None)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("exponent", [-127, -1, 1, 119])
 def test_only_fp16_has_a_scale(name: str, exponent: int) -> None:
-    CODECS[name].check_exponent(0)
+    SUMMED_CODECS[name].check_exponent(0)
     with pytest.raises(ArgumentError, match="scale_exponent must be 0"):
-        CODECS[name].check_exponent(exponent)
+        SUMMED_CODECS[name].check_exponent(exponent)
 
 
 @pytest.mark.parametrize("exponent", [-(2**31), -127, 120, 2**31 - 1])
 def test_fp16s_scale_has_a_range(exponent: int) -> None:
     for good in (-126, 0, 119):
-        CODECS["fp16"].check_exponent(good)
+        SUMMED_CODECS["fp16"].check_exponent(good)
     with pytest.raises(ArgumentError, match=f"from -126 to 119.*got {exponent}"):
-        CODECS["fp16"].check_exponent(exponent)
+        SUMMED_CODECS["fp16"].check_exponent(exponent)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,9 +153,9 @@ def test_decode_add_is_a_weighted_sum(
     parts = weight * received, total_factor * total.astype(np.float64)
     out = np.empty(COUNT, np.float32)
     factor = math.ldexp(weight, exponent)
-    CODECS[name].decode_add(payload, factor, total, total_factor, out)
+    SUMMED_CODECS[name].decode_add(payload, factor, total, total_factor, out)
     assert (np.abs(out - sum(parts)) <= 2.0**-22 * sum(map(np.abs, parts)) + 2.0**-148).all()
-    CODECS[name].decode_add(payload, factor, total, total_factor, total)
+    SUMMED_CODECS[name].decode_add(payload, factor, total, total_factor, total)
     assert total.tobytes() == out.tobytes()
 
 
@@ -165,11 +165,11 @@ def test_decode_add_of_integers_is_exact(name: str) -> None:
     total = np.arange(201).astype(np.float32)
     payload, exponent = encoded(name, values)
     factor, part = math.ldexp(1024.0, exponent), np.empty(101, np.float32)
-    codec = CODECS[name]
+    codec = SUMMED_CODECS[name]
     middle = payload[50 * codec.item_size : 151 * codec.item_size]
     codec.decode_add(middle, factor, total[50:151], 1000.0, part)
     assert (part == 1000 * total[50:151] + 1024 * values[50:151]).all()
-    CODECS[name].decode_add(payload, factor, total, 1000.0, total)
+    SUMMED_CODECS[name].decode_add(payload, factor, total, 1000.0, total)
     assert (total == 1000 * np.arange(201) + 1024 * values).all()
 
 
@@ -194,10 +194,10 @@ import numkong, numpy as np
 for name, has in numkong.get_capabilities().items():
     if has and name not in ("serial", "haswell"):
         numkong.disable_capability(name)
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 random = np.random.default_rng(0)
 values, total = (random.standard_normal(1003).astype(np.float32) for _ in range(2))
-payload, codec, whole = values.view(np.uint8), CODECS["fp32"], total.copy()
+payload, codec, whole = values.view(np.uint8), SUMMED_CODECS["fp32"], total.copy()
 codec.decode_add(payload, 30 / 64, whole, 17 / 64, whole)
 for cut in (1, 7, 8, 500, 1000):
     parts = total.copy()

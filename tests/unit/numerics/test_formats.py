@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import CODECS, SUMMED_CODECS
 
 ROOT = Path(__file__).parents[3]
 FILES = {
@@ -65,7 +65,7 @@ def modules() -> Iterator[Path]:
                 yield path
 
 
-@pytest.mark.parametrize("name", sorted(set(CODECS) - DEFAULTS))
+@pytest.mark.parametrize("name", sorted(set(SUMMED_CODECS) - DEFAULTS))
 def test_a_format_is_named_where_it_is_defined(name: str) -> None:
     found = {
         str(path.relative_to(ROOT))
@@ -73,6 +73,22 @@ def test_a_format_is_named_where_it_is_defined(name: str) -> None:
         if re.search(name, code_of(path), re.IGNORECASE)
     }
     assert found == FILES
+
+
+@pytest.mark.parametrize("name", sorted(set(CODECS) - set(SUMMED_CODECS)))
+def test_a_codec_of_blocks_is_named_where_it_is_defined(name: str) -> None:
+    """And nothing else knows more of it than that it writes blocks."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if re.search(f"(?<![a-z]){name}", code_of(path), re.IGNORECASE)
+    }
+    assert found == {
+        "protos/shardwell/v1/types.proto",
+        "client/shardwell/specs/parameter.py",
+        "client/shardwell/numerics/codec.py",
+        f"client/shardwell/numerics/{name}.py",
+    }
 
 
 def test_the_guide_names_these_files() -> None:

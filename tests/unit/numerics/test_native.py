@@ -24,7 +24,7 @@ from harness.native_library import ROOT, builder, built, library_of
 from harness.oracles.optimizers import OPTIMIZERS
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.elementwise import Code, Operation, Operations
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import UpdateRule
@@ -306,11 +306,11 @@ def test_a_factor_that_float32_cannot_hold_adds_nothing() -> None:
 def test_threads_with_little_stack_can_run_it() -> None:
     code = """
 import threading, numpy as np
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.scratch import Scratch
 threading.stack_size(64 * 1024)
 values, payload = np.ones(10_000, np.float32), np.empty(20_000, np.uint8)
-one = threading.Thread(target=lambda: CODECS["fp16"].encode(values, payload, Scratch()))
+one = threading.Thread(target=lambda: SUMMED_CODECS["fp16"].encode(values, payload, Scratch()))
 one.start()
 one.join()
 """
@@ -503,7 +503,7 @@ def _rows_under_sanitizers(
         every = [memory(rows) for _ in range(5)]
         arguments = (code, len(operations), every[0], places, dim, *every[1:3], has_slots)
         assert library.update(*arguments, *every[3:5]) == 0
-    for codec in CODECS.values() if library.checks else ():
+    for codec in SUMMED_CODECS.values() if library.checks else ():
         payload = memory(np.zeros(group_count * dim * codec.item_size, np.uint8))
         code = elementwise.packed(codec.reads(0, 1, 1.0))
         into = memory(rows)

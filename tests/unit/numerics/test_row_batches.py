@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from harness.native_library import library_of
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native, row_batches
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.elementwise import Code, Operation
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.placement.rows import RowPlacement
@@ -271,13 +271,13 @@ def test_operations_on_other_places_are_refused() -> None:
     assert (array == 1).all()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SUMMED_CODECS)
 @pytest.mark.parametrize("dim", [1, 5, 64, 3000])
 def test_rows_are_spread_to_all_their_places(way: str, name: str, dim: int) -> None:
     if not row_batches.can_spread():
         assert way == "NumPy"
         return
-    codec, random = CODECS[name], np.random.default_rng(dim)
+    codec, random = SUMMED_CODECS[name], np.random.default_rng(dim)
     places, starts = _some_groups(random, [1, 3, 1, 1, 9, 2, *[1] * 40])
     first, stop = 2, 40
     values = random.standard_normal((stop - first) * dim).astype(np.float32)
@@ -379,7 +379,7 @@ MISFITS: dict[str, tuple[str, tuple[Any, ...]]] = {
         (_FLOATS, 8, _INTS[0] + 1, _INTS[1], _FLOATS.copy(), np.empty((12, 8), np.float32)),
     ),
 }
-_READS = CODECS["fp16"].reads(0, 1, 1.0)
+_READS = SUMMED_CODECS["fp16"].reads(0, 1, 1.0)
 _HALVES = np.zeros(64, np.uint8)
 SPREADS: dict[str, tuple[Any, ...]] = {
     "a payload of another size": (_HALVES[:62], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),

@@ -15,7 +15,7 @@ import pytest
 
 from harness.oracles.codec import decoded
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, NonFiniteValueError
+from shardwell.numerics.codec import SUMMED_CODECS, NonFiniteValueError
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.optimizers import Average
@@ -25,7 +25,7 @@ from shardwell.v1 import types_pb2
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
-NAMES = sorted(CODECS)
+NAMES = sorted(SUMMED_CODECS)
 WHERE = Slice(1000, 300)
 BEFORE = b"what the chunk is for"
 
@@ -127,12 +127,12 @@ def test_the_crc_is_the_protos() -> None:
 @pytest.mark.parametrize("lz4_", [False, True])
 @pytest.mark.parametrize("kind", ["compressible", "random"])
 def test_a_chunk_comes_back(name: str, lz4_: bool, kind: str) -> None:
-    chunks = ChunkCodec(CODECS[name], lz4=lz4_)
+    chunks = ChunkCodec(SUMMED_CODECS[name], lz4=lz4_)
     values = values_of(kind)
     chunk, payload = written(chunks, values)
     assert (chunk.chunk_index, chunk.element_offset, chunk.element_count) == (7, 1000, 300)
     assert chunk.crc32c == crc_of(chunk, payload)
-    size = WHERE.size * CODECS[name].item_size
+    size = WHERE.size * SUMMED_CODECS[name].item_size
     plain = lz4.block.decompress(payload, uncompressed_size=size) if chunk.lz4 else payload
     back = opened(chunks, chunk, payload)
     assert back.tobytes() == plain
@@ -144,7 +144,7 @@ def test_a_chunk_comes_back(name: str, lz4_: bool, kind: str) -> None:
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_is_believed_is_what_was_checked(name: str, reads: bool) -> None:
     """While somebody else writes to a payload, now one and now the other, it is the one or none."""
-    codec = CODECS[name]
+    codec = SUMMED_CODECS[name]
     chunks, where = ChunkCodec(codec), Slice(0, 40_000)
     values = [np.full(where.size, value, np.float32) for value in (1.0, 3.0)]
     header = pb.ExchangeResponse()
@@ -186,8 +186,8 @@ def test_what_is_believed_is_what_was_checked(name: str, reads: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_what_shrinks_is_sent_compressed(name: str) -> None:
-    chunks = ChunkCodec(CODECS[name], lz4=True)
-    size = WHERE.size * CODECS[name].item_size
+    chunks = ChunkCodec(SUMMED_CODECS[name], lz4=True)
+    size = WHERE.size * SUMMED_CODECS[name].item_size
     chunk, payload = written(chunks, values_of("compressible"))
     assert chunk.lz4
     assert len(payload) < size / 4
@@ -200,14 +200,14 @@ def test_only_what_shrinks_is_sent_compressed(name: str) -> None:
 
 
 def test_nothing_is_compressed_where_the_spec_does_not_say_so() -> None:
-    chunk, payload = written(ChunkCodec(CODECS["fp32"]), values_of("compressible"))
+    chunk, payload = written(ChunkCodec(SUMMED_CODECS["fp32"]), values_of("compressible"))
     assert not chunk.lz4
     assert len(payload) == 4 * WHERE.size
 
 
 @pytest.mark.parametrize("bit", [0, 7, 4000, 4799])
 def test_a_flipped_bit_is_found(bit: int) -> None:
-    chunks = ChunkCodec(CODECS["fp16"])
+    chunks = ChunkCodec(SUMMED_CODECS["fp16"])
     chunk, payload = written(chunks, values_of("random"))
     broken = bytearray(payload)
     broken[bit // 8] ^= 1 << bit % 8
@@ -232,34 +232,34 @@ def test_a_flipped_bit_is_found(bit: int) -> None:
 def test_another_place_is_refused(field: str, value: int) -> None:
     payload = bytes(2 * WHERE.size)
     with pytest.raises(ArgumentError, match=f"elements 1000 to 1299; got .*{value}"):
-        opened(ChunkCodec(CODECS["fp16"]), spoiled(payload, **{field: value}), payload)
+        opened(ChunkCodec(SUMMED_CODECS["fp16"]), spoiled(payload, **{field: value}), payload)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("difference", [-1, 1, -4, 4, None])
 def test_another_length_is_refused(name: str, difference: int | None) -> None:
-    size = WHERE.size * CODECS[name].item_size
+    size = WHERE.size * SUMMED_CODECS[name].item_size
     payload = b"" if difference is None else bytes(size + difference)
     with pytest.raises(CorruptChunkError, match=f"{size} bytes; the payload has {len(payload)}"):
-        opened(ChunkCodec(CODECS[name]), spoiled(payload), payload)
+        opened(ChunkCodec(SUMMED_CODECS[name]), spoiled(payload), payload)
 
 
 @pytest.mark.parametrize(("name", "exponent"), [("fp32", 1), ("bf16", -1), ("fp16", 120)])
 def test_a_scale_that_the_codec_never_writes_is_refused(name: str, exponent: int) -> None:
-    payload = bytes(WHERE.size * CODECS[name].item_size)
+    payload = bytes(WHERE.size * SUMMED_CODECS[name].item_size)
     with pytest.raises(ArgumentError, match="scale_exponent"):
-        opened(ChunkCodec(CODECS[name]), spoiled(payload, scale_exponent=exponent), payload)
+        opened(ChunkCodec(SUMMED_CODECS[name]), spoiled(payload, scale_exponent=exponent), payload)
 
 
 def test_compression_that_the_spec_does_not_allow_is_refused() -> None:
     packed = lz4.block.compress(bytes(2 * WHERE.size), store_size=False)
     with pytest.raises(ArgumentError, match=r"chunk 7 is compressed.*COMPRESSION_NONE"):
-        opened(ChunkCodec(CODECS["fp16"]), spoiled(packed, lz4=True), packed)
+        opened(ChunkCodec(SUMMED_CODECS["fp16"]), spoiled(packed, lz4=True), packed)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\x00", b"\xff" * 50, bytes(600), b"\xf0", b"\x10a\x00"])
 def test_bytes_that_are_no_lz4_block_are_refused(garbage: bytes) -> None:
-    chunks = ChunkCodec(CODECS["fp16"], lz4=True)
+    chunks = ChunkCodec(SUMMED_CODECS["fp16"], lz4=True)
     with pytest.raises(CorruptChunkError, match="chunk 7"):
         opened(chunks, spoiled(garbage, lz4=True), garbage)
 
@@ -270,12 +270,12 @@ def test_an_lz4_block_of_another_size_is_refused(size: int) -> None:
     # A larger block is given up at 600 bytes; it is never unpacked as a whole.
     reason = "no LZ4 block of 600 bytes" if size > 600 else "are 600 bytes; the payload has 599"
     with pytest.raises(CorruptChunkError, match=reason):
-        opened(ChunkCodec(CODECS["fp16"], lz4=True), spoiled(packed, lz4=True), packed)
+        opened(ChunkCodec(SUMMED_CODECS["fp16"], lz4=True), spoiled(packed, lz4=True), packed)
 
 
 def test_an_uncompressed_chunk_passes_where_compression_is_allowed() -> None:
     payload = bytes(2 * WHERE.size)
-    back = opened(ChunkCodec(CODECS["fp16"], lz4=True), spoiled(payload), payload)
+    back = opened(ChunkCodec(SUMMED_CODECS["fp16"], lz4=True), spoiled(payload), payload)
     assert back.tobytes() == payload
 
 
@@ -284,14 +284,14 @@ def test_values_that_are_not_finite(name: str) -> None:
     values = values_of("random")
     values[123] = np.nan
     with pytest.raises(NonFiniteValueError) as caught:
-        written(ChunkCodec(CODECS[name]), values)
+        written(ChunkCodec(SUMMED_CODECS[name]), values)
     assert caught.value.index == 123
 
-    lenient = ChunkCodec(CODECS[name], allow_non_finite=True)
+    lenient = ChunkCodec(SUMMED_CODECS[name], allow_non_finite=True)
     chunk, payload = written(lenient, values)
     back = opened(lenient, chunk, payload)
     assert lenient.first_non_finite(chunk, back) is None
-    assert ChunkCodec(CODECS[name]).first_non_finite(chunk, back) == 123
+    assert ChunkCodec(SUMMED_CODECS[name]).first_non_finite(chunk, back) == 123
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -305,13 +305,13 @@ def test_of_a_spec(name: str, lz4_: bool) -> None:
         codec=name + "+lz4" * lz4_,  # type: ignore[arg-type]
     )
     chunk, _ = written(ChunkCodec.of(spec), values_of("compressible"))
-    assert ChunkCodec.of(spec).codec is CODECS[name]
+    assert ChunkCodec.of(spec).codec is SUMMED_CODECS[name]
     assert chunk.lz4 == lz4_
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_largest_chunk_fits_into_a_message(name: str) -> None:
-    count = PAYLOAD_SIZE_MAX_BYTES // CODECS[name].item_size
+    count = PAYLOAD_SIZE_MAX_BYTES // SUMMED_CODECS[name].item_size
     header = pb.ExchangeRequest(
         open=types_pb2.StreamOpen(
             shard=types_pb2.ShardIdentity(cluster_id="c" * 128, shard_index=4095, shard_count=4096),
@@ -325,7 +325,7 @@ def test_the_largest_chunk_fits_into_a_message(name: str) -> None:
     )
     where = Slice(2**48 - count, count)
     values = np.full(count, 1e-30, np.float32)
-    message = ChunkCodec(CODECS[name]).encode(
+    message = ChunkCodec(SUMMED_CODECS[name]).encode(
         header, header.gradient.chunk, where, 2**32 - 1, values, Scratch(), start=START
     )
     assert len(message) <= MESSAGE_SIZE_MAX_BYTES

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import RANKS_NAMED_MAX, format_ranks
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, WIRE_CODECS, codec_words
+from shardwell.specs.parameter import GROUP_CODECS, SAMPLE_COUNT_MAX, codec_words
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -173,7 +173,7 @@ class CallMatcher:
         moves = call.operation not in _THAT_MOVE_NOTHING
         if moves and not call.HasField("problem"):
             reduces = call.operation not in (pb.OPERATION_BROADCAST, pb.OPERATION_ALL_GATHER)
-            if call.codec not in WIRE_CODECS.values() or (
+            if call.codec not in GROUP_CODECS.values() or (
                 reduces and (not call.reduction or call.reduction not in pb.Reduction.values())
             ):
                 raise ArgumentError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.parameter import WIRE_CODECS, CodecName, ModeName
+from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
 from shardwell_server.demo.progress import TrainingState
 
@@ -58,9 +58,9 @@ class DemoConfig:
             raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
         if self.sync != "server" and self.mode == "async":
             raise ArgumentError(f"only shards average asynchronously; got sync={self.sync!r}")
-        if self.sync in ("ring", "tree", "centralized") and self.codec not in WIRE_CODECS:
+        if self.sync in ("ring", "tree", "centralized") and self.codec not in GROUP_CODECS:
             raise ArgumentError(
-                f"a group's codec is one of {', '.join(WIRE_CODECS)}; got {self.codec!r}"
+                f"a group's codec is one of {', '.join(GROUP_CODECS)}; got {self.codec!r}"
             )
 
     @property

@@ -32,6 +32,7 @@ from shardwell.numerics.update_rules import (
     Slots,
     TensorRules,
 )
+from shardwell_server.shard.parameter.image import ChunkImage
 from shardwell_server.store import ChunkChange, ChunkRecord
 
 _PAYLOAD, _TOTAL, _FIRST = SECOND_SLOT + 1, SECOND_SLOT + 2, SECOND_SLOT + 3
@@ -47,6 +48,14 @@ class Contribution(NamedTuple):
     """Scale: value = written * 2^exponent."""
     sample_count: int
     """Its weight in the mean."""
+
+    def summed(self, codec: Codec) -> Contribution:
+        """The same as `codec.summed` writes it, so that it can be added up."""
+        if codec.summed is codec:
+            return self
+        values = np.empty(codec.element_count(self.payload.size), np.float32)
+        codec.decode(self.payload, self.exponent, values)
+        return self._replace(payload=values.view(np.uint8), exponent=0)
 
     def factor(self, shift: int) -> float:
         """What its written values are multiplied with in a sum that is kept as sum * 2^-shift."""
@@ -75,6 +84,8 @@ class ChunkState:
     weights: Float32
     gradient_sum: Float32 | None
     slots: Slots
+    image: ChunkImage | None = None
+    """What is kept of the weights beside; see image.py."""
 
     def places(self, payload: Bytes | None, first: Bytes | None = None) -> Arrays:
         """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
@@ -281,6 +292,9 @@ def _update(
     learning_rate: float,
 ) -> None:
     """Updates weights and state with what `mean` computes into GRADIENT."""
+    image = chunk.image
+    if image is not None:
+        image.begin()
     for start, stop in change.blocks(chunk.weights.size):
         for part, updates in rules.operations(
             chunk.offset + start,
@@ -289,6 +303,10 @@ def _update(
             learning_rate=learning_rate,
         ):
             run(mean + updates, arrays, start + part.start, start + part.stop)
+        if image is not None:
+            image.follow(start, stop)
+    if image is not None:
+        image.end(update_count)
 
 
 # Steps that are full, and close without another contribution: clipping.py.

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, block_codec
 from shardwell.placement.slices import Slice
+from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.deadline import Changes
 from shardwell_server.shard.parameter.averaging import ChunkState
+from shardwell_server.shard.parameter.image import ChunkImage
 from shardwell_server.store import ParameterStorage
 
 
 class Chunk:
     """One chunk; whoever touches its arrays, counters or entries of the tracker holds `changed`."""
 
-    def __init__(self, where: Slice, index: int, start: int, storage: ParameterStorage) -> None:
+    def __init__(
+        self,
+        where: Slice,
+        index: int,
+        start: int,
+        storage: ParameterStorage,
+        spec: ParameterSpec,
+    ) -> None:
         self._index = index
         self._storage = storage
         part = slice(start, start + where.size)
@@ -23,11 +33,18 @@ class Chunk:
         self.counted_count = 0
         self.duplicate_count = 0
         self.late_count = 0
+        slots, weights = [slot[part] for slot in storage.slots], storage.weights[part]
+        image: ChunkImage | None = None
+        if spec.has_image:
+            is_mean = isinstance(spec.optimizer, Average)
+            codec = block_codec(spec.codec_name)
+            image = ChunkImage(slots.pop(), weights, codec, is_mean=is_mean)
         self.state = ChunkState(
             offset=where.offset,
-            weights=storage.weights[part],
+            weights=weights,
             gradient_sum=None if storage.gradient_sum is None else storage.gradient_sum[part],
-            slots=tuple(slot[part] for slot in storage.slots),
+            image=image,
+            slots=tuple(slots),
         )
 
     def verify(self) -> None:
@@ -42,5 +59,6 @@ class Chunk:
 
     @property
     def arrays(self) -> tuple[Float32, ...]:
-        """What lasts: weights and optimizer state."""
-        return (self.state.weights, *self.state.slots)
+        """What lasts: weights, optimizer state and image."""
+        image = () if self.state.image is None else (self.state.image.values,)
+        return (self.state.weights, *self.state.slots, *image)

@@ -28,10 +28,10 @@ import math
 import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
+from shardwell.numerics.codec import CODECS
 from shardwell.numerics.update_rules import clip_factor
 from shardwell.process.spans import now_ns
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
-from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import check_ended, workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
@@ -56,7 +56,7 @@ class Closing:
         self._tracker = state.tracker
         self._storage = state.storage
         self._rules = state.rules
-        self._codec = ChunkCodec.of(state.spec)
+        self._codec = CODECS[state.spec.codec_name].summed
         self._snapshots = state.snapshots
         self._contributions = state.contributions
         self._times = state.times
@@ -76,7 +76,7 @@ class Closing:
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
                 close_full_step(
                     chunk.state,
-                    self._codec.codec,
+                    self._codec,
                     self._rules,
                     change,
                     record,

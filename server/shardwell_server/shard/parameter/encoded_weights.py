@@ -7,6 +7,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
@@ -14,11 +17,12 @@ from shardwell.process.spans import Spans, now_ns
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1.trace_pb2 import SPAN_KIND_ENCODE_WEIGHTS
-from shardwell.wire import checksum
+from shardwell.wire import checksum, images
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.chunk import Chunk
+from shardwell_server.shard.parameter.image import ChunkImage
 
 
 class EncodedWeights:
@@ -46,19 +50,21 @@ class EncodedWeights:
         self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, pb.ImageForm], tuple[int, bytes]] = OrderedDict()
+        """Version and message, by chunk and form."""
 
     def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
         """A chunk's message in the version that it is about to leave, kept here no more.
 
         The chunk's lock is held. None: the weights are not finite, and nobody can have them.
         """
+        form = pb.IMAGE_FORM_WHOLE if self._spec.has_image else pb.IMAGE_FORM_UNSPECIFIED
         with self._lock:
-            found, message = self._kept.pop(chunk_index, (-1, b""))
+            found, message = self._kept.pop((chunk_index, form), (-1, b""))
         if found == version:
             return message
         with contextlib.suppress(DivergedError):
-            return self._encode(chunk, chunk_index, version)
+            return self._encode(chunk, chunk_index, version, form)
         return None
 
     def intact(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bytes | None:
@@ -71,7 +77,8 @@ class EncodedWeights:
         for context in self._former_contexts:
             if self._fits(chunk, chunk_index, version, message, context):
                 header, payload = framing.parse(pb.ExchangeResponse, message)
-                start = checksum.weights(self._context, version)
+                image = header.image if header.HasField("image") else None
+                start = checksum.weights(self._context, version, image)
                 header.chunk.crc32c = checksum.of_chunk(start, header.chunk, payload)
                 sealed = framing.OutgoingMessage(header, payload.size)
                 sealed.payload[:] = payload
@@ -83,30 +90,40 @@ class EncodedWeights:
     ) -> bool:
         try:
             header, payload = framing.parse(pb.ExchangeResponse, message)
-            start = checksum.weights(context, version)
-            intact = self._codec.check(header.chunk, payload, start, thread_scratch())
-            self._codec.open(intact, chunk.where)
+            image = header.image if header.HasField("image") else None
+            if (image is not None) != self._spec.has_image:
+                return False
+            codec = self._codec if image is None else images.WHOLE
+            start = checksum.weights(context, version, image)
+            intact = codec.check(header.chunk, payload, start, thread_scratch())
+            codec.open(intact, chunk.where)
         except (ArgumentError, CorruptChunkError):
             return False
         return (header.version, header.chunk.chunk_index) == (version, chunk_index)
 
-    def message(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
+    def message(
+        self, chunk: Chunk, chunk_index: int, version: int, held_version: int | None = None
+    ) -> bytes:
         """A chunk's message in its version, kept for the next; the chunk's lock is held.
+
+        With an image, it goes on from the version that the receiver holds, if it can.
 
         Raises:
             DivergedError: training diverged; the weights are not finite.
             StorageError: an earlier process left a damaged chunk.
         """
+        form = _form(chunk.state.image, version, held_version)
+        key = chunk_index, form
         with self._lock:
-            found, message = self._kept.get(chunk_index, (-1, b""))
+            found, message = self._kept.get(key, (-1, b""))
         if found == version:
             return message
         begin_ns = now_ns()
         chunk.verify()
-        message = self._encode(chunk, chunk_index, version)
+        message = self._encode(chunk, chunk_index, version, form)
         with self._lock:
-            self._kept[chunk_index] = (version, message)
-            self._kept.move_to_end(chunk_index)
+            self._kept[key] = (version, message)
+            self._kept.move_to_end(key)
             if len(self._kept) > self._count_max:
                 self._kept.popitem(last=False)
         self._spans.add(
@@ -119,9 +136,21 @@ class EncodedWeights:
         with self._lock:
             self._kept.clear()
 
-    def _encode(self, chunk: Chunk, chunk_index: int, version: int) -> bytes:
-        header = pb.ExchangeResponse(version=version)
+    def _encode(self, chunk: Chunk, chunk_index: int, version: int, form: pb.ImageForm) -> bytes:
+        header, image = pb.ExchangeResponse(version=version), chunk.state.image
         try:
+            if image is not None and form == pb.IMAGE_FORM_WHOLE:
+                return images.whole_message(
+                    version, chunk.where, chunk_index, image.sent, self._context
+                )
+            if image is not None:
+                return images.change_message(
+                    version,
+                    chunk.where,
+                    chunk_index,
+                    *_changed(image, version, form),
+                    self._context,
+                )
             return self._codec.encode(
                 header,
                 header.chunk,
@@ -133,3 +162,31 @@ class EncodedWeights:
             )
         except NonFiniteValueError as error:
             raise diverged(self._spec, chunk.where.offset + error.index, version) from None
+
+
+def _form(image: ChunkImage | None, version: int, held_version: int | None) -> pb.ImageForm:
+    """How a chunk's weights are written for somebody who holds a version, or none."""
+    if image is None:
+        return pb.IMAGE_FORM_UNSPECIFIED
+    if held_version == version and not image.is_mean:
+        return pb.IMAGE_FORM_SAME
+    if image.version == version and image.change is not None:
+        if image.is_mean:
+            return pb.IMAGE_FORM_MEAN
+        if held_version == version - 1:
+            return pb.IMAGE_FORM_CHANGE
+    return pb.IMAGE_FORM_WHOLE
+
+
+def _changed(
+    image: ChunkImage, version: int, form: pb.ImageForm
+) -> tuple[npt.NDArray[np.uint8], pb.Image]:
+    """The payload of a form that is not whole, and what is said of it."""
+    if form == pb.IMAGE_FORM_SAME:
+        same = pb.Image(form=form, base_version=version, crc32c=image.crc(version))
+        return np.empty(0, np.uint8), same
+    assert image.change is not None
+    if form == pb.IMAGE_FORM_MEAN:
+        return image.change, pb.Image(form=form)
+    said = pb.Image(form=form, base_version=version - 1, crc32c=image.crc(version))
+    return image.change, said

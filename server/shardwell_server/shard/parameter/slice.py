@@ -101,11 +101,17 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self.storage = storage
         self._rules = TensorRules(spec.optimizer, spec.layout)
         self._codec = ChunkCodec.of(spec)
+        self._summed = self._codec.codec.summed
+        """The codec of contributions as sums have them."""
         self._keeps_versions = spec.keeps_versions
         self._may_stay_encoded = storage.is_in_memory and not spec.closes_by_norm
         self._chunks = [
             Chunk(
-                where.chunk(index, chunk_element_count), index, index * chunk_element_count, storage
+                where.chunk(index, chunk_element_count),
+                index,
+                index * chunk_element_count,
+                storage,
+                spec,
             )
             for index in range(where.chunk_count(chunk_element_count))
         ]
@@ -298,8 +304,11 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
     def _begin_slots(self, chunk: Chunk) -> None:
         """Makes it what the optimizer begins with, bit for bit, whatever is there.
 
-        A restore that did not come to its end may have left something, or a disk.
+        A restore that did not come to its end may have left something, or a disk. The image is
+        that of the first weights, which are there.
         """
+        if chunk.state.image is not None:
+            chunk.state.image.begin_first()
         for slot, value in zip(chunk.state.slots, self._rules.initial_slots, strict=True):
             bits = slot.view(np.uint32)
             first = np.float32(value)
@@ -424,6 +433,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 if decision is Decision.SUPERSEDED:
                     contributor.superseded.append(index)
                 return False
+            summed = contribution.summed(self._codec.codec)
             chunk.verify()
             version = self._tracker.records[index].version
             learning_rate = self._register.rates.at(version)
@@ -433,7 +443,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             decayed = decay and decay * peak_of(chunk.state.weights)
             if not peak + decayed < SAFE_MAGNITUDE:
                 what = "gradient" if peak >= SAFE_MAGNITUDE else "weight decay"
-                self._check_state(chunk, index, contribution, seat, learning_rate, what)
+                self._check_state(chunk, index, summed, seat, learning_rate, what)
             is_grace_over = self._grace_over[index] == version
             closes = self._tracker.is_complete(index, seat, is_grace_over=is_grace_over)
             self.storage.journal(
@@ -448,7 +458,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             )
             # What overflows is found where weights are encoded.
             begun_s = self._count(
-                chunk, index, contribution, seat, step, learning_rate, header.crc32c, closes=closes
+                chunk, index, summed, seat, step, learning_rate, header.crc32c, closes=closes
             )
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
@@ -523,7 +533,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             return
         found = state_overflow(
             contribution,
-            self._codec.codec,
+            self._summed,
             chunk.state,
             self._rules,
             update_count=self._tracker.records[index].version + 1,
@@ -570,7 +580,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         Returns:
             When the synchronous step began; None: with this contribution.
         """
-        tracker, codec = self._tracker, self._codec.codec
+        tracker, codec = self._tracker, self._summed
         record = tracker.records[index]
         total, shift = Total(record.total_factor, record.is_encoded), record.shift
         needed = shift_for(contribution.sample_count, self.spec.step_size_max)
@@ -656,7 +666,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             step = entry.step - (0 if seat is None else seat.tenure.first_step)
             if (
                 seat is None
-                or entry.payload.size != chunk.where.size * self._codec.codec.item_size
+                or entry.payload.size != self._codec.codec.encoded_bytes(chunk.where.size)
                 # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
                 or (step >= 0 and not self._counts(seat, index, step))
             ):
@@ -670,7 +680,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             closes = entry.closes
             if not self.has_open_sets:
                 closes = self._tracker.is_complete(index, seat)
-            self._count(chunk, index, contribution, seat, step, entry.learning_rate, closes=closes)
+            summed = contribution.summed(self._codec.codec)
+            self._count(chunk, index, summed, seat, step, entry.learning_rate, closes=closes)
 
     def _counts(self, seat: Seat, index: int, step: int) -> bool:
         """Whether a contribution that a journal has counted goes on from what is here."""
@@ -821,11 +832,12 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         min_version: int,
         deadline: RequestDeadline,
         max_version: int | None = None,
+        held_version: int | None = None,
     ) -> bytes:
         """A chunk's weights as a sealed message, once it has seen `min_version` updates.
 
         GetWeightsResponse and ExchangeResponse have the same fields, so it serves both.
-        `max_version`: see GetWeightsRequest.
+        `max_version`: see GetWeightsRequest; `held_version`: see GradientChunk.
 
         Raises:
             NotInitializedError, WorkersMissingError.
@@ -845,7 +857,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 intact = kept and self._encoded.intact(chunk, chunk_index, max_version, kept)
                 if intact:
                     return intact
-            return self._encoded.message(chunk, chunk_index, version)
+            return self._encoded.message(chunk, chunk_index, version, held_version)
 
     # The rest.
 

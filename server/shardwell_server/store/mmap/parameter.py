@@ -90,9 +90,10 @@ class MmapParameter(MmapStorage):
 
         self.weights = array("weights")
         self.gradient_sum = array("gradient_sum") if layout.with_sum else None
-        self.slots = tuple(array(f"slot-{i}") for i in range(len(layout.initial_slots)))
+        self._slot_names = [f"slot-{i}" for i in range(len(layout.initial_slots))]
+        self.slots = tuple(map(array, self._slot_names))
         file = opened("records", file_size(chunk_count))
-        self._records = ChunkRecords(file, chunk_count, salt, reached)
+        self._records = ChunkRecords(file, chunk_count, len(self.slots), salt, reached)
         self._stored = self._records.stored
         summed = self._parts(self.gradient_sum)
         self._changing = {
@@ -305,7 +306,7 @@ class MmapParameter(MmapStorage):
 
     def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
         """Compares CRCs of a chunk's arrays with those that stand."""
-        stored, names = self._stored[chunk_index], ("weights", "gradient_sum", "slot-0", "slot-1")
+        stored, names = self._stored[chunk_index], ("weights", "gradient_sum", *self._slot_names)
         for number in numbers:
             if found[number] != stored.crcs[number]:
                 raise StorageError(

@@ -32,10 +32,10 @@ _CRC = struct.Struct("<I")
 PACKED_BYTES_MAX = 108
 """Bytes of a record without its CRC."""
 # sequence, version, sample_total, step, total_factor; contribution_count, shift, seat_index,
-# chunk_index; CRC32C of weights, sum and two slots.
-_CHUNK = struct.Struct("<QqqqdiiiI4I")
-SLOT_COUNT_MAX = 2
-"""Arrays of optimizer state that a record has CRCs for."""
+# chunk_index; then CRC32C of weights, sum, and two slots or as many as there are.
+_CHUNK = struct.Struct("<QqqqdiiiI")
+_SLOT_COUNT_MIN = 2
+"""Slots that each record has room for the CRCs of."""
 # sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
 _TABLE = struct.Struct("<Qqqqqiiii")
 
@@ -135,10 +135,18 @@ class ChunkRecords:
     """All records of a slice. Different chunks may be put at once."""
 
     def __init__(
-        self, file: MappedFile, chunk_count: int, salt: int, reached: Callable[[str], None]
+        self,
+        file: MappedFile,
+        chunk_count: int,
+        slot_count: int,
+        salt: int,
+        reached: Callable[[str], None],
     ) -> None:
+        self._crcs = struct.Struct(f"<{2 + max(slot_count, _SLOT_COUNT_MIN)}I")
+        self._crc_count = self._crcs.size // _CRC.size
+        size = _CHUNK.size + self._crcs.size
         self._records = AtomicRecords(
-            file, chunk_count, _CHUNK.size, lambda index: f"chunk {index}", salt, reached
+            file, chunk_count, size, lambda index: f"chunk {index}", salt, reached
         )
         self.stored = [StoredChunkRecord(0, ChunkRecord(), -1, -1, ())] * chunk_count
         """What `put` wrote, or `read` found, by chunk."""
@@ -157,8 +165,8 @@ class ChunkRecords:
             record.shift,
             stored.seat_index,
             chunk_index,
-            *crcs[: 2 + SLOT_COUNT_MAX],
         )
+        packed += self._crcs.pack(*crcs[: self._crc_count])
         self._records.put(chunk_index, packed)
         self.stored[chunk_index] = stored
 
@@ -171,16 +179,18 @@ class ChunkRecords:
         self.stored[:] = map(self._get, range(len(self.stored)))
 
     def _get(self, chunk_index: int) -> StoredChunkRecord:
-        sequence, version, samples, step, factor, count, shift, seat, index, *crcs = _CHUNK.unpack(
-            self._records.get(chunk_index)
+        packed = self._records.get(chunk_index)
+        sequence, version, samples, step, factor, count, shift, seat, index = _CHUNK.unpack_from(
+            packed
         )
+        crcs = self._crcs.unpack_from(packed, _CHUNK.size)
         if index != chunk_index:
             raise self._records.damaged(chunk_index, f"it is that of chunk {index}")
         is_full = count < 0  # and its complement is the count
         record = ChunkRecord(
             version, ~count if is_full else count, samples, factor, shift, is_full=is_full
         )
-        return StoredChunkRecord(sequence, record, seat, step, tuple(crcs))
+        return StoredChunkRecord(sequence, record, seat, step, crcs)
 
 
 class StoredTableRecord(NamedTuple):

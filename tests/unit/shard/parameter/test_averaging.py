@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Average, Optimizer
 from shardwell.numerics import native
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules
 from shardwell.numerics.weighted_mean import shift_for
@@ -33,7 +33,7 @@ from shardwell_server.shard.parameter.averaging import (
 from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.memory.store import MemoryStore
 
-NAMES = sorted(CODECS)
+NAMES = sorted(SUMMED_CODECS)
 LAYOUT = Layout(name="p", slice_size=1, chunk_element_count=1, with_sum=False)
 CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
 
@@ -92,7 +92,7 @@ def _stepped(
         total, shift = shifted(each, total, shift, len(sent))
         total = add_to_sum(
             each,
-            CODECS[name],
+            SUMMED_CODECS[name],
             state.gradient_sum,
             total,
             CHANGE,
@@ -102,7 +102,7 @@ def _stepped(
     total, shift = shifted(sent[-1], total, shift, len(sent))
     close_step(
         sent[-1],
-        CODECS[name],
+        SUMMED_CODECS[name],
         state,
         rule,
         CHANGE,
@@ -255,7 +255,7 @@ def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> Non
     first, last = (Contribution(payload, 119, count) for count in counts)
     state = ChunkState(0, np.zeros(4, np.float32), np.zeros(4, np.float32), ())
     shift = max(shift_for(count, 2) for count in counts)
-    codec = CODECS["fp16"]
+    codec = SUMMED_CODECS["fp16"]
     assert state.gradient_sum is not None
     total = add_to_sum(
         first, codec, state.gradient_sum, NOTHING, CHANGE, shift=shift, may_stay_encoded=False
@@ -324,7 +324,7 @@ def closed_both_ways(
             if is_closed_by_last and number == len(sent) - 1:
                 close_step(
                     each,
-                    CODECS[name],
+                    SUMMED_CODECS[name],
                     state,
                     rules,
                     CHANGE,
@@ -338,7 +338,7 @@ def closed_both_ways(
             else:
                 total = add_to_sum(
                     each,
-                    CODECS[name],
+                    SUMMED_CODECS[name],
                     memory,
                     total,
                     CHANGE,
@@ -355,7 +355,7 @@ def closed_both_ways(
                 shift=shift,
                 is_encoded=total.is_encoded,
             )
-            close_full_step(state, CODECS[name], rules, CHANGE, record, **options)
+            close_full_step(state, SUMMED_CODECS[name], rules, CHANGE, record, **options)
         found.append(np.concatenate([state.weights, *state.slots]))
     return found
 

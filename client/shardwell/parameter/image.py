@@ -1,0 +1,123 @@
+"""The image of a parameter's weights in a worker, with a codec of blocks.
+
+It is what all workers hold that took a version. Shards send what changes it, from a version that
+the worker says it holds, or all of it. Invariant: a chunk's values here are, bit by bit, those that
+its shard has as the image of that version, or the worker says that it holds none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.errors import CorruptChunkError
+from shardwell.numerics.codec import Bytes, Float32
+from shardwell.placement.slices import Slice
+from shardwell.specs.parameter import ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire import images
+from shardwell.wire.chunks import ChunkCodec
+
+_LOCK_COUNT = 16
+"""Chunks that are taken at once, by as many threads."""
+
+
+class Image:
+    """One parameter's. Any thread may use it.
+
+    Args:
+        spec: The parameter.
+        context: Of its weights: see checksum.py.
+    """
+
+    def __init__(self, spec: ParameterSpec, context: int) -> None:
+        self._size = spec.size
+        self._codec = ChunkCodec.of(spec)
+        self._context = context
+        self._values: Float32 | None = None
+        """(size,); None: nothing was taken yet."""
+        self._versions: dict[int, int] = {}
+        """Of the chunks that are held, by their number in the parameter."""
+        self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
+
+    def held(self, number: int) -> int | None:
+        """The version in which a chunk is held; None: it is not."""
+        return self._versions.get(number)
+
+    def held_versions(self, numbers: Sequence[int]) -> list[int]:
+        """Of some chunks as WeightsFetch says it: nothing if none is held."""
+        found = [self._versions.get(number, -1) + 1 for number in numbers]
+        return found if any(found) else []
+
+    def forget(self) -> None:
+        """Holds nothing any more: the parameter's past may be another one."""
+        self._versions.clear()
+
+    def take(
+        self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
+    ) -> None:
+        """Takes a chunk that came, and fills `out` with it.
+
+        Args:
+            number: The chunk's in the parameter.
+            where: Its range.
+            header: What came.
+            payload: The same.
+            out: (where.size,), filled; undefined after an error.
+
+        Raises:
+            CorruptChunkError: it was damaged, or does not go on from what is held; a repeated call
+                has all of it.
+            ArgumentError: it is not that chunk, or of no form.
+        """
+        form = header.image.form
+        if form in (pb.IMAGE_FORM_CHANGE, pb.IMAGE_FORM_SAME):
+            self._change(number, where, header, payload, out)
+            return
+        if form not in (pb.IMAGE_FORM_WHOLE, pb.IMAGE_FORM_MEAN):
+            raise CorruptChunkError(f"chunk {number} has the image form {form}, which is unknown")
+        images.read(self._codec, header, payload, self._context, where, out)
+        if form == pb.IMAGE_FORM_MEAN:
+            return
+        with self._locks[number % _LOCK_COUNT]:
+            if self._values is None:
+                self._values = np.zeros(self._size, np.float32)
+            self._versions.pop(number, None)  # until it is whole
+            self._values[where.offset : where.stop] = out
+            self._versions[number] = int(header.version)
+
+    def _change(
+        self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
+    ) -> None:
+        is_same = header.image.form == pb.IMAGE_FORM_SAME
+        images.read(self._codec, header, payload, self._context, where, None if is_same else out)
+        base, version = int(header.image.base_version), int(header.version)
+        with self._locks[number % _LOCK_COUNT]:
+            held = self._versions.get(number)
+            if self._values is None or held is None or (held != base and held < version):
+                raise CorruptChunkError(
+                    f"chunk {number} changes the image of version {base}, and this worker holds "
+                    f"{'none' if held is None else f'version {held}'} of it; call again"
+                )
+            values = self._values[where.offset : where.stop]
+            if held != base:  # another call has taken it, or a later one
+                out[:] = values
+                return
+            if is_same:
+                out[:] = values
+            else:
+                np.add(values, out, out=out)
+            found = crc32.iscsi(out.view(np.uint8).data)
+            self._versions.pop(number)  # until it is whole
+            if found != header.image.crc32c:
+                raise CorruptChunkError(
+                    f"chunk {number} of the image of version {version} has the CRC32C "
+                    f"{found:#010x} here, and {header.image.crc32c:#010x} on its shard, which may "
+                    "have lost its newest steps with its machine; call again"
+                )
+            if not is_same:
+                values[:] = out
+            self._versions[number] = version

@@ -1,0 +1,90 @@
+"""What a shard keeps of a chunk's weights with a codec of blocks, so that rounding loses nothing.
+
+Of weights: the image, which all hold who have taken a version. An update brings it as near to
+the weights as its codec can; the next one starts from there, so what rounding took off one
+change is in the next. Of an Average: what rounding took off its means, which is added to the
+next one; the weights are then what all decode.
+
+The array lies in the storage beside the optimizer's, is changed by the same transition, and so is
+whole after a kill. The change itself is in memory alone: after a restart the image is sent whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.numerics.codec import BlockCodec, Bytes, Float32
+
+
+class ChunkImage:
+    """One chunk's; whoever calls it holds the chunk's lock.
+
+    Args:
+        values: (n,), the array in the storage.
+        weights: (n,), the chunk's.
+        codec: In which changes are sent.
+        is_mean: Whether the parameter is an Average.
+    """
+
+    def __init__(
+        self, values: Float32, weights: Float32, codec: BlockCodec, *, is_mean: bool
+    ) -> None:
+        self.values = values
+        self._codec = codec
+        self.is_mean = is_mean
+        self.change: Bytes | None = None
+        """What led to `version`; None: it has to be sent whole."""
+        self.version = -1
+        """To which `change` leads."""
+        self._weights = weights
+        self._crc: tuple[int, int] | None = None
+        """A version, and its CRC."""
+        self._payload: Bytes | None = None
+        self._is_finite = True
+
+    @property
+    def sent(self) -> Float32:
+        """What is sent where it has to be whole."""
+        return self._weights if self.is_mean else self.values
+
+    def crc(self, version: int) -> int:
+        """CRC32C of what is sent whole in the version that it has now."""
+        if self._crc is None or self._crc[0] != version:
+            self._crc = version, crc32.iscsi(self.sent.view(np.uint8).data)
+        return self._crc[1]
+
+    def begin_first(self) -> None:
+        """Follows first weights, exactly."""
+        self.values[:] = 0 if self.is_mean else self._weights
+        self.change, self.version, self._crc = None, -1, None
+
+    # An update: begin, block by block, end.
+
+    def begin(self) -> None:
+        """The weights are about to change."""
+        self.change, self._crc = None, None
+        self._payload = np.empty(self._codec.encoded_bytes(self.values.size), np.uint8)
+        self._is_finite = True
+
+    def follow(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the weights have changed: whole blocks of the codec."""
+        assert self._payload is not None
+        weights, values = self._weights[start:stop], self.values[start:stop]
+        arithmetic, payload = self._codec.arithmetic, self._payload
+        with np.errstate(all="ignore"):  # what overflows is found where weights are encoded
+            wanted = weights + values if self.is_mean else weights - values
+            if not np.isfinite(arithmetic.quantize(wanted, payload, start)):
+                self._is_finite = False
+                values[:] = 0 if self.is_mean else weights
+            elif self.is_mean:
+                arithmetic.dequantize(payload, weights, start)
+                np.subtract(wanted, weights, out=values)
+            else:
+                arithmetic.dequantize(payload, wanted, start)
+                np.add(values, wanted, out=values)
+
+    def end(self, version: int) -> None:
+        """The weights are those of a version."""
+        self.change, self.version = self._payload if self._is_finite else None, version
+        self._payload = None
