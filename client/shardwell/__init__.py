@@ -97,6 +97,7 @@ if typing.TYPE_CHECKING:
     from shardwell.group.group import Group
     from shardwell.group.join import join_group
     from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
+    from shardwell.outer.outer import Outer
     from shardwell.training.batches import Update, merge_updates, split_batch
     from shardwell.training.gradient_sync import GradientSync, GroupSync, LocalSync, ServerSync
     from shardwell.training.leave_request import LeaveRequest
@@ -118,6 +119,7 @@ _LATER = {
     "GroupSync": "training.gradient_sync",
     "LeaveRequest": "training.leave_request",
     "LocalSync": "training.gradient_sync",
+    "Outer": "outer.outer",
     "Ring": "group.schedule.strategies",
     "ServerSync": "training.gradient_sync",
     "StepResult": "training.trainer",
@@ -174,6 +176,7 @@ __all__ = [
     "OpenExchange",
     "Optimizer",
     "Outcome",
+    "Outer",
     "Parameter",
     "ParameterSpec",
     "ParameterStatus",

@@ -48,6 +48,7 @@ PROMISED = {
     "CheckpointTable",
     "Client",
     "Outcome",
+    "Outer",
     "Parameter",
     "ParameterSpec",
     "MemberStatus",

@@ -413,21 +413,29 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ShardwellError: as `put_gradient` and `get_weights`. The step is still this worker's
                 next: call again.
         """
-
-        def exchange(attempts: Attempts) -> ValuesT:
-            if gradient is None and self.spec.mode == "async":
-                return self._get_weights(out, 0, attempts)
-            if gradient is None:
-                work = self._without_gradient(learning_rate, attempts)
-            else:
-                work = self._gradient(gradient, sample_count, learning_rate, attempts)
-            room = self._room_beside(work, out)
-            self._end_exchange(work, room.pieces, attempts)
-            if self._member is not None and self._member.has_joined():  # with this gradient
-                self._read_first(self._member, room.pieces, attempts)
-            return room.result
-
+        exchange = partial(self._exchange, gradient, sample_count, learning_rate, out)
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
+
+    def exchange_async(
+        self,
+        gradient: Any,
+        *,
+        sample_count: int = 1,
+        learning_rate: float | None = None,
+        out: ValuesT | None = None,
+        timeout_s: float | None = None,
+    ) -> Future[ValuesT]:
+        """`exchange` without waiting: its result or error comes in the future.
+
+        `gradient` and `out` belong to the call until then. Other calls of this parameter wait for
+        their turn meanwhile, except `get_weights`.
+
+        Raises:
+            LimitError: as many calls of the client are under way.
+            ClosedError: the parameter or its client was closed.
+        """
+        exchange = partial(self._exchange, gradient, sample_count, learning_rate, out)
+        return self._calls.start(exchange, timeout_s, in_turn=True)
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
         """Ends this worker's next step without a gradient; returns the step.
@@ -781,6 +789,26 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self.version,
                 found.version_max,
             )
+        return room.result
+
+    def _exchange(
+        self,
+        gradient: Any,
+        sample_count: int,
+        learning_rate: float | None,
+        out: ValuesT | None,
+        attempts: Attempts,
+    ) -> ValuesT:
+        if gradient is None and self.spec.mode == "async":
+            return self._get_weights(out, 0, attempts)
+        if gradient is None:
+            work = self._without_gradient(learning_rate, attempts)
+        else:
+            work = self._gradient(gradient, sample_count, learning_rate, attempts)
+        room = self._room_beside(work, out)
+        self._end_exchange(work, room.pieces, attempts)
+        if self._member is not None and self._member.has_joined():  # with this gradient
+            self._read_first(self._member, room.pieces, attempts)
         return room.result
 
     def _room_beside(self, work: Gradient, out: ValuesT | None) -> Room[ValuesT]:

@@ -1,0 +1,1 @@
+"""Outer training: learners make inner steps of their own, and exchange what these moved."""
