@@ -92,8 +92,7 @@ class Image:
     def _change(
         self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
     ) -> None:
-        is_same = header.image.form == pb.IMAGE_FORM_SAME
-        images.read(self._codec, header, payload, self._context, where, None if is_same else out)
+        changes = images.read_changes(self._codec, header, payload, self._context, where)
         base, version = int(header.image.base_version), int(header.version)
         with self._locks[number % _LOCK_COUNT]:
             held = self._versions.get(number)
@@ -103,13 +102,13 @@ class Image:
                     f"{'none' if held is None else f'version {held}'} of it; call again"
                 )
             values = self._values[where.offset : where.stop]
+            np.copyto(out, values)
             if held != base:  # another call has taken it, or a later one
-                out[:] = values
                 return
-            if is_same:
-                out[:] = values
-            else:
-                np.add(values, out, out=out)
+            with np.errstate(all="ignore"):
+                for change in changes:
+                    self._codec.codec.decode(change, 0, scratch := np.empty_like(out))
+                    np.add(out, scratch, out=out)
             found = crc32.iscsi(out.view(np.uint8).data)
             self._versions.pop(number)  # until it is whole
             if found != header.image.crc32c:
@@ -118,6 +117,6 @@ class Image:
                     f"{found:#010x} here, and {header.image.crc32c:#010x} on its shard, which may "
                     "have lost its newest steps with its machine; call again"
                 )
-            if not is_same:
-                values[:] = out
+            if changes:
+                np.copyto(values, out)
             self._versions[number] = version

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.codec import CODECS, Bytes, Float32
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell.wire.messages import OutgoingMessage
@@ -22,6 +21,8 @@ from shardwell.wire.messages import OutgoingMessage
 Weights: TypeAlias = pb.ExchangeResponse | pb.GetWeightsResponse
 WHOLE = ChunkCodec(CODECS["fp32"])
 """Of IMAGE_FORM_WHOLE."""
+CHANGE_COUNT_MAX = 3
+"""Changes that one message has: those of int8 take fewer bytes than what is whole."""
 
 
 def whole_message(
@@ -60,30 +61,57 @@ def read(
     payload: Bytes,
     context: int,
     where: Slice,
-    values: Float32 | None,
+    values: Float32,
 ) -> None:
-    """Checks a chunk's message, and decodes its payload into `values`.
+    """Checks a chunk's message of IMAGE_FORM_WHOLE or IMAGE_FORM_MEAN, and decodes it.
 
     Args:
-        codec: The parameter's, in which changes and means are.
+        codec: The parameter's, in which means are.
         header: What came.
         payload: The same.
         context: Of the parameter's weights: see checksum.py.
         where: The range where its index belongs.
-        values: (where.size,), filled; None: of IMAGE_FORM_SAME, which has none.
+        values: (where.size,), filled.
 
     Raises:
         CorruptChunkError, ArgumentError: see `ChunkCodec.read`.
     """
-    chunk: types_pb2.Chunk = header.chunk
     start = checksum.weights(context, header.version, header.image)
-    if values is None:
-        check_chunk(chunk, payload, start)
-        if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
-            raise ArgumentError(
-                f"chunk {chunk.chunk_index} covers {chunk.element_count} elements from "
-                f"{chunk.element_offset} on; expected {where.size} from {where.offset} on"
-            )
-    else:
-        written = WHOLE if header.image.form == pb.IMAGE_FORM_WHOLE else codec
-        written.read(chunk, payload, start, where, values)
+    written = WHOLE if header.image.form == pb.IMAGE_FORM_WHOLE else codec
+    written.read(header.chunk, payload, start, where, values)
+
+
+def read_changes(
+    codec: ChunkCodec, header: Weights, payload: Bytes, context: int, where: Slice
+) -> list[Bytes]:
+    """Checks a chunk's message of IMAGE_FORM_CHANGE or IMAGE_FORM_SAME.
+
+    Returns:
+        The payload of each change, in order, in the parameter's codec.
+
+    Raises:
+        CorruptChunkError, ArgumentError: see `ChunkCodec.read`.
+    """
+    chunk, image = header.chunk, header.image
+    start = checksum.weights(context, header.version, image)
+    intact = check_chunk(chunk, payload, start).payload
+    size = codec.codec.encoded_bytes(where.size)
+    count = header.version - image.base_version
+    is_same = image.form == pb.IMAGE_FORM_SAME
+    if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
+        raise ArgumentError(
+            f"chunk {chunk.chunk_index} covers {chunk.element_count} elements from "
+            f"{chunk.element_offset} on; expected {where.size} from {where.offset} on"
+        )
+    if count != 0 if is_same else not 1 <= count <= CHANGE_COUNT_MAX:
+        raise CorruptChunkError(
+            f"chunk {chunk.chunk_index} goes from version {image.base_version} to "
+            f"{header.version} in {'no' if is_same else 'its'} changes; expected "
+            f"{'the same version' if is_same else f'1 to {CHANGE_COUNT_MAX} of them'}"
+        )
+    if intact.size != count * size:
+        raise CorruptChunkError(
+            f"chunk {chunk.chunk_index}: {count} changes of {where.size} elements of "
+            f"{codec.codec.name} are {count * size} bytes; the payload has {intact.size}"
+        )
+    return [intact[index * size : (index + 1) * size] for index in range(count)]

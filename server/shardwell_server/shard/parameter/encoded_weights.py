@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
-from shardwell.numerics.codec import NonFiniteValueError
+from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.process.spans import Spans, now_ns
 from shardwell.specs.parameter import ParameterSpec
@@ -23,6 +23,19 @@ from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.image import ChunkImage
+
+
+class _Form(NamedTuple):
+    """How a chunk's weights are written."""
+
+    form: pb.ImageForm
+    base_version: int = 0
+    """Of a change: from which version."""
+
+
+_PLAIN = _Form(pb.IMAGE_FORM_UNSPECIFIED)
+"""Of a parameter without an image."""
+_WHOLE = _Form(pb.IMAGE_FORM_WHOLE)
 
 
 class EncodedWeights:
@@ -50,7 +63,7 @@ class EncodedWeights:
         self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, pb.ImageForm], tuple[int, bytes]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, _Form], tuple[int, bytes]] = OrderedDict()
         """Version and message, by chunk and form."""
 
     def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
@@ -58,7 +71,7 @@ class EncodedWeights:
 
         The chunk's lock is held. None: the weights are not finite, and nobody can have them.
         """
-        form = pb.IMAGE_FORM_WHOLE if self._spec.has_image else pb.IMAGE_FORM_UNSPECIFIED
+        form = _WHOLE if self._spec.has_image else _PLAIN
         with self._lock:
             found, message = self._kept.pop((chunk_index, form), (-1, b""))
         if found == version:
@@ -136,10 +149,10 @@ class EncodedWeights:
         with self._lock:
             self._kept.clear()
 
-    def _encode(self, chunk: Chunk, chunk_index: int, version: int, form: pb.ImageForm) -> bytes:
+    def _encode(self, chunk: Chunk, chunk_index: int, version: int, form: _Form) -> bytes:
         header, image = pb.ExchangeResponse(version=version), chunk.state.image
         try:
-            if image is not None and form == pb.IMAGE_FORM_WHOLE:
+            if image is not None and form == _WHOLE:
                 return images.whole_message(
                     version, chunk.where, chunk_index, image.sent, self._context
                 )
@@ -164,29 +177,27 @@ class EncodedWeights:
             raise diverged(self._spec, chunk.where.offset + error.index, version) from None
 
 
-def _form(image: ChunkImage | None, version: int, held_version: int | None) -> pb.ImageForm:
+def _form(image: ChunkImage | None, version: int, held_version: int | None) -> _Form:
     """How a chunk's weights are written for somebody who holds a version, or none."""
     if image is None:
-        return pb.IMAGE_FORM_UNSPECIFIED
-    if held_version == version and not image.is_mean:
-        return pb.IMAGE_FORM_SAME
-    if image.version == version and image.change is not None:
-        if image.is_mean:
-            return pb.IMAGE_FORM_MEAN
-        if held_version == version - 1:
-            return pb.IMAGE_FORM_CHANGE
-    return pb.IMAGE_FORM_WHOLE
+        return _PLAIN
+    if image.is_mean:
+        has_mean = image.changes(version - 1, version)
+        return _Form(pb.IMAGE_FORM_MEAN) if has_mean else _WHOLE
+    if held_version is None or held_version > version:
+        return _WHOLE
+    if held_version == version:
+        return _Form(pb.IMAGE_FORM_SAME, held_version)
+    if image.changes(held_version, version):
+        return _Form(pb.IMAGE_FORM_CHANGE, held_version)
+    return _WHOLE
 
 
-def _changed(
-    image: ChunkImage, version: int, form: pb.ImageForm
-) -> tuple[npt.NDArray[np.uint8], pb.Image]:
+def _changed(image: ChunkImage, version: int, form: _Form) -> tuple[Bytes, pb.Image]:
     """The payload of a form that is not whole, and what is said of it."""
-    if form == pb.IMAGE_FORM_SAME:
-        same = pb.Image(form=form, base_version=version, crc32c=image.crc(version))
-        return np.empty(0, np.uint8), same
-    assert image.change is not None
-    if form == pb.IMAGE_FORM_MEAN:
-        return image.change, pb.Image(form=form)
-    said = pb.Image(form=form, base_version=version - 1, crc32c=image.crc(version))
-    return image.change, said
+    if form.form == pb.IMAGE_FORM_MEAN:
+        (payload,) = image.changes(version - 1, version)
+        return payload, pb.Image(form=form.form)
+    said = pb.Image(form=form.form, base_version=form.base_version, crc32c=image.crc(version))
+    payloads = image.changes(form.base_version, version)
+    return np.concatenate(payloads) if payloads else np.empty(0, np.uint8), said

@@ -6,15 +6,18 @@ change is in the next. Of an Average: what rounding took off its means, which is
 next one; the weights are then what all decode.
 
 The array lies in the storage beside the optimizer's, is changed by the same transition, and so is
-whole after a kill. The change itself is in memory alone: after a restart the image is sent whole.
+whole after a kill. The last changes are in memory alone: after a restart the image is sent whole.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import BlockCodec, Bytes, Float32
+from shardwell.wire.images import CHANGE_COUNT_MAX
 
 
 class ChunkImage:
@@ -33,10 +36,8 @@ class ChunkImage:
         self.values = values
         self._codec = codec
         self.is_mean = is_mean
-        self.change: Bytes | None = None
-        """What led to `version`; None: it has to be sent whole."""
-        self.version = -1
-        """To which `change` leads."""
+        self._changes: deque[tuple[int, Bytes]] = deque(maxlen=CHANGE_COUNT_MAX)
+        """What led to the last versions, in order."""
         self._weights = weights
         self._crc: tuple[int, int] | None = None
         """A version, and its CRC."""
@@ -54,16 +55,22 @@ class ChunkImage:
             self._crc = version, crc32.iscsi(self.sent.view(np.uint8).data)
         return self._crc[1]
 
+    def changes(self, base_version: int, version: int) -> list[Bytes]:
+        """What leads from one version to another, in order; nothing where it is not all here."""
+        found = [payload for each, payload in self._changes if base_version < each <= version]
+        return found if len(found) == version - base_version else []
+
     def begin_first(self) -> None:
         """Follows first weights, exactly."""
         self.values[:] = 0 if self.is_mean else self._weights
-        self.change, self.version, self._crc = None, -1, None
+        self._changes.clear()
+        self._crc = None
 
     # An update: begin, block by block, end.
 
     def begin(self) -> None:
         """The weights are about to change."""
-        self.change, self._crc = None, None
+        self._crc = None
         self._payload = np.empty(self._codec.encoded_bytes(self.values.size), np.uint8)
         self._is_finite = True
 
@@ -86,5 +93,9 @@ class ChunkImage:
 
     def end(self, version: int) -> None:
         """The weights are those of a version."""
-        self.change, self.version = self._payload if self._is_finite else None, version
+        assert self._payload is not None
+        if self._is_finite:
+            self._changes.append((version, self._payload))
+        else:
+            self._changes.clear()
         self._payload = None
