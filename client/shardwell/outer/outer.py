@@ -45,6 +45,7 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import as_floats, check_integer
 from shardwell.numerics.codec import Float32
+from shardwell.outer.learner_state import checked_state
 from shardwell.outer.schedule import Schedule, due_fragment
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
@@ -57,15 +58,17 @@ from shardwell.specs.layout import TensorLayout
 from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.threads.calls import ABANDON_S, LATE_S, SIGNAL_INTERVAL_S
 
 DEFAULT_CODEC = "fp32"
 """How fragments travel where nothing else is asked for."""
 OverdueName = Literal["wait", "later"]
 """What a learner does when the result of an offer has not come in time."""
-_OUTER = SGD(0.7, momentum=0.9, nesterov=True)
+DEFAULT_OUTER = SGD(0.7, momentum=0.9, nesterov=True)
 """The paper's."""
+_LEAVE_S_MIN = 0.1
+"""For saying of one fragment that a learner leaves, however long the others took."""
 _INIT_PAUSE_S = 0.05
 """Between two looks at whether another learner has set its first weights."""
 
@@ -169,7 +172,7 @@ class Outer(Connected, Closing):
         name: str,
         *,
         tensors: Mapping[str, Any],
-        outer: Optimizer = _OUTER,
+        outer: Optimizer = DEFAULT_OUTER,
         sync_every: int = 100,
         fragments: int | Patterns = 4,
         assignment: str = STRIDED,
@@ -264,6 +267,21 @@ class Outer(Connected, Closing):
             )
         if overdue not in get_args(OverdueName):
             raise ArgumentError(f"overdue must be 'wait' or 'later'; got {overdue!r:.80}")
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """What all learners agreed on: that of the first fragment's parameter."""
+        return self._parameters[0].spec
+
+    @property
+    def is_offer_due(self) -> bool:
+        """Whether the next `after_step` offers a fragment."""
+        return self.schedule.offers_after(self._position + 1)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether an operator wants this learner to leave, by `shardwell members drain`."""
+        return any(parameter.is_draining for parameter in self._parameters)
 
     @property
     def fragments(self) -> list[FragmentState]:
@@ -724,18 +742,87 @@ class Outer(Connected, Closing):
                 )
         return gradient
 
+    # What a learner that is started again goes on with.
+
+    def state_dict(self, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """This learner's own state: plain numbers, lists, and float32 arrays.
+
+        Inner steps; of each fragment what rounding has left to send (`residual`), and with
+        `weights` what the local weights have moved since it was taken, and on how many samples. Of
+        a fragment that is offered, that counts by itself.
+
+        Args:
+            weights: The local weights by name; None: what they have moved is not kept.
+        """
+        self._check_begun()
+        fragments = []
+        for index, parameter in enumerate(self._parameters):
+            moved, sample_count = None, 0
+            if weights is not None and index not in self._offers:
+                moved = -_flat(self._moved(index, weights), self._layouts[index])
+                sample_count = self._sample_counts[index]
+            fragments.append(
+                {
+                    "tensors": list(self._layouts[index].by_name),
+                    "version": self._versions[index],
+                    "sample_count": sample_count,
+                    "moved": moved,
+                    "residual": getattr(parameter, "residual", None),
+                }
+            )
+        return {"name": self.name, "inner_step": self.inner_step, "fragments": fragments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> NamedArrays:
+        """Goes on from a state, on the newest weights that `init` has taken.
+
+        Args:
+            state: Made by `state_dict`, maybe of an earlier version of the weights.
+
+        Returns:
+            The weights to train on: the newest, moved as the state says.
+
+        Raises:
+            ArgumentError: the state is of another family, or damaged, or inner steps were made
+                before; says what differs. Nothing was changed.
+        """
+        self._check_begun()
+        if self._offers or self._position:
+            raise ArgumentError(
+                f"load_state_dict of {self.name!r} after an inner step; call it before the first"
+            )
+        own = [(list(layout.by_name), layout.size) for layout in self._layouts]
+        inner_step, found = checked_state(state, self.name, own)
+        weights: NamedArrays = {}
+        for index, each in enumerate(found):
+            layout, image = self._layouts[index], self._images[index]
+            mixed = TensorViews(layout, _flat(image, layout).copy())
+            if each.moved is not None:
+                _flat(mixed, layout)[:] += each.moved
+            weights.update(mixed)
+            self._sample_counts[index] = each.sample_count
+            load_residual = getattr(self._parameters[index], "load_residual", None)
+            if each.residual is not None and load_residual is not None:
+                load_residual(each.residual)
+        self.inner_step = inner_step
+        return weights
+
     # The end.
 
-    def leave(self) -> None:
+    def leave(self, *, timeout_s: float | None = None) -> None:
         """Takes part no more as an elastic learner; what it has offered counts.
 
         Open offers end first. The next offer takes part anew.
 
+        Args:
+            timeout_s: How long open offers are waited for; default: as each call.
+
         Raises:
             ShardwellError: as `Parameter.leave`.
         """
+        until_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         for parameter in self._parameters:
-            parameter.leave(timeout_s=self._timeout_s)
+            rest_s = max(until_s - time.monotonic(), _LEAVE_S_MIN)
+            parameter.leave(timeout_s=rest_s)
 
     @override
     def close(self) -> None:

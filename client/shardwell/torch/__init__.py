@@ -21,10 +21,18 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwell.torch.collectives import all_reduce_hook, broadcast_state
+from shardwell.torch.diloco import DiLoCo
 from shardwell.torch.embedding import Embedding, EmbeddingBag
 from shardwell.torch.optimizer import ServerOptimizer
 
-__all__ = ["Embedding", "EmbeddingBag", "ServerOptimizer", "all_reduce_hook", "broadcast_state"]
+__all__ = [
+    "DiLoCo",
+    "Embedding",
+    "EmbeddingBag",
+    "ServerOptimizer",
+    "all_reduce_hook",
+    "broadcast_state",
+]
 
 if _distributed.is_available():  # some builds of torch are without
     from shardwell.torch.process_group import register

@@ -1,0 +1,419 @@
+"""Outer training of a torch model: hooks of its optimizer count inner steps.
+
+What is sent and taken, and when, is `shardwell.Outer`'s. Here the model's tensors become its local
+weights, on the CPU and float32, when it asks for them, and what it returns is put into the model.
+
+Invariant: between two inner steps nothing but what is here writes to the trained tensors; else
+their change would be sent as if it had been trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from shardwell.client import Client
+from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.outer.outer import DEFAULT_CODEC, DEFAULT_OUTER, Outer, OverdueName
+from shardwell.parameter.values import NamedArrays
+from shardwell.placement.fragments import STRIDED, Patterns
+from shardwell.process.connected import Connected
+from shardwell.specs.members import Elastic
+from shardwell.specs.optimizers import Optimizer
+from shardwell.torch.buffers import check_tensor
+from shardwell.torch.plain_names import PlainNames
+from shardwell.training.leave_request import LeaveRequest, go_on_without
+
+_LOG = logging.getLogger("shardwell")
+_LEAVE_S = 5.0
+"""How long a learner that ends waits for offers that are open."""
+_EXACT = (torch.float32, torch.float64)
+"""Types whose tensors hold a float32 as it is."""
+
+
+class DiLoCo(Connected):
+    """Trains a model by its own optimizer, and exchanges what moved every `sync_every` steps.
+
+        with shardwell.torch.DiLoCo(model, optimizer, client, worker_count=4):
+            for inputs, targets in batches:
+                loss_fn(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    The loop stays as it is: any optimizer, schedulers, autocast, accumulation, a GradScaler. The
+    model gets the first learner's weights, or those that the cluster has already. Buffers, such as
+    BatchNorm's statistics, stay each learner's own, and so do frozen parameters, which all learners
+    are to have alike. A GradScaler's skipped step is no inner step.
+
+    SIGTERM ends the inner step under way, and then the program: see `is_leaving`.
+
+    Args:
+        model: Its parameters that require gradients are trained, under their names. They may be on
+            any device, float32, float64, float16 or bfloat16; shards have float32.
+        inner_optimizer: The model's optimizer; or several, in the order in which they step: an
+            inner step ends with the last.
+        client: Made by `shardwell.connect`. It stays the caller's to close.
+        name: Of the family on the cluster.
+        outer: See `shardwell.Outer`, as all that follow.
+        sync_every: Inner steps between two outer steps of a fragment.
+        fragments: How many, or patterns.
+        assignment: How layers are dealt into them.
+        overlap: Inner steps that go on while a fragment travels.
+        alpha: The part of the local weights that stays at a take.
+        codec: How fragments travel.
+        worker_count: Learners that make an outer step; default: 1.
+        members: In place of worker_count: learners come and go.
+        min_contributors: See `Client.parameter`.
+        grace_s: See `Client.parameter`.
+        overdue: What happens when a result has not come in time.
+        samples_per_step: What an inner step is trained on, as weights of learners' offers; `DiLoCo.
+            sample_count` may be set before each step instead.
+        leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
+            under way end, and then the program. Default: where the others go on without this
+            learner.
+        timeout_s: How long a take waits; default: the client's.
+
+    Raises:
+        SpecMismatchError: the cluster has another family under that name.
+        ArgumentError: a tensor, the optimizer or an option can't be; names it.
+        ShardwellError: as `Client.parameter`.
+    """
+
+    _elsewhere = "make a DiLoCo in the other process, with a client that is connected there"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        client: Client,
+        *,
+        name: str = "model",
+        outer: Optimizer = DEFAULT_OUTER,
+        sync_every: int = 100,
+        fragments: int | Patterns = 4,
+        assignment: str = STRIDED,
+        overlap: int = 2,
+        alpha: float = 0.0,
+        codec: str = DEFAULT_CODEC,
+        worker_count: int | None = None,
+        members: Elastic | None = None,
+        min_contributors: int = 0,
+        grace_s: float = 0.0,
+        overdue: OverdueName = "wait",
+        samples_per_step: int = 1,
+        leave_on_sigterm: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.sample_count = samples_per_step
+        """What the next inner step is trained on; stays until it is set again."""
+        self._model = model
+        self._names = PlainNames(model)
+        self._tensors = _trained(self._names.of(model.named_parameters()))
+        self._optimizers = _optimizers(inner_optimizer, self._tensors)
+        self._local = _LocalWeights(self._tensors)
+        self.outer = Outer(
+            client,
+            name,
+            tensors={key: tuple(tensor.shape) for key, tensor in self._tensors.items()},
+            outer=outer,
+            sync_every=sync_every,
+            fragments=fragments,
+            assignment=assignment,
+            overlap=overlap,
+            alpha=alpha,
+            codec=codec,
+            worker_count=worker_count,
+            members=members,
+            min_contributors=min_contributors,
+            grace_s=grace_s,
+            overdue=overdue,
+            timeout_s=timeout_s,
+        )
+        """Where outer training is: `fragments`, `image`, `inner_step`, `waited_s`, `hidden_s`."""
+        self._leave = LeaveRequest()
+        self._hooks: list[Any] = []
+        self._seen: dict[str, tuple[int, int, torch.Size]] = {}
+        """Each tensor's version by torch's count, address and shape, as the last step left it."""
+        self._put(self.outer.init(self._local))
+        self._close_earlier()
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before))
+            self._hooks.append(optimizer.register_step_post_hook(self._after))
+        if leave_on_sigterm is None:
+            leave_on_sigterm = go_on_without(self.outer.spec)
+        if leave_on_sigterm:
+            self._leave.open()
+
+    def __repr__(self) -> str:
+        return f"DiLoCo({self.outer.name!r}, inner step {self.inner_step})"
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps that this learner has made."""
+        return self.outer.inner_step
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether SIGTERM has come, or an operator drains this learner (`shardwell members drain`).
+
+        A loop that looks here ends by itself then; any other is ended by its next inner step, which
+        raises SystemExit(143) once it is made. A second SIGTERM ends the process at once.
+        """
+        return self._leave.has_come
+
+    def reload(self) -> None:
+        """Puts the cluster's newest weights into the model, and forgets what it has moved since.
+
+        Such as after weights that became NaN, or that something else wrote to. The inner optimizer
+        keeps its state.
+
+        Raises:
+            ShardwellError: as `Outer.reload`.
+        """
+        self._put(self.outer.reload())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a learner that is started again goes on with, besides model and inner optimizer.
+
+        Inner steps; of each fragment the samples since it was taken, what the learner has moved
+        since, and what rounding has left to send. Tensors and plain numbers: `torch.load` reads it
+        with weights_only=True. The outer optimizer's state is on the shards.
+        """
+        state: dict[str, Any] = _with_tensors(self.outer.state_dict(self._local))
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state: the cluster's newest weights, and what the learner had moved.
+
+        Call it before the first inner step. The cluster may have gone on since.
+
+        Raises:
+            ArgumentError: the state is of another family or model, or damaged; names what differs.
+        """
+        self._put(self.outer.load_state_dict(_with_arrays(state_dict)))
+
+    def close(self) -> None:
+        """Takes the hooks off the optimizer, and ends open offers. The client stays open."""
+        self._unhook()
+        self.outer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            with contextlib.suppress(ShardwellError):  # others find that it is gone
+                self.outer.leave(timeout_s=_LEAVE_S)
+        self.close()
+
+    # Hooks of the optimizers.
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuses tensors that were written to since the last inner step."""
+        if optimizer is self._optimizers[0]:
+            self._check_untouched()
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has made its step, which ends an inner step if it is the last."""
+        if optimizer is not self._optimizers[-1]:
+            return
+        with self._leave.ending_after_step():
+            self._note()  # what happens next may fail
+            if self.outer.is_offer_due:
+                self._check_model()
+            self._put(self.outer.after_step(self._local, self.sample_count))
+            self._leave.has_come |= self.outer.is_draining
+
+    def _put(self, changed: NamedArrays) -> None:
+        """Puts new local weights into the model."""
+        self._local.put(changed)
+        self._note()
+
+    def _note(self) -> None:
+        self._seen = {
+            name: (tensor._version, tensor.data_ptr(), tensor.shape)
+            for name, tensor in self._tensors.items()
+        }
+
+    def _check_untouched(self) -> None:
+        """Refuses a model whose tensors something else has changed.
+
+        Raises:
+            ArgumentError: one was.
+        """
+        for name, tensor in self._tensors.items():
+            version, address, shape = self._seen[name]
+            if tensor.shape != shape:
+                raise ArgumentError(
+                    f"tensor {name!r} of the model has shape {tuple(tensor.shape)}, and had "
+                    f"{tuple(shape)} before; close() this DiLoCo, and make another, with another "
+                    "name"
+                )
+            if tensor._version != version or tensor.data_ptr() != address:
+                what = "moved to other memory" if tensor.data_ptr() != address else "written to"
+                raise ArgumentError(
+                    f"tensor {name!r} of the model was {what} by something else than the inner "
+                    f"optimizer, after inner step {self.inner_step}; that would be sent as if it "
+                    "had been trained; call reload(), which puts the cluster's weights into the "
+                    "model, and load or move a model before its DiLoCo is made"
+                )
+
+    def _check_model(self) -> None:
+        """Refuses a model that is not the one that all agreed on.
+
+        Raises:
+            ArgumentError: a parameter came, went, was frozen, unfrozen or replaced.
+        """
+        now = self._names.of(self._model.named_parameters())
+        for name, tensor in self._tensors.items():
+            if now.get(name) is not tensor:
+                state = "gone from" if name not in now else "replaced in"
+                raise ArgumentError(
+                    f"tensor {name!r} is {state} the model since the start; {_ANEW}"
+                )
+        for name, tensor in now.items():
+            if tensor.requires_grad and name not in self._tensors:
+                raise ArgumentError(
+                    f"tensor {name!r} was added to the model, or unfrozen, after the start; {_ANEW}"
+                )
+
+    def _close_earlier(self) -> None:
+        """Closes a DiLoCo of the same optimizer, as after a notebook's cell ran twice."""
+        hooks = [hook for each in self._optimizers for hook in _post_hooks(each)]
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        for owner in {id(each): each for each in owners}.values():
+            if isinstance(owner, DiLoCo):
+                if owner.outer.name == self.outer.name:  # whose parameters are the same objects
+                    owner._unhook()
+                else:
+                    owner.close()
+                _LOG.warning(
+                    "the DiLoCo of %r was closed: another one, of %r, trains with the same "
+                    "optimizer from now on",
+                    owner.outer.name,
+                    self.outer.name,
+                )
+
+    def _unhook(self) -> None:
+        self._leave.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+_ANEW = "close() this DiLoCo, and make another, with another name"
+
+
+class _LocalWeights(Mapping[str, Any]):
+    """A model's tensors as float32 arrays on the CPU, made when they are asked for.
+
+    A tensor of a narrower type holds a weight rounded. What was rounded off is kept here and added
+    again, so that it is not taken for what was trained.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.nn.Parameter]) -> None:
+        self._tensors = tensors
+        self._rounded_off: NamedArrays = {}
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        array = self._tensors[name].detach().to("cpu", torch.float32).numpy()
+        rounded_off = self._rounded_off.get(name)
+        return array if rounded_off is None else array + rounded_off
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @torch.no_grad()
+    def put(self, changed: NamedArrays) -> None:
+        """Writes new values into tensors."""
+        for name, array in changed.items():
+            tensor = self._tensors[name]
+            tensor.copy_(torch.from_numpy(array))
+            if tensor.dtype not in _EXACT:
+                written = tensor.detach().to("cpu", torch.float32).numpy()
+                self._rounded_off[name] = np.subtract(array, written)
+
+
+def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """The parameters that require gradients.
+
+    Raises:
+        ArgumentError: there is none, or one can't be trained.
+    """
+    found = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+    if not found:
+        raise ArgumentError("the model has no parameter that requires a gradient")
+    for name, tensor in found.items():
+        check_tensor(name, tensor)
+    return found
+
+
+def _optimizers(
+    given: Any, tensors: Mapping[str, torch.nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """The inner optimizers, without wrappers of frameworks.
+
+    Raises:
+        ArgumentError: one is none of torch's, or trains nothing of the model.
+    """
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    ids = {id(tensor) for tensor in tensors.values()}
+    found = []
+    for each in listed:
+        inner = getattr(each, "optimizer", each)  # Accelerate's and Lightning's have it
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ArgumentError(
+                "inner_optimizer must be an optimizer of torch, such as "
+                f"torch.optim.AdamW(model.parameters()); got {type(each).__name__}"
+            )
+        trained = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
+        if not trained & ids:
+            raise ArgumentError(
+                f"inner_optimizer {type(inner).__name__} has no parameter of the model that "
+                "requires a gradient; make it with model.parameters() of this model"
+            )
+        found.append(inner)
+    if not found:
+        raise ArgumentError("inner_optimizer must be one optimizer of torch at least; got none")
+    return found
+
+
+def _post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
+
+
+def _with_tensors(value: Any) -> Any:
+    """The same with torch's tensors in place of arrays."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(each) for key, each in value.items()}
+    return [_with_tensors(each) for each in value] if isinstance(value, list) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    """The same with arrays in place of torch's tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        return {key: _with_arrays(each) for key, each in value.items()}
+    return [_with_arrays(each) for each in value] if isinstance(value, list) else value
