@@ -64,7 +64,18 @@ BACKWARD_SHARE = 2 / 3
 """Of a step's computing: a backward pass takes twice as long as the forward pass."""
 COUNT_MAX = 100_000
 """Workers or shards."""
+CODEC_NAMES = (*CODECS, "int8")
+"""Codecs whose bytes are known here."""
 _FLOAT32_BYTES = 4
+_INT8_BLOCK_SIZE = 4096
+"""Elements that share one float32 scale."""
+
+
+def encoded_bytes(codec: str, element_count: int) -> int:
+    """Bytes of so many elements as a codec writes them."""
+    if codec == "int8":
+        return element_count + _FLOAT32_BYTES * math.ceil(element_count / _INT8_BLOCK_SIZE)
+    return CODECS[codec].item_size * element_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +91,7 @@ class Job:
     link_bytes_per_s: float
     """What a machine's link carries in each direction, headers included. Bytes a second."""
     codec: str = "fp16"
-    """How values travel: fp32, fp16 or bf16. fp16 is the parameters' default."""
+    """How values travel: one of `CODEC_NAMES`. fp16 is the parameters' default."""
     compute_s: float = 0.0
     """Forward and backward pass of a step, in seconds. 0: communication alone."""
     latency_s: float = LATENCY_S
@@ -99,8 +110,10 @@ class Job:
             _check(name, getattr(self, name), 1e-3)
         for name in ("compute_s", "latency_s"):
             _check(name, getattr(self, name), 0)
-        if self.codec not in CODECS:
-            raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {self.codec!r:.80}")
+        if self.codec not in CODEC_NAMES:
+            raise ArgumentError(
+                f"codec must be one of {', '.join(CODEC_NAMES)}; got {self.codec!r:.80}"
+            )
 
     @property
     def float32_bytes(self) -> int:
@@ -110,7 +123,7 @@ class Job:
     @property
     def encoded_bytes(self) -> int:
         """Bytes of a gradient as it travels: M above."""
-        return CODECS[self.codec].item_size * self.element_count
+        return encoded_bytes(self.codec, self.element_count)
 
 
 @dataclass(frozen=True, kw_only=True)

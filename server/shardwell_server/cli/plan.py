@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 
 import click
 from rich.table import Table
 
+from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
-from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import SGD, Adagrad, AdamW, Average, Optimizer, RMSProp
-from shardwell_server import step_time
+from shardwell_server import outer_time, step_time
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import (
     Duration,
     ModelSize,
     Rate,
     bytes_told,
+    digits,
     link_told,
     seconds_told,
 )
+from shardwell_server.outer_time import OuterJob, OuterTime
 from shardwell_server.step_time import Job, StepTime
 from shardwell_server.terminal import console, table
 
@@ -39,6 +42,16 @@ _LEGEND = (
     "weights; overlap: a step whose gradients leave during the backward pass; a shard: "
     "its weights, sums and optimizer state; a worker: that state, where it keeps its own."
 )
+_OUTER_LEGEND = (
+    "a fragment: from its offer to its new weights; hidden: the part of that in which the learner "
+    "computes; step: an inner step, waits included; synchronous: a step as {codec} that overlaps "
+    "its backward pass; faster: steps in the time of a synchronous one; mean, peak: Mbit/s that a "
+    "learner sends, and receives as well, over an outer step and while a fragment travels."
+)
+_LINK_BYTES_PER_S = 125e6
+_SLOW_LINKS = (125e6, 12.5e6, 6.25e6, 1.25e6)
+"""Links that `--outer` compares, in bytes a second: 1000, 100, 50 and 10 Mbit/s."""
+_CODEC = "fp16"
 _WORTH = 1.1
 """A layout that takes more machines, or gives up the server, is to be so many times as fast."""
 
@@ -50,15 +63,13 @@ _WORTH = 1.1
 @click.option(
     "--link",
     type=Rate(),
-    default=125e6,
-    show_default="1Gbit/s",
+    show_default="1Gbit/s; with --outer: 1000, 100, 50 and 10 Mbit/s",
     help="What each machine's link carries, in either direction.",
 )
 @click.option(
     "--codec",
-    type=click.Choice(sorted(CODECS)),
-    default="fp16",
-    show_default=True,
+    type=click.Choice(sorted(step_time.CODEC_NAMES)),
+    show_default="fp16; with --outer: int8",
     help="How gradients and weights travel.",
 )
 @click.option(
@@ -97,37 +108,73 @@ _WORTH = 1.1
     help="Float32 that a worker and its shard exchange where no link is in the way; `shardwell "
     "bench` measures it.",
 )
+@click.option(
+    "--outer",
+    "sync_every",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Outer training (DiLoCo) beside synchronous steps: learners send once in so many inner "
+    "steps, each of which takes --compute-s.",
+)
+@click.option(
+    "--fragments",
+    "fragment_count",
+    type=click.IntRange(min=1),
+    show_default=f"{outer_time.FRAGMENT_COUNT}",
+    help="With --outer: parts of the model, which are sent in turn.",
+)
+@click.option(
+    "--overlap",
+    type=click.IntRange(min=0),
+    show_default=f"{outer_time.OVERLAP}, or what the fragments leave room for",
+    help="With --outer: inner steps between a fragment's offer and its result.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
 def plan(
     *,
     size: int,
     workers: int,
     shard_count: int | None,
-    link: float,
-    codec: str,
+    link: float | None,
+    codec: str | None,
     compute_s: float,
     optimizer: str,
     arity: int,
     latency_s: float,
     host_rate: float,
+    sync_every: int | None,
+    fragment_count: int | None,
+    overlap: int | None,
     as_json: bool,
 ) -> None:
     """Predict the step time of a model of SIZE by layout, and recommend one.
 
-    SIZE is a number of elements (650, 100M, 7B) or bytes of float32 (64MB, 28GiB).
+    SIZE is a number of elements (650, 100M, 7B) or bytes of float32 (64MB, 28GiB). With --outer,
+    say what slow links would carry and hide of outer training.
     """
     with usage_errors():
         job = Job(
             element_count=size,
             worker_count=workers,
             shard_count=workers if shard_count is None else shard_count,
-            link_bytes_per_s=link,
-            codec=codec,
+            link_bytes_per_s=_LINK_BYTES_PER_S if link is None else link,
+            codec=_CODEC if codec is None or sync_every is not None else codec,
             compute_s=compute_s,
             latency_s=latency_s,
             host_bytes_per_s=host_rate,
             optimizer=_OPTIMIZERS[optimizer],
         )
+        if sync_every is not None:
+            outer = _outer_job(job, sync_every, fragment_count, overlap, codec)
+            _show_outer(outer, _SLOW_LINKS if link is None else (link,), as_json=as_json)
+            return
+        if fragment_count is not None or overlap is not None:
+            raise ArgumentError("--fragments and --overlap say how --outer sends; give --outer")
+        if job.codec == outer_time.CODEC:
+            raise ArgumentError(
+                "groups have no int8, so that layouts can't be compared in it; give --outer, or "
+                "another codec"
+            )
         layouts = step_time.layouts(job, arity)
     chosen, reason = recommended(layouts)
     least_s = step_time.least_link_s(job)
@@ -156,6 +203,8 @@ def plan(
         )
     if least_s > 0:
         screen.print(_least(job, least_s), markup=False)
+    if chosen.limit == "link":
+        screen.print("Links are the limit: --outer 100 shows what outer training makes of them.")
 
 
 def as_fields(one: StepTime) -> dict[str, object]:
@@ -238,3 +287,108 @@ def _least(job: Job, least_s: float) -> str:
         f"On {job.worker_count} + {spare_count} machines these links need at least "
         f"{seconds_told(least_s)} a step, wherever sums are taken (BytePS, OSDI 2020)."
     )
+
+
+def _outer_job(
+    job: Job,
+    sync_every: int,
+    fragment_count: int | None,
+    overlap: int | None,
+    codec: str | None,
+) -> OuterJob:
+    """What `--outer` asks for, with defaults that fit together."""
+    count = outer_time.FRAGMENT_COUNT if fragment_count is None else fragment_count
+    room = max(sync_every // count - 1, 0)
+    return OuterJob(
+        job=job,
+        sync_every=sync_every,
+        fragment_count=count,
+        overlap=min(outer_time.OVERLAP, room) if overlap is None else overlap,
+        codec=outer_time.CODEC if codec is None else codec,
+    )
+
+
+def _show_outer(outer: OuterJob, links: Sequence[float], *, as_json: bool) -> None:
+    """Prints what each link would carry and hide."""
+    times = [outer_time.outer_time(outer, link) for link in links]
+    if as_json:
+        click.echo(json.dumps(_outer_fields(outer, times)))
+        return
+    screen = console()
+    screen.print(_outer_words(outer), markup=False)
+    screen.print(_link_table(times))
+    screen.print(_OUTER_LEGEND.format(codec=outer.job.codec), markup=False)
+    screen.print(_hiding(outer), markup=False)
+
+
+def _outer_fields(outer: OuterJob, times: list[OuterTime]) -> dict[str, object]:
+    """What `--json` prints of outer training."""
+    return {
+        "sync_every": outer.sync_every,
+        "fragment_count": outer.fragment_count,
+        "overlap": outer.overlap,
+        "codec": outer.codec,
+        "sent_bytes": outer.encoded_bytes,
+        "received_bytes": outer.encoded_bytes,
+        "synchronous_bytes": outer.synchronous_bytes,
+        "hiding_bytes_per_s": outer.hiding_bytes_per_s,
+        "links": [
+            dataclasses.asdict(one) | {"hidden_share": one.hidden_share, "gain": one.gain}
+            for one in times
+        ],
+    }
+
+
+def _outer_words(outer: OuterJob) -> str:
+    job = outer.job
+    return (
+        f"{job.element_count:,} elements, {job.worker_count} learners, {job.shard_count} dedicated "
+        f"shards. An outer step is {outer.sync_every} inner steps of "
+        f"{seconds_told(job.compute_s)}, with {outer.fragment_count} fragments: one leaves every "
+        f"{outer.interval} inner steps, its result is due {outer.overlap} later. In an outer step "
+        f"a learner sends {bytes_told(outer.encoded_bytes)} as {outer.codec} and receives as much; "
+        f"as many synchronous steps as {job.codec} send {bytes_told(outer.synchronous_bytes)}, "
+        f"{digits(outer.synchronous_bytes / outer.encoded_bytes)} times as much."
+    )
+
+
+def _link_table(times: list[OuterTime]) -> Table:
+    shown = table(
+        "",
+        ">Mbit/s",
+        ">a fragment",
+        ">hidden",
+        ">step",
+        ">synchronous",
+        ">faster",
+        ">mean",
+        ">peak",
+    )
+    for one in times:
+        shown.add_row(
+            _mbit_told(one.link_bytes_per_s),
+            seconds_told(one.fragment_s),
+            f"{one.hidden_share:.0%}",
+            seconds_told(one.inner_step_s),
+            seconds_told(one.synchronous_step_s),
+            digits(one.gain),
+            _mbit_told(one.mean_bytes_per_s),
+            _mbit_told(one.peak_bytes_per_s),
+        )
+    return shown
+
+
+def _mbit_told(bytes_per_s: float) -> str:
+    return digits(bytes_per_s * 8 / 1e6)
+
+
+def _hiding(outer: OuterJob) -> str:
+    """From which link on no learner waits, or what to change."""
+    rate = outer.hiding_bytes_per_s
+    if rate is not None:
+        return f"Links of {link_told(rate)} hide all of it."
+    if outer.job.compute_s == 0.0:
+        return "Give --compute-s, the time of an inner step: without, there is nothing to hide in."
+    if outer.overlap == 0:
+        return "Nothing is hidden without --overlap: learners wait for each fragment."
+    return "No link hides all of it: raise --overlap, or send more fragments."

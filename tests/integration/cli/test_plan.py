@@ -37,10 +37,40 @@ def test_json_has_what_the_table_has() -> None:
     assert layouts["ring"]["link_s"] == pytest.approx(64e6 * step_time.HEADER_FACTOR / 125e6)
 
 
+def test_outer_training_beside_synchronous_steps() -> None:
+    code, output, log = run_command("plan", "25M", "--outer=100", "--compute-s=0.2")
+    assert (code, log) == (0, "")
+    # 4 fragments of 6.25e6 elements: 1526 scales each. fp16: 100 steps of 50 MB.
+    assert "sends 25.0 MB as int8 and receives as much" in " ".join(output.split())
+    assert "5.00 GB, 200 times as much" in " ".join(output.split())
+    assert "every 25 inner steps, its result is due 2 later" in " ".join(output.split())
+    for mbit in ("1,000", "100", "50.0", "10.0"):
+        assert any(line.split()[:1] == [mbit] for line in output.splitlines()), output
+    assert "hide all of it" in output
+    arguments = ("--outer=100", "--fragments=2", "--overlap=5", "--codec=fp16", "--link=80Mbit/s")
+    code, output, log = run_command("plan", "25M", *arguments, "--json")
+    assert (code, log) == (0, "")
+    shown = json.loads(output)
+    assert shown["sent_bytes"] == shown["received_bytes"] == 50_000_000
+    assert shown["synchronous_bytes"] == 5_000_000_000
+    assert (shown["fragment_count"], shown["overlap"], shown["codec"]) == (2, 5, "fp16")
+    assert [one["link_bytes_per_s"] for one in shown["links"]] == [10e6]
+    assert shown["links"][0]["hidden_share"] == 0.0  # no inner step takes time
+    _, output, _ = run_command("plan", "25M", "--outer=6", "--fragments=3", "--json")
+    assert json.loads(output)["overlap"] == 1  # what two inner steps leave room for
+    _, output, _ = run_command("plan", "25M", "--outer=100")
+    assert "Give --compute-s" in output
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["25M", "--outer=0"], "--outer"),
+        (["25M", "--outer=10"], "10 inner steps and 4 fragments"),
+        (["25M", "--outer=100", "--overlap=25"], "overlap must be from 0 to 24"),
+        (["25M", "--fragments=4"], "give --outer"),
+        (["25M", "--codec=int8"], "give --outer"),
         ([], "SIZE"),
         (["much"], "7B"),
         (["0"], "7B"),

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from shardwell.specs.optimizers import AdamW
 from shardwell_server import step_time
-from shardwell_server.cli.plan import _layout_table, recommended
+from shardwell_server.cli.plan import _layout_table, _link_table, recommended
+from shardwell_server.outer_time import OuterJob, outer_time
 from shardwell_server.step_time import Job
 
 
-def _layouts(**changes: object) -> list[step_time.StepTime]:
+def _job(**changes: object) -> Job:
     given = {
         "element_count": 16_000_000,
         "worker_count": 4,
@@ -21,7 +22,11 @@ def _layouts(**changes: object) -> list[step_time.StepTime]:
         "link_bytes_per_s": 125e6,
         "optimizer": AdamW(0.1),
     }
-    return step_time.layouts(Job(**{**given, **changes}))  # type: ignore[arg-type]
+    return Job(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def _layouts(**changes: object) -> list[step_time.StepTime]:
+    return step_time.layouts(_job(**changes))
 
 
 @pytest.mark.parametrize(
@@ -54,3 +59,15 @@ def test_layouts_fit_80_columns(element_count, compute_s) -> None:
     assert len(lines) == 2 + len(layouts)  # none is folded
     for line, one in zip(lines[2:], layouts, strict=True):
         assert line.split()[0] == one.layout
+
+
+@pytest.mark.parametrize("element_count", [4, 25_000_000, 7 * 10**9, 2**48])
+@pytest.mark.parametrize("compute_s", [0.0, 123.0])
+def test_links_fit_80_columns(element_count, compute_s) -> None:
+    outer = OuterJob(job=_job(element_count=element_count, compute_s=compute_s), sync_every=100)
+    times = [outer_time(outer, rate) for rate in (125e6, 12.5e6, 6.25e6, 1.25e6)]
+    screen = Console(width=80, file=io.StringIO(), record=True)
+    screen.print(_link_table(times))
+    lines = [line for line in screen.export_text().splitlines() if line.strip()]
+    assert len(lines) == 2 + len(times)  # none is folded
+    assert [line.split()[0] for line in lines[2:]] == ["1,000", "100", "50.0", "10.0"]

@@ -1,0 +1,156 @@
+"""What outer training (DiLoCo) asks of a link, and what a link makes of it. Pure arithmetic.
+
+A learner makes H inner steps of its own for one outer step, in which it sends each of F fragments
+of the model once and receives its new weights. Fragments take turns: one leaves every H / F inner
+steps, and its result is due `overlap` inner steps later. With c seconds an inner step, and C the
+time from a fragment that leaves to weights that are there, computed as `step_time` does for a
+parameter as large as a fragment on dedicated shards:
+
+    waited = max(0, C - overlap c)         for each fragment
+    hidden = 1 - waited / C
+    outer step = H c + F waited
+
+All fragments are taken as equally large, H must be a multiple of F, and the overlap ends before the
+next fragment leaves; so fragments never share a link. Source: Douillard et al., "Streaming DiLoCo
+with overlapping communication" (2025), arXiv 2501.18512.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from shardwell.errors import ArgumentError
+from shardwell_server import step_time
+from shardwell_server.step_time import HEADER_FACTOR, Job, StepTime
+
+FRAGMENT_COUNT = 4
+"""Fragments that a model is dealt into by default."""
+OVERLAP = 2
+"""Inner steps after which a fragment's result is due by default."""
+CODEC = "int8"
+"""How fragments travel by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterJob:
+    """Outer training of a job, beside synchronous steps of the same job."""
+
+    job: Job
+    """The model, the learners (its workers), shards and links. Its codec is that of the synchronous
+    steps, its `compute_s` the time of an inner step."""
+    sync_every: int
+    """Inner steps of an outer step: H."""
+    fragment_count: int = FRAGMENT_COUNT
+    """Parts that the model is sent in: F. Divides `sync_every`."""
+    overlap: int = 0
+    """Inner steps between a fragment's offer and the taking of its result; fewer than
+    `interval`."""
+    codec: str = CODEC
+    """How fragments travel, both ways."""
+
+    def __post_init__(self) -> None:
+        for name in ("sync_every", "fragment_count"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.sync_every % self.fragment_count:
+            raise ArgumentError(
+                f"sync_every must be a multiple of fragment_count; got {self.sync_every} inner "
+                f"steps and {self.fragment_count} fragments"
+            )
+        if not 0 <= self.overlap < self.interval:
+            raise ArgumentError(
+                f"overlap must be from 0 to {self.interval - 1}, as a fragment leaves every "
+                f"{self.interval} inner steps; got {self.overlap}"
+            )
+        if self.job.element_count < self.fragment_count:
+            raise ArgumentError(
+                f"fragment_count must be at most element_count; got {self.fragment_count} "
+                f"fragments of {self.job.element_count} elements"
+            )
+        _ = self.fragment_job  # checks the codec
+
+    @property
+    def interval(self) -> int:
+        """Inner steps from one fragment to the next."""
+        return self.sync_every // self.fragment_count
+
+    @property
+    def fragment_job(self) -> Job:
+        """One fragment's exchange as a step of its own, which computes nothing."""
+        size = math.ceil(self.job.element_count / self.fragment_count)
+        return dataclasses.replace(self.job, element_count=size, codec=self.codec, compute_s=0.0)
+
+    @property
+    def encoded_bytes(self) -> int:
+        """What a learner sends in an outer step, and what it receives."""
+        return self.fragment_count * self.fragment_job.encoded_bytes
+
+    @property
+    def synchronous_bytes(self) -> int:
+        """What a worker would send in as many synchronous steps, and receive."""
+        return self.sync_every * self.job.encoded_bytes
+
+    @property
+    def hiding_bytes_per_s(self) -> float | None:
+        """The slowest link on which no learner waits; None: computing is too short for any."""
+        one = step_time.dedicated(dataclasses.replace(self.fragment_job, link_bytes_per_s=1.0))
+        room_s = self.overlap * self.job.compute_s - one.latency_s
+        if room_s <= one.work_s:
+            return None
+        carried_bytes = one.link_s + one.lag_s + one.fill_s  # seconds at one byte a second
+        return max(carried_bytes / room_s, one.fill_s / (room_s - one.work_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterTime:
+    """An outer step on one link. Times in seconds, rates in bytes a second with headers."""
+
+    link_bytes_per_s: float
+    """What the link carries in each direction."""
+    fragment_s: float
+    """From a fragment that leaves to its new weights."""
+    waited_s: float
+    """How long a learner waits for a fragment, beyond its overlap."""
+    outer_step_s: float
+    """All inner steps, and the waits of all fragments."""
+    inner_step_s: float
+    """The mean of an inner step, waits included."""
+    synchronous_step_s: float
+    """A step that exchanges gradients for weights each time, overlapped with the backward pass."""
+    mean_bytes_per_s: float
+    """What a learner sends, over the whole outer step; it receives as much."""
+    peak_bytes_per_s: float
+    """What a learner sends while a fragment travels."""
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of a fragment's time in which the learner computes."""
+        return 1.0 - self.waited_s / self.fragment_s
+
+    @property
+    def gain(self) -> float:
+        """How many inner steps a learner makes in the time of a synchronous one."""
+        return self.synchronous_step_s / self.inner_step_s
+
+
+def outer_time(outer: OuterJob, link_bytes_per_s: float) -> OuterTime:
+    """How long an outer step takes on links of that rate."""
+    job = dataclasses.replace(outer.job, link_bytes_per_s=link_bytes_per_s)
+    synchronous: StepTime = step_time.dedicated(job)
+    fragment_job = dataclasses.replace(outer.fragment_job, link_bytes_per_s=link_bytes_per_s)
+    fragment_s = step_time.dedicated(fragment_job).communication_s
+    waited_s = max(0.0, fragment_s - outer.overlap * job.compute_s)
+    outer_step_s = outer.sync_every * job.compute_s + outer.fragment_count * waited_s
+    sent_bytes = outer.encoded_bytes * HEADER_FACTOR
+    return OuterTime(
+        link_bytes_per_s=link_bytes_per_s,
+        fragment_s=fragment_s,
+        waited_s=waited_s,
+        outer_step_s=outer_step_s,
+        inner_step_s=outer_step_s / outer.sync_every,
+        synchronous_step_s=synchronous.overlapped_s,
+        mean_bytes_per_s=sent_bytes / outer_step_s,
+        peak_bytes_per_s=sent_bytes / outer.fragment_count / fragment_s,
+    )
