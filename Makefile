@@ -40,7 +40,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
-	@echo "make demo    train a digits classifier on a cluster, and watch; again while workers come and die (50 s)"
+	@echo "make demo    train a digits classifier on a cluster, and watch; again while workers come and die, and by outer training (55 s)"
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
@@ -64,6 +64,7 @@ help:
 demo: $(VENV)/.has-demo
 	@$(BIN)/shardwell demo
 	@$(BIN)/shardwell demo --chaos
+	@$(BIN)/shardwell demo --outer
 
 demo-embeddings: $(VENV)/.has-demo
 	@cd examples && $(abspath $(BIN))/python -m embeddings run

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
+from shardwell.outer.schedule import Schedule
 from shardwell_server import step_time
 from shardwell_server.step_time import HEADER_FACTOR, Job, StepTime
 
@@ -45,25 +46,14 @@ class OuterJob:
     fragment_count: int = FRAGMENT_COUNT
     """Parts that the model is sent in: F. Divides `sync_every`."""
     overlap: int = 0
-    """Inner steps between a fragment's offer and the taking of its result; fewer than
-    `interval`."""
+    """Inner steps between a fragment's offer and the taking of its result."""
     codec: str = CODEC
     """How fragments travel, both ways."""
 
     def __post_init__(self) -> None:
-        for name in ("sync_every", "fragment_count"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.sync_every % self.fragment_count:
-            raise ArgumentError(
-                f"sync_every must be a multiple of fragment_count; got {self.sync_every} inner "
-                f"steps and {self.fragment_count} fragments"
-            )
-        if not 0 <= self.overlap < self.interval:
-            raise ArgumentError(
-                f"overlap must be from 0 to {self.interval - 1}, as a fragment leaves every "
-                f"{self.interval} inner steps; got {self.overlap}"
-            )
+        if self.fragment_count < 1:
+            raise ArgumentError(f"fragment_count must be at least 1; got {self.fragment_count}")
+        _ = self.schedule  # checks steps, fragments and overlap
         if self.job.element_count < self.fragment_count:
             raise ArgumentError(
                 f"fragment_count must be at most element_count; got {self.fragment_count} "
@@ -72,9 +62,11 @@ class OuterJob:
         _ = self.fragment_job  # checks the codec
 
     @property
-    def interval(self) -> int:
-        """Inner steps from one fragment to the next."""
-        return self.sync_every // self.fragment_count
+    def schedule(self) -> Schedule:
+        """When fragments leave."""
+        return Schedule(
+            sync_every=self.sync_every, fragment_count=self.fragment_count, overlap=self.overlap
+        )
 
     @property
     def fragment_job(self) -> Job:

@@ -6,11 +6,12 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, cast, get_args
 
 import click
 
 from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.outer.outer import DEFAULT_CODEC
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server import signals
 from shardwell_server.cli.options import (
@@ -23,12 +24,14 @@ from shardwell_server.cli.options import (
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.demo.digits.chaos import CHAOS_STEP_COUNT
 from shardwell_server.demo.digits.group_worker import train_by_sync
+from shardwell_server.demo.digits.outer_worker import OUTER_STEP_COUNT
 from shardwell_server.demo.digits.samples import Samples, load_digits
 from shardwell_server.demo.digits.worker import (
     ACCURACY_MIN,
     MODEL,
     STEP_COUNT,
     WORKER_COMMAND,
+    OuterPlan,
     SyncName,
     Task,
 )
@@ -75,14 +78,58 @@ sync_option: Decorator = click.option(
     help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
     "of them; or threads of one process.",
 )
-codec_option: Decorator = click.option(
-    "--codec",
-    type=click.Choice(get_args(CodecName)),
-    default="fp16",
-    show_default=True,
-    envvar="SHARDWELL_CODEC",
-    help="How gradients and weights travel.",
-)
+
+
+def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
+    """--codec, with a default and how it is shown."""
+    return click.option(
+        "--codec",
+        type=click.Choice(get_args(CodecName)),
+        default=default,
+        show_default=shown,
+        envvar="SHARDWELL_CODEC",
+        help="How gradients and weights travel.",
+    )
+
+
+codec_option: Decorator = codec_option_of("fp16", "fp16")
+
+
+def outer_options(*, hidden: bool) -> Decorator:
+    """--outer-steps, --fragments and --overlap, as `outer`: a plan, or None without any of them."""
+    plan = OuterPlan()
+    options = [
+        click.option(
+            flag,
+            name,
+            type=click.IntRange(min=low),
+            show_default=str(getattr(plan, name)),
+            hidden=hidden,
+            help=f"With --outer: {told}",
+        )
+        for flag, name, low, told in (
+            ("--overlap", "overlap", 0, "steps that a fragment may travel in."),
+            ("--fragments", "fragment_count", 1, "parts in which the model is sent, in turn."),
+            ("--outer-steps", "sync_every", 1, "steps of each worker for one outer step."),
+        )
+    ]
+
+    def with_plan(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def planned(**fields: Any) -> None:
+            names = ("sync_every", "fragment_count", "overlap")
+            given = {name: fields.pop(name) for name in names}
+            given = {name: value for name, value in given.items() if value is not None}
+            with usage_errors():
+                outer = OuterPlan(**given) if given else None
+            command(outer=outer, **fields)
+
+        made: Callable[..., Any] = planned
+        for option in options:
+            made = option(made)
+        return made
+
+    return with_plan
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,11 +172,19 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 )
 @steps_option(
     None,
-    f"Steps that each worker makes; default: {STEP_COUNT}, and {CHAOS_STEP_COUNT} with --chaos.",
+    f"Steps that each worker makes; default: {STEP_COUNT}, {CHAOS_STEP_COUNT} with --chaos, and "
+    f"{OUTER_STEP_COUNT} with --outer.",
 )
 @mode_option("sync", "")
 @sync_option
-@codec_option
+@codec_option_of(None, f"fp16; with --outer: {DEFAULT_CODEC}")
+@click.option(
+    "--outer",
+    "is_outer",
+    is_flag=True,
+    help="Outer training (DiLoCo): workers make steps of their own, and send once in many.",
+)
+@outer_options(hidden=False)
 @click.option(
     "--chaos",
     "has_chaos",
@@ -144,7 +199,14 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
     help="With --chaos: of who comes and goes, and when.",
 )
 @running_shards_option
-def demo(step_count: int | None, has_chaos: bool, **fields: Any) -> None:
+def demo(
+    step_count: int | None,
+    codec: CodecName | None,
+    has_chaos: bool,
+    is_outer: bool,
+    outer: OuterPlan | None,
+    **fields: Any,
+) -> None:
     """Train on a real cluster, and watch.
 
     Starts shards and workers on this machine, trains a classifier on scikit-learn's handwritten
@@ -159,9 +221,18 @@ def demo(step_count: int | None, has_chaos: bool, **fields: Any) -> None:
 
     signals.hold()
     with usage_errors():
+        if outer is not None and not is_outer:
+            raise ArgumentError("--outer-steps, --fragments and --overlap are for --outer; give it")
         if step_count is None:
             step_count = CHAOS_STEP_COUNT if has_chaos else STEP_COUNT
-        config = DemoConfig(step_count=step_count, has_chaos=has_chaos, **fields)
+            step_count = OUTER_STEP_COUNT if is_outer else step_count
+        config = DemoConfig(
+            step_count=step_count,
+            has_chaos=has_chaos,
+            codec=codec or (cast(CodecName, DEFAULT_CODEC) if is_outer else "fp16"),
+            outer=outer or OuterPlan() if is_outer else None,
+            **fields,
+        )
     progress = Progress()
     display = Display(config, progress)
     try:
@@ -222,6 +293,7 @@ def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Name of the model's weights in the cluster.",
         ),
         training_options,
+        outer_options(hidden=True),
         click.option(
             "--elastic",
             "is_elastic",

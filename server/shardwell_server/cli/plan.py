@@ -340,14 +340,14 @@ def _outer_fields(outer: OuterJob, times: list[OuterTime]) -> dict[str, object]:
 
 
 def _outer_words(outer: OuterJob) -> str:
-    job = outer.job
+    job, interval = outer.job, outer.schedule.interval
     return (
         f"{job.element_count:,} elements, {job.worker_count} learners, {job.shard_count} dedicated "
         f"shards. An outer step is {outer.sync_every} inner steps of "
-        f"{seconds_told(job.compute_s)}, with {outer.fragment_count} fragments: one leaves every "
-        f"{outer.interval} inner steps, its result is due {outer.overlap} later. In an outer step "
-        f"a learner sends {bytes_told(outer.encoded_bytes)} as {outer.codec} and receives as much; "
-        f"as many synchronous steps as {job.codec} send {bytes_told(outer.synchronous_bytes)}, "
+        f"{seconds_told(job.compute_s)}, with {outer.fragment_count} fragments: one is due every "
+        f"{interval} inner steps, and leaves {outer.overlap} before. In an outer step a learner "
+        f"sends {bytes_told(outer.encoded_bytes)} as {outer.codec} and receives as much; as many "
+        f"synchronous steps as {job.codec} send {bytes_told(outer.synchronous_bytes)}, "
         f"{digits(outer.synchronous_bytes / outer.encoded_bytes)} times as much."
     )
 

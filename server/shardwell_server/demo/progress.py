@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console
@@ -47,6 +47,8 @@ class TrainingState:
     """Both ways, of late."""
     training_s: float
     """From the first step that was reported to the latest."""
+    outer: Mapping[str, float] = field(default_factory=dict)
+    """Of outer training: the least or, of seconds, the mean of what all workers report."""
 
     @property
     def steps_per_s(self) -> float:
@@ -88,8 +90,21 @@ class Observer:
             received_bytes=received,
             sent_value_bytes=sum(report.sent_value_bytes for report in reports),
             bytes_per_s=(sent + received - earlier) / (now_s - then_s) if now_s > then_s else 0.0,
+            outer=_outer([report.outer for report in reports]),
             training_s=max(m.heard_s for m in members) - min(started_s) if started_s else 0.0,
         )
+
+
+def _outer(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What workers report of outer training; empty where one has not reported yet."""
+    if not reports or not all(reports):
+        return {}
+    return {
+        name: sum(report[name] for report in reports) / len(reports)
+        if name.endswith("_s")
+        else min(report[name] for report in reports)
+        for name in reports[0]
+    }
 
 
 def _mean(*choices: Sequence[float | None]) -> float | None:

@@ -27,6 +27,9 @@ class Report:
     """What was sent, as float32."""
     contributors: Sequence[str] = ()
     """Workers whose gradients its last step has, where steps may close without a worker."""
+    outer: Mapping[str, float] = field(default_factory=dict)
+    """Of outer training: `outer_steps` whose results it took, and its seconds `waited_s` and
+    `hidden_s`."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """Of what was learnt after that step, on held-out data; empty: this worker does not measure."""
 
@@ -81,6 +84,7 @@ class Reporter:
         *,
         last: bool,
         contributors: Sequence[str] = (),
+        outer: Mapping[str, float] | None = None,
         measure: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """Notes that `step` steps are made, the last of them with `loss`.
@@ -90,6 +94,7 @@ class Reporter:
             loss: Of the last.
             last: Whether there is no other.
             contributors: See `Report`.
+            outer: See `Report`.
             measure: Measures now; called when a report is due.
         """
         self._losses.append(loss)
@@ -104,6 +109,7 @@ class Reporter:
                     received_bytes=self._traffic.received_bytes,
                     sent_value_bytes=self._traffic.sent_value_bytes,
                     contributors=contributors,
+                    outer={} if outer is None else outer,
                     measures={} if measure is None else measure(),
                 )
             )

@@ -43,7 +43,7 @@ def test_outer_training_beside_synchronous_steps() -> None:
     # 4 fragments of 6.25e6 elements: 1526 scales each. fp16: 100 steps of 50 MB.
     assert "sends 25.0 MB as int8 and receives as much" in " ".join(output.split())
     assert "5.00 GB, 200 times as much" in " ".join(output.split())
-    assert "every 25 inner steps, its result is due 2 later" in " ".join(output.split())
+    assert "every 25 inner steps, and leaves 2 before" in " ".join(output.split())
     for mbit in ("1,000", "100", "50.0", "10.0"):
         assert any(line.split()[:1] == [mbit] for line in output.splitlines()), output
     assert "hide all of it" in output
@@ -67,8 +67,8 @@ def test_outer_training_beside_synchronous_steps() -> None:
     ("arguments", "words"),
     [
         (["25M", "--outer=0"], "--outer"),
-        (["25M", "--outer=10"], "10 inner steps and 4 fragments"),
-        (["25M", "--outer=100", "--overlap=25"], "overlap must be from 0 to 24"),
+        (["25M", "--outer=10"], "sync_every=10 must be a multiple of the 4 fragments"),
+        (["25M", "--outer=100", "--overlap=25"], "overlap=25 must be below the interval of 25"),
         (["25M", "--fragments=4"], "give --outer"),
         (["25M", "--codec=int8"], "give --outer"),
         ([], "SIZE"),

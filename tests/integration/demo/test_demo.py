@@ -163,6 +163,81 @@ def test_chaos_that_has_not_learnt_fails():
     assert re.search(r"^workers +3 began; ", output, re.M), output
 
 
+def test_outer_training_learns_and_says_what_it_moved():
+    """Eight outer steps of fp32: each moves all weights once each way, as do the first weights."""
+    arguments = ("--outer", "--codec=fp32", "--steps=320", "--outer-steps=40", "--overlap=3")
+    with started("demo", *arguments) as process:
+        code, output, errors = finish(process)
+    assert (code, errors) == (0, ""), output
+    assert "codec fp32, an outer step every 40 steps, in 2 fragments" in output
+    assert re.search(r"^step 320/320 .* accuracy 0\.9\d\d  outer step 8$", output, re.M), output
+    assert re.search(r"^outer steps +8 of each of 2 fragments, one in 40 steps", output, re.M)
+    size = 64 * 1024 + 1024 + 1024 * 10 + 10
+    moved = {}
+    for way in ("sent", "received"):
+        found = re.search(rf"^{way} +([\d.]+) MB by all workers, .*\(measured\)", output, re.M)
+        assert found, output
+        moved[way] = float(found[1])
+        assert 0.98 * 4 * 8 * 4 * size < 1e6 * moved[way] < 1.02 * 4 * (8 + 1) * 4 * size
+    synchronous = 4 * 320 * 2 * size / 1e6
+    shown = re.search(
+        r"^synchronous +([\d.]+) MB .* as fp16 \(computed\), (\d+) times", output, re.M
+    )
+    assert shown, output
+    assert float(shown[1]) == pytest.approx(synchronous, abs=0.06)
+    assert int(shown[2]) == pytest.approx(synchronous / moved["sent"], abs=1.0)
+    times = re.search(
+        r"^fragments +travelled ([\d.]+) s for each worker: ([\d.]+) s hidden behind its steps, "
+        r"([\d.]+) s waited",
+        output,
+        re.M,
+    )
+    assert times, output
+    assert float(times[1]) == pytest.approx(float(times[2]) + float(times[3]), abs=0.02)
+    assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
+
+
+def test_outer_training_that_has_not_learnt_fails():
+    """No outer step ends in ten inner ones: shards have the first weights."""
+    with started("demo", "--outer", "--codec=fp32", "--workers=2", "--steps=10") as process:
+        code, output, errors = finish(process)
+    assert code == 1
+    assert re.fullmatch(r"Failed: held-out accuracy 0\.\d{3} is below 0\.95\.\n", errors)
+    assert re.search(r"^outer steps +0 of each of 2 fragments", output, re.M), output
+
+
+@needs_proc
+def test_ctrl_c_ends_outer_training_and_leaves_nothing_behind():
+    arguments = ("--outer", "--codec=fp32", "--workers=2", "--steps=100000")
+    with started("demo", *arguments) as process:
+        children = wait_for_children(process, shards=2, workers=2)
+        read_until(process, r"outer step [1-9]")
+        process.send_signal(signal.SIGINT)
+        code, _, errors = finish(process)
+        assert code == 130
+        assert errors == "Stopped by Ctrl-C; shards and workers have ended.\n"
+        assert [pid for pid in children if is_there(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--outer", "--mode=async"), "leave out --sync, --mode and --chaos"),
+        (("--outer", "--sync=ring"), "leave out --sync, --mode and --chaos"),
+        (("--outer", "--chaos"), "leave out --sync, --mode and --chaos"),
+        (("--outer-steps=50",), "are for --outer; give it"),
+        (("--outer", "--outer-steps=51"), "multiple of"),
+        (("--outer", "--fragments=3"), "fragments=2 or fewer"),
+        (("--outer", "--overlap=25"), "overlap"),
+    ],
+)
+def test_outer_training_that_can_not_be_is_refused_at_once(arguments, words):
+    with started("demo", *arguments) as process:
+        code, output, errors = finish(process)
+    assert (code, output) == (2, "")
+    assert words in errors
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [("--mode=async", "leave out --sync and --mode"), ("--workers=2", "needs 3 workers")],

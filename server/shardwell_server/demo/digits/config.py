@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
-from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, SyncName, Task
+from shardwell_server.demo.digits.worker import ACCURACY_MIN, STEP_COUNT, OuterPlan, SyncName, Task
 from shardwell_server.demo.progress import TrainingState
 
 CHAOS_WORKER_COUNT_MIN = 3
@@ -36,6 +36,8 @@ class DemoConfig:
     """Whether workers come, leave and die while they train."""
     seed: int = 0
     """Of who does so, and when."""
+    outer: OuterPlan | None = None
+    """Outer training: workers make steps of their own, and send once in many."""
     target: str | None = None
     """A cluster that runs already; None: start one of `shard_count`."""
 
@@ -43,6 +45,11 @@ class DemoConfig:
         if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
             raise ArgumentError(
                 f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}"
+            )
+        if self.outer and (self.sync, self.mode, self.has_chaos) != ("server", "sync", False):
+            raise ArgumentError(
+                "outer training has steps of its own; leave out --sync, --mode and --chaos; got "
+                f"sync={self.sync!r}, mode={self.mode!r}, chaos={self.has_chaos}"
             )
         if self.has_chaos and (self.sync, self.mode) != ("server", "sync"):
             raise ArgumentError(
@@ -88,6 +95,7 @@ class DemoConfig:
             mode=self.mode,
             sync=self.sync,
             is_elastic=self.has_chaos,
+            outer=self.outer,
         )
         return [first.of_worker(index) for index in range(self.process_count)]
 

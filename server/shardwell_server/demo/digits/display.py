@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
+from shardwell_server import step_time
 from shardwell_server.demo.digits.config import DemoConfig, Result
-from shardwell_server.demo.digits.worker import ACCURACY_MIN
+from shardwell_server.demo.digits.worker import ACCURACY_MIN, MODEL, OuterPlan
 from shardwell_server.demo.progress import Progress, TrainingState, count, traffic
 
 
@@ -49,6 +50,8 @@ class Display:
             figures.append(f"accuracy {accuracy:.3f}")
         if not last and self._config.sync != "threads":
             figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+        if state.outer:
+            figures.append(f"outer step {state.outer['outer_steps']:.0f}")
         if members:
             figures.append(f"members {' '.join(members)}")
         step = f"step {state.step:>{len(str(step_count))}}/{step_count}"
@@ -75,10 +78,34 @@ class Display:
             rows["steps"] = f"{config.step_count} in {state.training_s:.1f} s"
             told = [f"{number} {what}" for what, number in result.chaos_counts.items() if number]
             rows["workers"] = f"{config.worker_count} began; {', '.join(told)}"
+        if config.outer is not None:
+            del rows["sent"], rows["received"], rows["codec"]  # each has its own words here
+            rows |= _outer_rows(config, config.outer, state)
         if config.sync == "threads":
             del rows["sent"], rows["received"], rows["codec"]
         rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
         self._progress.print_tables(list(rows.items()))
+
+
+def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> dict[str, str]:
+    """What outer training made of the bytes, and of the time in which they travel."""
+    steps = config.worker_count * config.step_count
+    synchronous_bytes = steps * step_time.encoded_bytes("fp16", MODEL.size)
+    told = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
+    travelled_s = told["waited_s"] + told["hidden_s"]
+    rows = {
+        "outer steps": f"{told['outer_steps']:.0f} of each of "
+        f"{count(plan.fragment_count, 'fragment')}, one in {count(plan.sync_every, 'step')}",
+        "fragments": f"travelled {travelled_s:.2f} s for each worker: {told['hidden_s']:.2f} s "
+        f"hidden behind its steps, {told['waited_s']:.2f} s waited",
+    }
+    for way, byte_count in (("sent", state.sent_bytes), ("received", state.received_bytes)):
+        rows[way] = f"{byte_count / 1e6:.1f} MB by all workers, first weights included (measured)"
+    rows["synchronous"] = (
+        f"{synchronous_bytes / 1e6:.1f} MB each way for as many digits as fp16 (computed), "
+        f"{synchronous_bytes / max(state.sent_bytes, 1):.0f} times as much"
+    )
+    return rows
 
 
 def _loss(loss: float | None) -> str:
@@ -95,6 +122,11 @@ def _described(config: DemoConfig) -> str:
         shape = {"ring": "in a ring", "tree": "in a tree", "centralized": "around rank 0"}
         return f"{workers} among themselves, {shape[config.sync]}, codec {config.codec}"
     where = count(config.shard_count, "shard") if config.target is None else config.target
+    if config.outer is not None:
+        return (
+            f"{workers} on {where}, codec {config.codec}, an outer step every "
+            f"{config.outer.sync_every} steps, in {count(config.outer.fragment_count, 'fragment')}"
+        )
     if config.has_chaos:
         return (
             f"{workers} that come, leave and die, on {where}, codec {config.codec}, seed "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 import shardwell
 from shardwell.process.connected import Closing
+from shardwell_server.demo.digits.model import FloatArray
 from shardwell_server.demo.digits.samples import Samples
 from shardwell_server.demo.digits.worker import MODEL, Task, open_weights
 
@@ -25,7 +27,7 @@ class Evaluator(Closing):
             task.target, worker_id=task.worker_id, timeout_s=_TIMEOUT_S
         )
         try:
-            self._model = open_weights(self._client, task)
+            self._parts = _opened(self._client, task, self._weights)
         except BaseException:
             self._client.close()
             raise
@@ -36,9 +38,26 @@ class Evaluator(Closing):
         Raises:
             ShardUnavailableError, DeadlineError: a shard did not answer in time.
         """
-        self._model.get_weights(out=self._weights, timeout_s=timeout_s)
+        for parameter, part in self._parts:
+            parameter.get_weights(out=part, timeout_s=timeout_s)
         return MODEL.accuracy(self._weights, self._held_out.images, self._held_out.labels)
 
     def close(self) -> None:
         """Ends its connection."""
         self._client.close()
+
+
+def _opened(
+    client: shardwell.Client, task: Task, weights: FloatArray
+) -> list[tuple[shardwell.Parameter, Any]]:
+    """The parameters that hold the model, each with its part of `weights`."""
+    if task.outer is None:
+        return [(open_weights(client, task), weights)]
+    tensors = MODEL.tensors(weights)
+    found = []
+    for index in range(task.outer.fragment_count):
+        fragment = client.parameter(f"{task.parameter}.fragment-{index}")
+        assert fragment.spec.layout is not None
+        names = fragment.spec.layout.by_name
+        found.append((fragment, {name: tensors[name] for name in names}))
+    return found

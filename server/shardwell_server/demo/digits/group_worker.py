@@ -16,6 +16,7 @@ import numpy.typing as npt
 import shardwell
 from shardwell.specs.parameter import WireName
 from shardwell_server.demo.digits.model import FloatArray
+from shardwell_server.demo.digits.outer_worker import train_outer
 from shardwell_server.demo.digits.samples import Batches, Digits
 from shardwell_server.demo.digits.worker import (
     BATCH_SIZE,
@@ -43,6 +44,8 @@ def train_by_sync(
     Raises:
         ShardwellError: see `Client`, `Parameter` and `Group`.
     """
+    if task.outer is not None:
+        return train_outer(task, digits, report, report_interval_s=report_interval_s)
     if task.sync == "server":
         return train(task, digits, report, report_interval_s=report_interval_s)
     if task.sync == "threads":

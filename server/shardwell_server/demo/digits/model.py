@@ -54,6 +54,16 @@ class Perceptron:
             start = stop
         return Layers(**views)
 
+    def tensors(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Views of a (size,) vector, by the names that its tensors have in outer training."""
+        layers = self.layers(flat)
+        return {
+            "hidden.weights": layers.hidden_weights,
+            "hidden.bias": layers.hidden_bias,
+            "output.weights": layers.output_weights,
+            "output.bias": layers.output_bias,
+        }
+
     def first_weights(self, seed: int) -> npt.NDArray[np.float32]:
         """Where training begins: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
         random = np.random.default_rng(seed)

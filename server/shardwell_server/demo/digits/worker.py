@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 import shardwell
+from shardwell.outer.schedule import Schedule
+from shardwell.placement.fragments import deal_fragments
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server.demo.digits.model import Perceptron
 from shardwell_server.demo.digits.samples import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
@@ -37,6 +39,32 @@ ACCURACY_MIN = 0.95
 """Of held-out digits; below it, the run has failed."""
 FIRST_WEIGHTS_SEED = 22
 """Every worker begins with these weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterPlan:
+    """Outer training: how often, and in how many parts, a worker sends what it has learnt."""
+
+    sync_every: int = 50
+    """Inner steps of an outer step."""
+    fragment_count: int = 2
+    """Parts of the model, which are sent in turn: its layers."""
+    overlap: int = 2
+    """Inner steps that a part may travel while the worker goes on."""
+
+    def __post_init__(self) -> None:
+        sizes = dict.fromkeys(MODEL.tensors(np.empty(MODEL.size)), 1)
+        count = len(deal_fragments(sizes, self.fragment_count))
+        Schedule(sync_every=self.sync_every, fragment_count=count, overlap=self.overlap)
+
+    def flags(self) -> list[str]:
+        """The worker's flags for it."""
+        return [
+            f"--outer-steps={self.sync_every}",
+            f"--fragments={self.fragment_count}",
+            f"--overlap={self.overlap}",
+        ]
+
 
 SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
 """Who averages: the shards, the workers among themselves, or the threads of one process."""
@@ -66,6 +94,8 @@ class Task:
     """Who averages."""
     is_elastic: bool = False
     """Whether workers come and go; worker_count says nothing then."""
+    outer: OuterPlan | None = None
+    """Outer training; None: each step is exchanged."""
     timeout_s: float = 60.0
     """Bound of each call. A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
@@ -91,6 +121,7 @@ class Task:
             f"--mode={self.mode}",
             f"--sync={self.sync}",
             *(["--elastic"] if self.is_elastic else []),
+            *(self.outer.flags() if self.outer else []),
             f"--timeout-s={self.timeout_s}",
             f"--connect-timeout-s={self.connect_timeout_s}",
         ]
