@@ -5,6 +5,7 @@ python tools/pictures.py
 docs/images/architecture.svg    workers, shards, and what travels
 docs/images/exchange.svg        one chunk of an `exchange`, from the SDK to the disk and back
 docs/images/members.svg         a step with a worker that is late and one that is lost
+docs/images/outer.svg           an outer step of two learners, in two fragments
 docs/images/demo.svg            the screen of a real `shardwell demo`, which this runs
 """
 
@@ -168,6 +169,38 @@ def members() -> None:
     picture.save("members.svg")
 
 
+def outer() -> None:
+    """Twelve inner steps of two learners, in which each of two fragments is sent once."""
+    picture = Picture(980, 400)
+    lanes = {"w0": 70, "w1": 330}
+    left, width, shards = 120, 68, 200
+    picture.box(10, shards - 30, 92, 60, SHARD)
+    picture.text(56, shards + 5, "shards", bold=True)
+    picture.line(left, shards, 960, shards)
+    for name, y in lanes.items():
+        picture.box(10, y - 22, 92, 44, WORKER)
+        picture.text(56, y + 5, name, bold=True)
+        for step in range(12):
+            picture.box(left + width * step, y - 16, width - 6, 32, WORKER)
+            picture.text(left + width * step + 31, y + 5, str(step + 1))
+    for number, offered in enumerate((4, 10)):
+        begin, end = left + width * offered - 3, left + width * (offered + 2) - 3
+        counted, new = begin + 20, end - 20
+        for y, side in ((70, 1), (330, -1)):
+            picture.arrow(begin, y + 16 * side, counted, shards - 26 * side)
+            picture.arrow(new, shards - 26 * side, end, y + 16 * side)
+        picture.box(counted - 8, shards - 26, new - counted + 16, 52, SHARD)
+        picture.text((counted + new) // 2, shards - 5, f"fragment {number}")
+        picture.text((counted + new) // 2, shards + 14, "mean, outer SGD", size=12)
+        picture.text(begin - 66, 128, "offers", size=13)
+        picture.text(begin - 66, 145, "image - local", size=13)
+        picture.text(end + 22, 128, "takes", size=13)
+    picture.text(430, 40, "inner steps of its own, also while a fragment travels", size=13)
+    words = "sync_every=12, fragments=2, overlap=2: a fragment is due every 6 steps"
+    picture.text(490, 385, words, size=13)
+    picture.save("outer.svg")
+
+
 def demo() -> None:
     """Runs it."""
     command = [sys.executable, "-m", "shardwell_server", "demo"]
@@ -182,4 +215,5 @@ if __name__ == "__main__":
     architecture()
     exchange()
     members()
+    outer()
     demo()

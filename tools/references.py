@@ -48,6 +48,7 @@ OTHERS = frozenset(
         *("accelerator", "lightning", "transformers", "ddp_backend", "process_group_backend"),
         "monitored_barrier",
         *("equinox", "lax", "nnx", "optax", "value_and_grad", "clip_by_global_norm"),  # with JAX
+        "flatten_dict",
         *("JaxRuntimeError", "loss_fn"),
         *("env_vars", "runtime_env", "max_retries"),  # Ray
         *("max_connection_age", "allow_indirect_imports"),  # gRPC, import-linter

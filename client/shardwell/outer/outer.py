@@ -299,6 +299,15 @@ class Outer(Connected, Closing):
             )
         ]
 
+    @property
+    def next_step(self) -> int:
+        """The outer step that this learner is to go on with, also after a restart.
+
+        All fragments have the outer steps before it, so learners that loop until it is reached end
+        at the same one: `while outer.next_step < 200`.
+        """
+        return min(self._steps)
+
     # First weights, and the newest.
 
     def init(self, weights: Mapping[str, Any]) -> NamedArrays:

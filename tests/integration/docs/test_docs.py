@@ -31,7 +31,7 @@ PAGES = [
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "compose", "guarantees", "errors", "performance", "wire", "architecture", "security",
-        "operations", "runbook", "ray", "members",
+        "operations", "runbook", "ray", "members", "outer",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
@@ -72,6 +72,8 @@ PRINTED = {
     "python elastic_group.py": rf"{ONES} 1",
     "docs/groups.md 3": rf"\d\.\d+(e-\d+)? {ONES}",
     "python elastic.py w1": ONES,
+    "python learner.py w1": ONES,
+    "docs/outer.md 2": r"loss 0\.[01]\d*",
     "docs/members.md 2": r"all \('w0',\)",
     "docs/tables.md 1": r"\[     7 123456\]",
     "shardwell checkpoint inspect ckpt/step-1000 --verify": r"(?s).*numpy.*",
