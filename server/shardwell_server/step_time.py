@@ -48,6 +48,7 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import Ring, Strategy, Tree
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import Average, Optimizer
+from shardwell.specs.parameter import GROUP_CODECS
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 HEADER_FACTOR = 1514 / 1448
@@ -64,18 +65,7 @@ BACKWARD_SHARE = 2 / 3
 """Of a step's computing: a backward pass takes twice as long as the forward pass."""
 COUNT_MAX = 100_000
 """Workers or shards."""
-CODEC_NAMES = (*CODECS, "int8")
-"""Codecs whose bytes are known here."""
 _FLOAT32_BYTES = 4
-_INT8_BLOCK_SIZE = 4096
-"""Elements that share one float32 scale."""
-
-
-def encoded_bytes(codec: str, element_count: int) -> int:
-    """Bytes of so many elements as a codec writes them."""
-    if codec == "int8":
-        return element_count + _FLOAT32_BYTES * math.ceil(element_count / _INT8_BLOCK_SIZE)
-    return CODECS[codec].item_size * element_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +81,7 @@ class Job:
     link_bytes_per_s: float
     """What a machine's link carries in each direction, headers included. Bytes a second."""
     codec: str = "fp16"
-    """How values travel: one of `CODEC_NAMES`. fp16 is the parameters' default."""
+    """How values travel: fp32, fp16, bf16; or int8, which groups lack. Parameters default to fp16."""
     compute_s: float = 0.0
     """Forward and backward pass of a step, in seconds. 0: communication alone."""
     latency_s: float = LATENCY_S
@@ -110,10 +100,8 @@ class Job:
             _check(name, getattr(self, name), 1e-3)
         for name in ("compute_s", "latency_s"):
             _check(name, getattr(self, name), 0)
-        if self.codec not in CODEC_NAMES:
-            raise ArgumentError(
-                f"codec must be one of {', '.join(CODEC_NAMES)}; got {self.codec!r:.80}"
-            )
+        if self.codec not in CODECS:
+            raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {self.codec!r:.80}")
 
     @property
     def float32_bytes(self) -> int:
@@ -123,7 +111,7 @@ class Job:
     @property
     def encoded_bytes(self) -> int:
         """Bytes of a gradient as it travels: M above."""
-        return encoded_bytes(self.codec, self.element_count)
+        return CODECS[self.codec].encoded_bytes(self.element_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +223,13 @@ def tree(job: Job, arity: int = 2) -> StepTime:
 
 
 def layouts(job: Job, arity: int = 2) -> list[StepTime]:
-    """What can be compared: co-located, dedicated, ring, tree.
+    """What can be compared: co-located, dedicated, ring, tree; of a codec that groups lack, shards.
 
     Raises:
         ArgumentError: no tree has that arity.
     """
-    return [co_located(job), dedicated(job), ring(job), tree(job, arity)]
+    made = [co_located(job), dedicated(job), ring(job), tree(job, arity)]
+    return made if job.codec in GROUP_CODECS else made[:2]
 
 
 def least_link_s(job: Job) -> float:

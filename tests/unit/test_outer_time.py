@@ -12,7 +12,6 @@ import dataclasses
 import pytest
 
 import shardwell
-from shardwell_server import step_time
 from shardwell_server.outer_time import OuterJob, outer_time
 from shardwell_server.step_time import Job
 
@@ -55,7 +54,8 @@ def _outer(**changes: object) -> OuterJob:
     ],
 )
 def test_bytes_of_a_codec(codec, element_count, encoded) -> None:
-    assert step_time.encoded_bytes(codec, element_count) == encoded
+    job = dataclasses.replace(_outer().job, codec=codec, element_count=element_count)
+    assert job.encoded_bytes == encoded
 
 
 def test_bytes_of_an_outer_step_and_of_as_many_synchronous_ones() -> None:

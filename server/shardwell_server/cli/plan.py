@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
+from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import SGD, Adagrad, AdamW, Average, Optimizer, RMSProp
 from shardwell_server import outer_time, step_time
 from shardwell_server.cli.options import usage_errors
@@ -68,7 +69,7 @@ _WORTH = 1.1
 )
 @click.option(
     "--codec",
-    type=click.Choice(sorted(step_time.CODEC_NAMES)),
+    type=click.Choice(sorted(CODECS)),
     show_default="fp16; with --outer: int8",
     help="How gradients and weights travel.",
 )
@@ -170,11 +171,6 @@ def plan(
             return
         if fragment_count is not None or overlap is not None:
             raise ArgumentError("--fragments and --overlap say how --outer sends; give --outer")
-        if job.codec == outer_time.CODEC:
-            raise ArgumentError(
-                "groups have no int8, so that layouts can't be compared in it; give --outer, or "
-                "another codec"
-            )
         layouts = step_time.layouts(job, arity)
     chosen, reason = recommended(layouts)
     least_s = step_time.least_link_s(job)
@@ -223,10 +219,11 @@ def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
     by_name = {one.layout: one for one in layouts}
     server, dedicated = by_name["co-located"], by_name["dedicated"]
     groups = [one for one in layouts if one not in (server, dedicated)]
-    group = min(groups, key=lambda one: one.overlapped_s)
-    if group.machine_count == 1:
+    group = min(groups, key=lambda one: one.overlapped_s, default=None)
+    if group is not None and group.machine_count == 1:
         return group, "a single worker has nobody to exchange with; nothing needs to run beside it"
-    best = group if group.overlapped_s * _WORTH < server.overlapped_s else server
+    is_faster = group is not None and group.overlapped_s * _WORTH < server.overlapped_s
+    best = group if group is not None and is_faster else server
     gain = best.overlapped_s / dedicated.overlapped_s
     if gain > _WORTH:
         spare_count = dedicated.machine_count - best.machine_count
@@ -234,6 +231,8 @@ def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
             f"its step takes {seconds_told(dedicated.overlapped_s)} overlapped, {gain:.1f} times "
             f"as fast as {best.layout}, for {spare_count} more machine{'s' * (spare_count > 1)}"
         )
+    if group is None:
+        return server, "groups lack this codec; no machine more, and workers may come, go and die"
     if best is group:
         return group, (
             f"its step takes {seconds_told(group.overlapped_s)} overlapped, "

@@ -70,7 +70,6 @@ def test_outer_training_beside_synchronous_steps() -> None:
         (["25M", "--outer=10"], "sync_every=10 must be a multiple of the 4 fragments"),
         (["25M", "--outer=100", "--overlap=25"], "overlap=25 must be below the interval of 25"),
         (["25M", "--fragments=4"], "give --outer"),
-        (["25M", "--codec=int8"], "give --outer"),
         ([], "SIZE"),
         (["much"], "7B"),
         (["0"], "7B"),

@@ -41,6 +41,7 @@ def _layouts(**changes: object) -> list[step_time.StepTime]:
             "dedicated",
             "8 more machines",
         ),
+        ({"codec": "int8"}, "co-located", "groups lack this codec"),
     ],
 )
 def test_what_is_recommended(changes, layout, words) -> None:

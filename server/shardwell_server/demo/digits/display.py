@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
-from shardwell_server import step_time
+from shardwell.numerics.codec import CODECS
 from shardwell_server.demo.digits.config import DemoConfig, Result
 from shardwell_server.demo.digits.worker import ACCURACY_MIN, MODEL, OuterPlan
 from shardwell_server.demo.progress import Progress, TrainingState, count, traffic
@@ -90,7 +90,7 @@ class Display:
 def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> dict[str, str]:
     """What outer training made of the bytes, and of the time in which they travel."""
     steps = config.worker_count * config.step_count
-    synchronous_bytes = steps * step_time.encoded_bytes("fp16", MODEL.size)
+    synchronous_bytes = steps * CODECS["fp16"].encoded_bytes(MODEL.size)
     told = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
     travelled_s = told["waited_s"] + told["hidden_s"]
     rows = {
