@@ -72,6 +72,7 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
 from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatus, TableStatus
+from shardwell.specs.fragments import Fragment
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.learning_rate import GroupedRate
@@ -157,6 +158,7 @@ __all__ = [
     "DivergedError",
     "Elastic",
     "ForkedError",
+    "Fragment",
     "GradientSync",
     "Group",
     "GroupMismatchError",

@@ -40,6 +40,7 @@ from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
 from shardwell.rpc.shard_status import ClusterStatus, MemberStatus, ShardStatus, ask_status
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
+from shardwell.specs.fragments import Fragment
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
 from shardwell.specs.members import Elastic
@@ -220,6 +221,7 @@ class Client(Connected, Closing):
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
+        fragment: Fragment | NotGiven = NOT_GIVEN,
     ) -> Parameter[NamedArrays]: ...
 
     @overload
@@ -237,6 +239,7 @@ class Client(Connected, Closing):
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
+        fragment: Fragment | NotGiven = NOT_GIVEN,
     ) -> Parameter: ...
 
     @overload
@@ -253,6 +256,7 @@ class Client(Connected, Closing):
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
+        fragment: Fragment | NotGiven = NOT_GIVEN,
     ) -> Parameter[Any]: ...
 
     def parameter(
@@ -271,6 +275,7 @@ class Client(Connected, Closing):
         codec: CodecName | NotGiven = NOT_GIVEN,
         mode: ModeName | NotGiven = NOT_GIVEN,
         allow_non_finite: bool | NotGiven = NOT_GIVEN,
+        fragment: Fragment | NotGiven = NOT_GIVEN,
     ) -> Parameter[Any]:
         """Opens a parameter, creating it if it is new and all that it needs is given.
 
@@ -298,9 +303,10 @@ class Client(Connected, Closing):
             late: What becomes of a gradient, or a part of one, whose step has closed without it.
                 "drop" (default): nothing. "carry": this worker adds it to its next gradient, and
                 keeps the memory of one for that. `Parameter.outcome` says which part it is.
-            codec: "fp32", "fp16" (default) or "bf16", each also with "+lz4".
+            codec: "fp32", "fp16" (default) or "bf16", each also with "+lz4"; or "int8".
             mode: "sync" (default) or "async".
             allow_non_finite: Let NaN and infinity through instead of refusing them; default: False.
+            fragment: Of which family it is a fragment; `Outer` says it. Default: it is none.
 
         Raises:
             UnknownParameterError: there is none of that name, and no spec to create it.
@@ -320,6 +326,7 @@ class Client(Connected, Closing):
             codec=codec,
             mode=mode,
             allow_non_finite=allow_non_finite,
+            fragment=fragment,
         )
         if "size" in given:
             given["size"] = check_integer("size", given["size"], 1, SIZE_MAX)

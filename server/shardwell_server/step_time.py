@@ -81,7 +81,7 @@ class Job:
     link_bytes_per_s: float
     """What a machine's link carries in each direction, headers included. Bytes a second."""
     codec: str = "fp16"
-    """How values travel: fp32, fp16, bf16; or int8, which groups lack. Parameters default to fp16."""
+    """How values travel: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
     compute_s: float = 0.0
     """Forward and backward pass of a step, in seconds. 0: communication alone."""
     latency_s: float = LATENCY_S

@@ -75,6 +75,7 @@ PROMISED = {
     "RowWiseAdagrad",
     "FTRL",
     "Elastic",
+    "Fragment",
     "Initializer",
     "Normal",
     "Uniform",

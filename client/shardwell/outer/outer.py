@@ -49,11 +49,12 @@ from shardwell.outer.learner_state import checked_state
 from shardwell.outer.schedule import Schedule, due_fragment
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
-from shardwell.placement.fragments import STRIDED, Patterns, deal_fragments
+from shardwell.placement.fragments import STRIDED, Patterns, assignment_name, deal_fragments
 from shardwell.placement.slices import Slice
 from shardwell.process.connected import Closing, Connected
 from shardwell.specs.checks import check_number
 from shardwell.specs.deadlines import check_timeout
+from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
@@ -231,7 +232,15 @@ class Outer(Connected, Closing):
         }
         for index, names in enumerate(dealt):
             shapes = {each: self._shapes[each] for each in names}
-            parameter = client.parameter(f"{name}.fragment-{index}", tensors=shapes, **options)
+            fragment = Fragment(
+                family=name,
+                index=index,
+                count=len(dealt),
+                assignment=assignment_name(fragments, assignment),
+            )
+            parameter = client.parameter(
+                fragment.parameter, tensors=shapes, fragment=fragment, **options
+            )
             parameter.advise_on_non_finite("lower the inner or the outer learning rate")
             self._parameters.append(parameter)
         self._layouts: list[TensorLayout] = []

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number, name_of
+from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell.specs.members import BOUND_S_MAX, Elastic
@@ -219,6 +220,8 @@ class ParameterSpec(TrainingSpec):
     """A chunk's step closes `grace_s` after so many gradients at the latest; 0: it has all."""
     grace_s: float = 0.0
     """See min_contributors."""
+    fragment: Fragment | None = None
+    """Of which family it is a fragment; None: it is none."""
 
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
@@ -238,10 +241,23 @@ class ParameterSpec(TrainingSpec):
             raise ArgumentError("Average updates nothing: groups= of its tensors have no meaning")
         self.check_training()
         self._check_quorum()
+        self._check_fragment()
         if self.has_image and self.allow_non_finite:
             raise ArgumentError(
                 f"codec={self.codec!r} writes finite values alone: leave allow_non_finite out, or "
                 "choose fp16"
+            )
+
+    def _check_fragment(self) -> None:
+        fragment = self.fragment
+        if fragment is None:
+            return
+        if not isinstance(fragment, Fragment):
+            raise ArgumentError(f"fragment must be shardwell.Fragment; got {brief(fragment)}")
+        if self.name != fragment.parameter:
+            raise ArgumentError(
+                f"fragment {fragment.index} of family {fragment.family!r} is parameter "
+                f"{fragment.parameter!r}; got the name {self.name!r}"
             )
 
     def _check_quorum(self) -> None:
@@ -353,6 +369,7 @@ class ParameterSpec(TrainingSpec):
             members=None if self.members is None else self.members.to_proto(),
             min_contributors=self.min_contributors,
             grace_s=self.grace_s,
+            fragment=None if self.fragment is None else self.fragment.to_proto(),
         )
 
     @staticmethod
@@ -362,7 +379,7 @@ class ParameterSpec(TrainingSpec):
         Raises:
             ArgumentError: an enum is unspecified or unknown, or a value is out of range.
         """
-        has_layout = message.HasField("layout")
+        has_layout, is_fragment = message.HasField("layout"), message.HasField("fragment")
         values: dict[str, Any] = {
             "codec": codec_from_wire(message.codec, message.compression),
             "mode": name_of(WIRE_MODES, "mode", message.mode),
@@ -377,5 +394,6 @@ class ParameterSpec(TrainingSpec):
             members=Elastic.from_proto(message.members) if message.HasField("members") else None,
             min_contributors=message.min_contributors,
             grace_s=message.grace_s,
+            fragment=Fragment.from_proto(message.fragment) if is_fragment else None,
             **values,
         )

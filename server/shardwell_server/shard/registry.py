@@ -20,6 +20,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from shardwell.errors import (
+    ArgumentError,
     LimitError,
     ShardwellError,
     SpecMismatchError,
@@ -304,6 +305,9 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Whether a parameter or a table has a name."""
         return self.has(name) or (self.beside is not None and self.beside.has(name))
 
+    def _check_may_be_renamed(self, found: OwnedT) -> None:
+        """Refuses to rename what has its name from something else."""
+
     def mark(
         self, name: str, incarnation: int, by: str, *, force: bool, but: int, to: str = ""
     ) -> bool:
@@ -320,6 +324,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         Raises:
             StepOrderError: another one has the name, or another change of it is decided.
             SpecMismatchError: the new name is taken.
+            ArgumentError: it can't have another name.
             StorageError: a new name can't be noted.
         """
         with self._lock:
@@ -338,6 +343,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 )
             if to:
                 self._check_free(to)
+                self._check_may_be_renamed(found)
             if not force and found.living_members(but):
                 return False
             self._changes.mark(self._kind, name, incarnation, by, to)
@@ -663,6 +669,16 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         made = super()._renamed(found, to)
         made.reports = found.reports
         return made
+
+    def _check_may_be_renamed(self, found: ParameterSlice) -> None:
+        fragment = found.spec.fragment
+        if fragment is not None:
+            raise ArgumentError(
+                f"parameter {found.spec.name!r} is fragment {fragment.index} of family "
+                f"{fragment.family!r}, by whose name it is called; nothing was renamed; to have "
+                "the family under another name, begin it with weights of a checkpoint",
+                parameter=found.spec.name,
+            )
 
     def _unknown(self, name: str, how: str) -> ShardwellError:
         words = (
