@@ -513,7 +513,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
                 work.peaks.clear()
-                self._add_carried(work)
+                if self._carried is not None or self._residual is not None:
+                    self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
                 if self._member is not None and self._member.has_joined():  # with this gradient
                     self._read_first(self._member, room.pieces, attempts)
@@ -917,8 +918,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
         if not work.sample_count or work.has_carried:
             return
-        if self._carried is None and self._residual is None:
-            return
         if self._clips:  # what is added was clipped before
             self._clip(work)
         values: Float32 = work.values.whole().astype(np.float32, copy=False)
@@ -1040,7 +1039,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
         work = Gradient(values, self.next_step, count, learning_rate)
-        if is_whole:
+        if is_whole and (self._carried is not None or self._residual is not None):
             self._add_carried(work)
         self._transfer.late.clear()  # of a call that failed
         self._transfer.outcomes.clear()

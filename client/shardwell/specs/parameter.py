@@ -294,7 +294,7 @@ class ParameterSpec(TrainingSpec):
         """
         return self.mode == "sync" and not self.closes_by_norm and not self.has_open_sets
 
-    @property
+    @functools.cached_property
     def has_image(self) -> bool:
         """Whether shards keep, beside the weights, what rounding has left of them with others.
 
@@ -309,7 +309,7 @@ class ParameterSpec(TrainingSpec):
         """Arrays that shards keep beside the weights: the optimizer's, then the image."""
         return (*self.optimizer.slot_names, *(["image"] if self.has_image else []))
 
-    @property
+    @functools.cached_property
     def block_size(self) -> int:
         """Elements that stay together where it is cut among shards, and into chunks."""
         return BLOCK_SIZES.get(self.codec_name, 1)

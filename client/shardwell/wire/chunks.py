@@ -175,7 +175,7 @@ class ChunkCodec:
         Raises:
             CorruptChunkError: see `check_chunk`.
         """
-        if chunk.lz4 or self.codec.element_count(payload.size) < 0:
+        if chunk.lz4 or payload.size != self.codec.encoded_bytes(chunk.element_count):
             return check_chunk(chunk, payload, start)
         copied = scratch.payload(payload.size) if payload.flags.writeable else None
         head = checksum.before_payload(start, chunk)

@@ -51,8 +51,6 @@ class Contribution(NamedTuple):
 
     def summed(self, codec: Codec) -> Contribution:
         """The same as `codec.summed` writes it, so that it can be added up."""
-        if codec.summed is codec:
-            return self
         values = np.empty(codec.element_count(self.payload.size), np.float32)
         codec.decode(self.payload, self.exponent, values)
         return self._replace(payload=values.view(np.uint8), exponent=0)

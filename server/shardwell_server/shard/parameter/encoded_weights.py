@@ -125,7 +125,8 @@ class EncodedWeights:
             DivergedError: training diverged; the weights are not finite.
             StorageError: an earlier process left a damaged chunk.
         """
-        form = _form(chunk.state.image, version, held_version)
+        image = chunk.state.image
+        form = _PLAIN if image is None else _form(image, version, held_version)
         key = chunk_index, form
         with self._lock:
             found, message = self._kept.get(key, (-1, b""))
@@ -177,10 +178,8 @@ class EncodedWeights:
             raise diverged(self._spec, chunk.where.offset + error.index, version) from None
 
 
-def _form(image: ChunkImage | None, version: int, held_version: int | None) -> _Form:
+def _form(image: ChunkImage, version: int, held_version: int | None) -> _Form:
     """How a chunk's weights are written for somebody who holds a version, or none."""
-    if image is None:
-        return _PLAIN
     if image.is_mean:
         has_mean = image.changes(version - 1, version)
         return _Form(pb.IMAGE_FORM_MEAN) if has_mean else _WHOLE

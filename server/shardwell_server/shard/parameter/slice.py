@@ -433,7 +433,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 if decision is Decision.SUPERSEDED:
                     contributor.superseded.append(index)
                 return False
-            summed = contribution.summed(self._codec.codec)
+            summed = contribution
+            if self._codec.codec is not self._summed:
+                summed = contribution.summed(self._codec.codec)
             chunk.verify()
             version = self._tracker.records[index].version
             learning_rate = self._register.rates.at(version)
@@ -680,8 +682,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             closes = entry.closes
             if not self.has_open_sets:
                 closes = self._tracker.is_complete(index, seat)
-            summed = contribution.summed(self._codec.codec)
-            self._count(chunk, index, summed, seat, step, entry.learning_rate, closes=closes)
+            if self._codec.codec is not self._summed:
+                contribution = contribution.summed(self._codec.codec)
+            self._count(chunk, index, contribution, seat, step, entry.learning_rate, closes=closes)
 
     def _counts(self, seat: Seat, index: int, step: int) -> bool:
         """Whether a contribution that a journal has counted goes on from what is here."""
