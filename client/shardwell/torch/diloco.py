@@ -160,6 +160,11 @@ class DiLoCo(Connected):
         return self.outer.inner_step
 
     @property
+    def next_step(self) -> int:
+        """The outer step to go on with, also after a restart; see `Outer.next_step`."""
+        return self.outer.next_step
+
+    @property
     def is_leaving(self) -> bool:
         """Whether SIGTERM has come, or an operator drains this learner (`shardwell members drain`).
 

@@ -2,9 +2,9 @@
 training ends as if it had not been.
 
 Method: every program that trains with a cluster is found by its text, and run as it is printed, by
-the workers that the page starts, or by one. Proxies slow its steps down until one of its workers
-has been killed in the middle. Then all must end with exit code 0, at the step that the program's
-loop ends at, well before any timeout.
+the workers that the page starts, or by one; so is the example of outer training. Proxies slow its
+steps down until one of its workers has been killed in the middle. Then all must end with exit code
+0, at the step that the program's loop ends at, well before any timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from harness.faults.proxy import Proxy
 from harness.polling import eventually
 from harness.programs.commands import Program
-from integration.docs.test_docs import MISSING, PAGES, steps_of
+from integration.docs.test_docs import MISSING, PAGES, ROOT, Step, steps_of
 from shardwell import Client
 
 END_TIMEOUT_S = 90.0
@@ -29,6 +29,7 @@ STEP_DELAY_S = 0.02
 """Of each read of a proxy's, until a worker was killed."""
 KILLED_AFTER = 2
 """Steps that all have ended."""
+EXAMPLE = "examples/outer_digits.py"
 ELSEWHERE = {
     "docs/checkpoints.md 1": "its cluster is its own, and ends with it",
     "docs/ray.md 1": "tests/integration/ray kills a node; workers are Ray's to start again",
@@ -58,8 +59,9 @@ class TrainingProgram(NamedTuple):
 def programs() -> list[TrainingProgram]:
     """All blocks of Python that connect and have a loop of steps."""
     found = []
-    for page in PAGES:
-        for step in steps_of(page):
+    example = Step(EXAMPLE, (ROOT / EXAMPLE).read_text(), is_python=True)
+    for steps in (*map(steps_of, PAGES), [example]):
+        for step in steps:
             loops = re.findall(r"for [\w, ]+ in (?:range|zip)\((.*)\):", step.text)
             loops += map(", ".join, re.findall(r"while ([\w.]+) < (\d+):", step.text))
             if step.is_python and loops and "connect(" in step.text:

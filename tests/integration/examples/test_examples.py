@@ -114,6 +114,17 @@ def accuracies_of_two(name: str, target: str, **environment: str) -> list[float]
     return [float(each[1]) for each in found if each]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch trains the model")
+def test_the_example_of_outer_training() -> None:
+    """Killed and started again: test_restarts.py."""
+    with LocalCluster(2) as cluster:
+        first, second = accuracies_of_two("outer_digits.py", cluster.target)
+        assert first == second > 0.95  # of one model, which both have
+        with shardwell.connect(cluster.target, worker_id="observer") as client:
+            versions = {p.spec.name: p.version_min for p in client.status()[0].parameters}
+        assert versions == {"outer-digits.fragment-0": 20, "outer-digits.fragment-1": 20}
+
+
 def test_the_example_of_scikit_learn() -> None:
     with LocalCluster(2) as cluster:
         first, second = accuracies_of_two("scikit_learn.py", cluster.target)
