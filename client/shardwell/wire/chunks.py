@@ -232,7 +232,8 @@ class ChunkCodec:
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"
             )
-        self.codec.check_exponent(chunk.scale_exponent)
+        if not self.codec.has_exponent(chunk.scale_exponent):
+            self.codec.check_exponent(chunk.scale_exponent)
         size = self.codec.encoded_bytes(where.size)
         if chunk.lz4:
             payload = self._unpack(chunk, payload, size)
