@@ -59,10 +59,10 @@ from shardwell.specs.layout import TensorLayout
 from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
 from shardwell.threads.calls import ABANDON_S, LATE_S, SIGNAL_INTERVAL_S
 
-DEFAULT_CODEC = "fp32"
+DEFAULT_CODEC: CodecName = "int8"
 """How fragments travel where nothing else is asked for."""
 OverdueName = Literal["wait", "later"]
 """What a learner does when the result of an offer has not come in time."""
@@ -149,7 +149,9 @@ class Outer(Connected, Closing):
         assignment: "strided": layers in turn, as published; "balanced": by size.
         overlap: Inner steps that go on between an offer and its take, below sync_every / fragments.
         alpha: The part of the local weights that stays at a take, 0 to 1.
-        codec: How fragments travel. Not bf16, whose 8 bits lose what small inner rates move.
+        codec: How fragments travel. int8, the default: a byte an element both ways, and what
+            rounding takes off is in the next offer. Not bf16, whose 8 bits lose what small inner
+            rates move.
         worker_count: Learners that make an outer step; default: 1.
         members: In place of worker_count: learners come and go; see `Elastic`.
         min_contributors: See `Client.parameter`.
@@ -179,7 +181,7 @@ class Outer(Connected, Closing):
         assignment: str = STRIDED,
         overlap: int = 0,
         alpha: float = 0.0,
-        codec: str = DEFAULT_CODEC,
+        codec: CodecName = DEFAULT_CODEC,
         worker_count: int | None = None,
         members: Elastic | None = None,
         min_contributors: int = 0,
@@ -250,6 +252,8 @@ class Outer(Connected, Closing):
         self._steps = [parameter.next_step for parameter in self._parameters]
         """The outer step that this learner's next offer of each fragment joins."""
         self._versions = [0] * len(dealt)
+        self._is_to_join = members is not None
+        """Whether this elastic learner may be no member of some fragments."""
         self._fragment_of = {name: index for index, own in enumerate(dealt) for name in own}
 
     def __repr__(self) -> str:
@@ -527,9 +531,23 @@ class Outer(Connected, Closing):
             ) from None
         due = self._position + self.schedule.overlap
         offer = _Offer(self._moved(index, weights), count, self._steps[index], due)
+        self._join(index)
         self._send(index, offer)
         self._offers[index] = offer
         self.offered_count += 1
+
+    def _join(self, offered: int) -> None:
+        """Makes an elastic learner that begins to offer a member of the other fragments, too.
+
+        So the others await it there a round later, when it has had time for its inner steps; if it
+        joined with its offers alone, these would be late for another round.
+        """
+        if not self._is_to_join:
+            return
+        for index, parameter in enumerate(self._parameters):
+            if index != offered and index not in self._offers:
+                parameter.join(waits=False, timeout_s=self._timeout_s)
+        self._is_to_join = False
 
     def _send(self, index: int, offer: _Offer) -> None:
         """Begins the call of an offer."""
@@ -577,6 +595,7 @@ class Outer(Connected, Closing):
         self._steps[index], self._versions[index] = parameter.next_step, parameter.version
         kept = sum(where.size for where in uncounted)
         self.kept_count += bool(kept)
+        self._is_to_join |= bool(outcome.late) and self.spec.members is not None
         trained = offer.sample_count + offer.since_count
         self._sample_counts[index] = round(trained * kept / layout.size)
         self.hidden_s += min(offer.ended_s or wait_began_s, wait_began_s) - offer.began_s
@@ -775,7 +794,9 @@ class Outer(Connected, Closing):
         self._check_begun()
         fragments = []
         for index, parameter in enumerate(self._parameters):
-            moved, sample_count = None, 0
+            moved, residual, sample_count = None, None, 0
+            if index not in self._offers:
+                residual = parameter.residual
             if weights is not None and index not in self._offers:
                 moved = -_flat(self._moved(index, weights), self._layouts[index])
                 sample_count = self._sample_counts[index]
@@ -785,7 +806,7 @@ class Outer(Connected, Closing):
                     "version": self._versions[index],
                     "sample_count": sample_count,
                     "moved": moved,
-                    "residual": getattr(parameter, "residual", None),
+                    "residual": residual,
                 }
             )
         return {"name": self.name, "inner_step": self.inner_step, "fragments": fragments}
@@ -818,9 +839,8 @@ class Outer(Connected, Closing):
                 _flat(mixed, layout)[:] += each.moved
             weights.update(mixed)
             self._sample_counts[index] = each.sample_count
-            load_residual = getattr(self._parameters[index], "load_residual", None)
-            if each.residual is not None and load_residual is not None:
-                load_residual(each.residual)
+            if self.spec.has_image:  # another codec rounds nothing off that is sent later
+                self._parameters[index].load_residual(each.residual)
         self.inner_step = inner_step
         return weights
 
@@ -841,6 +861,7 @@ class Outer(Connected, Closing):
         for parameter in self._parameters:
             rest_s = max(until_s - time.monotonic(), _LEAVE_S_MIN)
             parameter.leave(timeout_s=rest_s)
+        self._is_to_join = self.spec.members is not None
 
     @override
     def close(self) -> None:

@@ -428,13 +428,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """`exchange` without waiting: its result or error comes in the future.
 
         `gradient` and `out` belong to the call until then. Other calls of this parameter wait for
-        their turn meanwhile, except `get_weights`.
+        their turn meanwhile, except `get_weights`. An elastic member that joins with the gradient
+        gets the weights that there are, and not those of the first step that awaits it.
 
         Raises:
             LimitError: as many calls of the client are under way.
             ClosedError: the parameter or its client was closed.
         """
-        exchange = partial(self._exchange, gradient, sample_count, learning_rate, out)
+        exchange = partial(
+            self._exchange, gradient, sample_count, learning_rate, out, reads_first=False
+        )
         return self._calls.start(exchange, timeout_s, in_turn=True)
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
@@ -799,6 +802,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         learning_rate: float | None,
         out: ValuesT | None,
         attempts: Attempts,
+        *,
+        reads_first: bool = True,
     ) -> ValuesT:
         if gradient is None and self.spec.mode == "async":
             return self._get_weights(out, 0, attempts)
@@ -808,7 +813,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             work = self._gradient(gradient, sample_count, learning_rate, attempts)
         room = self._room_beside(work, out)
         self._end_exchange(work, room.pieces, attempts)
-        if self._member is not None and self._member.has_joined():  # with this gradient
+        if self._member is not None and not reads_first:
+            self._member.first_step = None
+        elif self._member is not None and self._member.has_joined():  # with this gradient
             self._read_first(self._member, room.pieces, attempts)
         return room.result
 

@@ -88,7 +88,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
         self._calls.member = member
         return member
 
-    def join(self, *, timeout_s: float | None = None) -> int:
+    def join(self, *, waits: bool = True, timeout_s: float | None = None) -> int:
         """Takes part as an elastic member, ahead of its first gradient; returns the step of that.
 
         Waits until the steps before that one have closed: what is read then is of that version, and
@@ -97,6 +97,8 @@ class Handle(Connected, Closing, Generic[SpecT]):
         gets ready.
 
         Args:
+            waits: False: it returns at once, for a worker that has what its first gradients are
+                computed on, though steps that do not await it close meanwhile.
             timeout_s: See `Client`.
 
         Raises:
@@ -112,7 +114,11 @@ class Handle(Connected, Closing, Generic[SpecT]):
             )
 
         def join(attempts: Attempts) -> int:
-            self._take_part(member, attempts)
+            if waits:
+                self._take_part(member, attempts)
+            elif not member.takes_part:
+                member.join(attempts)
+                member.first_step = None
             return self.next_step
 
         return self._calls.run(join, timeout_s, in_turn=True, verb="join")

@@ -27,6 +27,7 @@ from shardwell.placement.fragments import STRIDED, Patterns
 from shardwell.process.connected import Connected
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
+from shardwell.specs.parameter import CodecName
 from shardwell.torch.buffers import check_tensor
 from shardwell.torch.plain_names import PlainNames
 from shardwell.training.leave_request import LeaveRequest, go_on_without
@@ -101,7 +102,7 @@ class DiLoCo(Connected):
         assignment: str = STRIDED,
         overlap: int = 2,
         alpha: float = 0.0,
-        codec: str = DEFAULT_CODEC,
+        codec: CodecName = DEFAULT_CODEC,
         worker_count: int | None = None,
         members: Elastic | None = None,
         min_contributors: int = 0,

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn, cast, get_args
+from typing import Any, NoReturn, get_args
 
 import click
 
@@ -229,7 +229,7 @@ def demo(
         config = DemoConfig(
             step_count=step_count,
             has_chaos=has_chaos,
-            codec=codec or (cast(CodecName, DEFAULT_CODEC) if is_outer else "fp16"),
+            codec=codec or (DEFAULT_CODEC if is_outer else "fp16"),
             outer=outer or OuterPlan() if is_outer else None,
             **fields,
         )
