@@ -23,7 +23,7 @@ def encoded(
 ) -> tuple[Bytes, int]:
     """The payload and exponent that the codec `name` writes."""
     codec = CODECS[name]
-    payload = np.full(values.size * codec.item_size, 0xA5, np.uint8)
+    payload = np.full(codec.encoded_bytes(values.size), 0xA5, np.uint8)
     exponent = codec.encode(
         values, payload, Scratch(), allow_non_finite=allow_non_finite, peak=peak
     ).exponent
@@ -34,7 +34,7 @@ def encoded(
 def decoded(name: str, payload: Bytes, exponent: int) -> Float32:
     """What the codec `name` reads from a payload, which stays as it was."""
     codec = CODECS[name]
-    values = np.full(payload.size // codec.item_size, np.nan, np.float32)
+    values = np.full(codec.element_count(payload.size), np.nan, np.float32)
     before = payload.tobytes()
     codec.decode(payload, exponent, values)
     assert payload.tobytes() == before

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_value
 from shardwell.numerics.codec import (
+    CODECS,
     GUESS_ELEMENT_COUNT,
     SUMMED_CODECS,
     NonFiniteValueError,
@@ -25,6 +26,7 @@ from shardwell.numerics.codec import (
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, Scratch
 
 NAMES = sorted(SUMMED_CODECS)
+ALL_NAMES = sorted(CODECS)
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 
 
@@ -97,7 +99,7 @@ def test_fp32_is_the_bytes_themselves() -> None:
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="views below assume a little-endian host")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("count", [1, 3, 1000, BLOCK_ELEMENT_COUNT + 17])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
 def test_layouts_and_dtypes_give_the_same_bits(name: str, count: int, scale: float) -> None:
@@ -131,15 +133,15 @@ def test_float64_is_rounded_once_to_float32() -> None:
     assert payload.tobytes() == values.astype(np.float32).tobytes()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_same_values_are_always_written_with_the_same_bits(name: str) -> None:
-    codec, scratch = SUMMED_CODECS[name], Scratch()
+    codec, scratch = CODECS[name], Scratch()
     values = np.concatenate([some_values(BLOCK_ELEMENT_COUNT) * np.float32(1e-9), some_values(99)])
     others = some_values(5000)[::-1] * np.float32(1e30)
     first = encoded(name, values)
     for _ in range(3):
-        payload = np.empty(values.size * codec.item_size, np.uint8)
-        codec.encode(others, np.empty(others.size * codec.item_size, np.uint8), scratch)
+        payload = np.empty(codec.encoded_bytes(values.size), np.uint8)
+        codec.encode(others, np.empty(codec.encoded_bytes(others.size), np.uint8), scratch)
         exponent = codec.encode(values, payload, scratch).exponent
         assert (payload.tobytes(), exponent) == (first[0].tobytes(), first[1])
 
@@ -176,17 +178,17 @@ KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 2 * BLOCK_ELEMENT_COUNT + 77])
 def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: int) -> None:
     """Exactly what is written where the peak was looked for before; and the CRC of that."""
-    codec, scratch = SUMMED_CODECS[name], Scratch()
+    codec, scratch = CODECS[name], Scratch()
     with np.errstate(over="ignore"):
         values = KINDS[kind](some_values(count)) if count else np.empty(0, np.float32)
         values[~np.isfinite(values)] = 1.0
         peak = float(np.abs(values).astype(np.float32).max(initial=0.0))
-    expected = np.zeros(values.size * codec.item_size, np.uint8)
+    expected = np.zeros(codec.encoded_bytes(values.size), np.uint8)
     before = codec.encode(values, expected, scratch, peak=peak)
     payload = np.zeros_like(expected)
     starts = {}
@@ -202,19 +204,19 @@ def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: in
     assert len(starts) <= 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 4000, BLOCK_ELEMENT_COUNT + 3])
 def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index: int) -> None:
-    codec, values = SUMMED_CODECS[name], some_values(2 * BLOCK_ELEMENT_COUNT)
+    codec, values = CODECS[name], some_values(2 * BLOCK_ELEMENT_COUNT)
     values[index] = value
     values[index + 1] = np.nan
-    payload = np.empty(values.size * codec.item_size, np.uint8)
+    payload = np.empty(codec.encoded_bytes(values.size), np.uint8)
     with pytest.raises(NonFiniteValueError, match=f"element {index} "):
         codec.encode(values, payload, Scratch(), is_exact=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("count", [1, 4096, 4097, GUESS_ELEMENT_COUNT, GUESS_ELEMENT_COUNT + 5000])
 @pytest.mark.parametrize("odd", [None, 0.0, 1e30, 1e-30, 3.4e38, np.inf, np.nan])
 def test_what_is_known_of_the_first_values_changes_nothing(name, count, odd) -> None:
@@ -227,10 +229,10 @@ def test_what_is_known_of_the_first_values_changes_nothing(name, count, odd) -> 
         for allowed in (False, True):
             results: list[object] = []
             for known in (None, first_peak):
-                payload = np.zeros(count * SUMMED_CODECS[name].item_size, np.uint8)
+                payload = np.zeros(CODECS[name].encoded_bytes(count), np.uint8)
                 options = {"allow_non_finite": allowed, "first_peak": known}
                 try:
-                    found = SUMMED_CODECS[name].encode(values, payload, Scratch(), **options)
+                    found = CODECS[name].encode(values, payload, Scratch(), **options)
                     results.append((found.exponent, payload.tobytes()))
                 except NonFiniteValueError as error:
                     results.append(error.index)

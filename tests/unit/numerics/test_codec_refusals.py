@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from harness.oracles.codec import FLOAT32_MAX, decoded, encoded, fp16_value, roundtrip
 from shardwell.errors import ArgumentError
-from shardwell.numerics.codec import SUMMED_CODECS, NonFiniteValueError
+from shardwell.numerics.codec import CODECS, SUMMED_CODECS, NonFiniteValueError
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 NAMES = sorted(SUMMED_CODECS)
+ALL_NAMES = sorted(CODECS)
 BAD = [math.nan, math.inf, -math.inf]
 COUNT = BLOCK_ELEMENT_COUNT + 100
 PLACES = [0, 1, 17, BLOCK_ELEMENT_COUNT - 1, BLOCK_ELEMENT_COUNT, COUNT - 1]
@@ -31,7 +32,7 @@ def same(found: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.array_equal(found, want, equal_nan=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_first_bad_value_is_refused_with_its_index(name: str, bad: float, place: int) -> None:
@@ -45,7 +46,7 @@ def test_the_first_bad_value_is_refused_with_its_index(name: str, bad: float, pl
     assert str(place) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_bad_value_in_any_layout_is_refused(name: str) -> None:
     values = np.ones(300, np.float64)
     values[123] = math.nan
@@ -60,7 +61,7 @@ def test_a_bad_value_in_any_layout_is_refused(name: str) -> None:
         assert caught.value.index == 123
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("value", [1e39, -1e300])
 def test_a_float64_beyond_float32_is_refused(name: str, value: float) -> None:
     with pytest.raises(NonFiniteValueError) as caught:
@@ -122,12 +123,12 @@ def test_first_non_finite_of_any_fp16_chunk(bits: list[int], exponent: int) -> N
     assert found == (bad[0] if bad else None)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("exponent", [-127, -1, 1, 119])
 def test_only_fp16_has_a_scale(name: str, exponent: int) -> None:
-    SUMMED_CODECS[name].check_exponent(0)
+    CODECS[name].check_exponent(0)
     with pytest.raises(ArgumentError, match="scale_exponent must be 0"):
-        SUMMED_CODECS[name].check_exponent(exponent)
+        CODECS[name].check_exponent(exponent)
 
 
 @pytest.mark.parametrize("exponent", [-(2**31), -127, 120, 2**31 - 1])
