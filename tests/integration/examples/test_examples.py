@@ -176,5 +176,6 @@ def test_names_are_each_example_s_own() -> None:
 def test_every_example_is_run() -> None:
     named = {"worker.py", "all_reduce.py", "local_cluster.py", "group.py", "knowledge_graph.py"}
     named |= {"spot_worker.py", "sharded_optimizer.py", "keras_digits.py", "scikit_learn.py"}
+    named |= {"outer_digits.py"}
     named |= {"ray_torch_trainer.py"}  # by tests/integration/ray
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == named
