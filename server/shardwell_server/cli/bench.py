@@ -424,16 +424,15 @@ def _codec_rates(name: str) -> tuple[float, float]:
     codec, scratch = CODECS[name], Scratch()
     chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
     values = _values(16 * chunk_size)
-    payload = np.empty(values.size * codec.item_size, np.uint8)
+    chunk_bytes = codec.encoded_bytes(chunk_size)
+    payload = np.empty((values.size // chunk_size, chunk_bytes), np.uint8)
     parts = [slice(start, start + chunk_size) for start in range(0, values.size, chunk_size)]
 
     def encode(part: slice) -> None:
-        where = slice(part.start * codec.item_size, part.stop * codec.item_size)
-        codec.encode(values[part], payload[where], scratch)
+        codec.encode(values[part], payload[part.start // chunk_size], scratch)
 
     def decode(part: slice) -> None:
-        where = slice(part.start * codec.item_size, part.stop * codec.item_size)
-        codec.decode(payload[where], 0, values[part])
+        codec.decode(payload[part.start // chunk_size], 0, values[part])
 
     return _rate(encode, parts, values.nbytes), _rate(decode, parts, values.nbytes)
 

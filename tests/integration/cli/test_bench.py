@@ -43,7 +43,7 @@ def test_all_figures_of_each_shard(cluster) -> None:
         assert shard["round_trip_s"] > 0
         assert set(shard["out_s"]) == set(shard["in_s"]) == {"fp16", "fp32"}
         assert min(*shard["out_s"].values(), *shard["in_s"].values()) > 0
-    assert set(told["codecs"]) == {"fp32", "fp16", "bf16"}
+    assert set(told["codecs"]) == {"fp32", "fp16", "bf16", "int8"}
     assert all(rate > 0 for rates in told["codecs"].values() for rate in rates.values())
     step = told["step"]
     assert step["limit"] in ("link", "codec", "latency", "shards")
