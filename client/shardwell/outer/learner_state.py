@@ -18,6 +18,8 @@ from shardwell.specs.parameter import STEP_MAX
 class SavedFragment:
     """One fragment of a state."""
 
+    version: int
+    """Outer steps that its image had seen."""
     sample_count: int
     """Samples since it was taken."""
     moved: Float32 | None
@@ -74,6 +76,7 @@ def _fragment(what: str, saved: Any, tensors: Sequence[str], size: int) -> Saved
             f"the family {brief(list(tensors))}; give it the same model, fragments and assignment"
         )
     return SavedFragment(
+        _number(what, "version", saved["version"], STEP_MAX),
         _number(what, "sample_count", saved["sample_count"], STEP_MAX),
         _array(what, "moved", saved["moved"], size),
         _array(what, "residual", saved["residual"], size),

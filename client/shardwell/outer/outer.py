@@ -42,6 +42,7 @@ from shardwell.errors import (
     NonFiniteError,
     NotInitializedError,
     ShardUnavailableError,
+    StepOrderError,
 )
 from shardwell.numerics.arguments import as_floats, check_integer
 from shardwell.numerics.codec import Float32
@@ -814,6 +815,10 @@ class Outer(Connected, Closing):
     def load_state_dict(self, state: Mapping[str, Any]) -> NamedArrays:
         """Goes on from a state, on the newest weights that `init` has taken.
 
+        What a fragment had moved counts once: it is left out where the learner has offered that
+        fragment after the state was made, or where that was more outer steps ago than the shards
+        know the contributors of.
+
         Args:
             state: Made by `state_dict`, maybe of an earlier version of the weights.
 
@@ -835,14 +840,34 @@ class Outer(Connected, Closing):
         for index, each in enumerate(found):
             layout, image = self._layouts[index], self._images[index]
             mixed = TensorViews(layout, _flat(image, layout).copy())
+            weights.update(mixed)
+            if self._has_offered_since(index, each.version):
+                continue
             if each.moved is not None:
                 _flat(mixed, layout)[:] += each.moved
-            weights.update(mixed)
             self._sample_counts[index] = each.sample_count
             if self.spec.has_image:  # another codec rounds nothing off that is sent later
                 self._parameters[index].load_residual(each.residual)
         self.inner_step = inner_step
         return weights
+
+    def _has_offered_since(self, index: int, version: int) -> bool:
+        """Whether an offer that this learner made of an image after that version counts."""
+        parameter, newest = self._parameters[index], self._versions[index]
+        if version > newest or self._steps[index] > newest:
+            return True  # of weights that are gone; or in the outer step that is open
+        if version == newest or not parameter.spec.has_open_sets:
+            return version != newest  # nobody else's offers end an outer step of a fixed crew
+        worker_id, size = self._client.worker_id, self._layouts[index].size
+        for step in range(version, newest):
+            try:
+                found = parameter.contributions(step, timeout_s=self._timeout_s)
+            except StepOrderError:  # too long ago
+                return True
+            known = sum(where.size for where, workers in found if worker_id not in workers)
+            if known < size:  # a shard was started again since, or the learner is in it
+                return True
+        return False
 
     # The end.
 
