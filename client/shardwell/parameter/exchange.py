@@ -81,6 +81,9 @@ class Gradient:
     """Whether it has what did not count of the gradients before."""
     is_clipped: bool = False
     """Whether the worker has scaled it down to its largest norm, or found that it need not."""
+    has_effect: bool = True
+    """Whether its values count for anything: 0 samples of a synchronous step have none, and neither
+    has what only ends a step."""
 
 
 class ShardSlice:
@@ -674,8 +677,10 @@ class Transfer(StepTransfer[ShardSlice]):
         try:
             payload = payload_of(chunk, payload, None if line.arena is None else line.arena.memory)
             with wanted.weights.writing(where.offset, where.stop) as values:
+                version = int(header.version)
                 if self.image is not None:
-                    self.image.take(part.first_chunk + index, where, header, payload, values)
+                    number = part.first_chunk + index
+                    version = self.image.take(number, where, header, payload, values)
                 else:
                     start = checksum.weights(self._weights_context, header.version)
                     self._codec.read(chunk, payload, start, where, values)
@@ -706,7 +711,7 @@ class Transfer(StepTransfer[ShardSlice]):
             )
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)
-        versions[unit].append(int(header.version))
+        versions[unit].append(version)
         self._spans.add(
             SPAN_KIND_DECODE, self._name, wanted.step, index, part.channel.name, begin_ns
         )

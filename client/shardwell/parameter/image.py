@@ -58,8 +58,11 @@ class Image:
 
     def take(
         self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
-    ) -> None:
-        """Takes a chunk that came, and fills `out` with it.
+    ) -> int:
+        """Takes a chunk that came, and fills `out` with it, or with a later version that is here.
+
+        Returns:
+            The version of what `out` has.
 
         Args:
             number: The chunk's in the parameter.
@@ -75,38 +78,39 @@ class Image:
         """
         form = header.image.form
         if form in (pb.IMAGE_FORM_CHANGE, pb.IMAGE_FORM_SAME):
-            self._change(number, where, header, payload, out)
-            return
+            return self._change(number, where, header, payload, out)
         if form not in (pb.IMAGE_FORM_WHOLE, pb.IMAGE_FORM_MEAN):
             raise CorruptChunkError(f"chunk {number} has the image form {form}, which is unknown")
         images.read(self._codec, header, payload, self._context, where, out)
+        version = int(header.version)
         if form == pb.IMAGE_FORM_MEAN:
-            return
+            return version
         with self._locks[number % _LOCK_COUNT]:
             if self._values is None:
                 self._values = np.zeros(self._size, np.float32)
             self._versions.pop(number, None)  # until it is whole
             self._values[where.offset : where.stop] = out
-            self._versions[number] = int(header.version)
+            self._versions[number] = version
+        return version
 
     def _change(
         self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
-    ) -> None:
+    ) -> int:
         changes = images.read_changes(self._codec, header, payload, self._context, where)
         base, version = int(header.image.base_version), int(header.version)
         with self._locks[number % _LOCK_COUNT]:
             held = self._versions.get(number)
-            if self._values is None or held is None or (held != base and held < version):
+            if self._values is None or held is None or held < base:
                 raise CorruptChunkError(
                     f"chunk {number} changes the image of version {base}, and this worker holds "
                     f"{'none' if held is None else f'version {held}'} of it; call again"
                 )
             values = self._values[where.offset : where.stop]
             np.copyto(out, values)
-            if held != base:  # another call has taken it, or a later one
-                return
+            if held > version:  # another call has taken a later one
+                return held
             with np.errstate(all="ignore"):
-                for change in changes:
+                for change in changes[held - base :]:  # another call may have taken some
                     self._codec.codec.decode(change, 0, scratch := np.empty_like(out))
                     np.add(out, scratch, out=out)
             found = crc32.iscsi(out.view(np.uint8).data)
@@ -120,3 +124,4 @@ class Image:
             if changes:
                 np.copyto(values, out)
             self._versions[number] = version
+            return version

@@ -59,6 +59,9 @@ from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 from shardwell.v1 import parameter_server_pb2 as pb
 
+_TRIED_COUNT_MAX = 3
+"""Gradients of a step that are told apart by what rounding takes off them. Of more it is unknown
+which of them was counted, as it is of two beside the one that ends the step."""
 _REPORT_S = 10.0
 """After so long a report is given up."""
 _REPORT_ERROR_COUNT = 10
@@ -123,6 +126,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """What did not count of earlier gradients, to be added to the next: (size,)."""
         self._residual: Float32 | None = None
         """What rounding took off earlier gradients, with int8, to be added to the next: (size,)."""
+        self._tried: list[Float32] = []
+        """With int8, what rounding takes off each gradient that calls for the next step have tried,
+        and failed with: parts of them may be counted."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -372,8 +378,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             work.after_refusal = work.step == self._refused_step
             try:
                 self._put(work, attempts)
-            except NonFiniteError as error:
-                self._note_refusal(work, error)
+            except BaseException as error:
+                self._note_failure(work, error)
                 raise
             self._end_step(work)
             return work.step
@@ -456,7 +462,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def abandon(attempts: Attempts) -> int:
             work = self._without_gradient(None, attempts)
-            self._put(work, attempts)
+            self._put(work, attempts)  # of which no value is new to the shards
             self._end_step(work)
             return work.step
 
@@ -516,7 +522,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
                 work.peaks.clear()
-                if self._carried is not None or self._residual is not None:
+                if not work.has_carried and (
+                    self._carried is not None or self._residual is not None
+                ):
+                    self._transfer.check_finite(work)  # what is not may be mended, where it lies
                     self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
                 if self._member is not None and self._member.has_joined():  # with this gradient
@@ -750,11 +759,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 f"parameter {self.name!r} has codec {self.spec.codec}, which keeps no residual; "
                 "load None"
             )
-        values = np.array(residual, np.float32)  # a copy
-        if values.shape != (self.size,) or not np.isfinite(values).all():
+        given = np.asarray(residual)
+        with np.errstate(all="ignore"):
+            values = given.astype(np.float32) if given.dtype.kind in "fiu" else None  # a copy
+        if values is None or values.shape != (self.size,) or not np.isfinite(values).all():
             raise ArgumentError(
                 f"residual of parameter {self.name!r} must be ({self.size},) finite values; got "
-                f"{values.shape}"
+                f"{given.dtype} of {given.shape}"
             )
         self._residual = values
 
@@ -762,7 +773,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
+        tried_step = self.next_step
         self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        if self._tried and self.next_step != tried_step:
+            if not self.spec.has_open_sets and self.next_step == tried_step + 1:
+                # All of it is counted, and it was one of these.
+                self._residual = self._tried[0] if len(self._tried) == 1 else None
+            self._tried = []
         self._transfer.incarnation = self._opening.incarnation
         self._is_in_step = self._opening.has_seat
         self._closed_version = 0
@@ -848,22 +865,37 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self.version = rest(attempts)
             else:
                 self.version = self._exchange_chunks(work, weights, attempts, Progress())
-        except NonFiniteError as error:
-            self._note_refusal(work, error)
-            raise
-        except DivergedError:  # some of it is counted, so all of it is to be
-            if await_pieces is not None:
-                await_pieces(attempts)
-            if not self._closes_by_norm:
-                self._put(work, attempts)
+        except DivergedError as error:  # some of it is counted, so all of it is to be
+            try:
+                if await_pieces is not None:
+                    await_pieces(attempts)
+                if not self._closes_by_norm:
+                    self._put(work, attempts)
+            except BaseException:
+                self._note_failure(work, error)
+                raise
             self._end_step(work)
+            raise
+        except BaseException as error:
+            self._note_failure(work, error)
             raise
         self._end_step(work)
 
-    def _note_refusal(self, work: Gradient, error: NonFiniteError) -> None:
-        """Lets the step end with other values, if a shard has refused a part of these."""
-        if error.shard_index is not None:
+    def _note_failure(self, work: Gradient, error: BaseException) -> None:
+        """Lets the step end with other values, if a shard has refused a part of these.
+
+        With int8, notes what rounding takes off them, as parts of them may be counted.
+        """
+        if isinstance(error, NonFiniteError):
+            if error.shard_index is None:
+                return  # nothing has left
             self._refused_step = work.step
+        if not self.spec.has_image or not work.has_effect:
+            return
+        if len(self._tried) < _TRIED_COUNT_MAX:
+            found = self._rounded_off(work)
+            if not any(np.array_equal(found, each) for each in self._tried):
+                self._tried.append(found)
 
     def _end_step(self, work: Gradient) -> None:
         """Goes on to the next step: all of this one is counted."""
@@ -871,8 +903,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._transfer.superseded:
             superseded = merged(self._transfer.superseded)
             self._transfer.superseded.clear()
-        if self.spec.has_image and work.sample_count:
-            self._keep_residual(work, [*superseded, *self._transfer.late])
+        if self.spec.has_image:
+            self._keep_residual(work, superseded)
         self.next_step, self._is_in_step = work.step + 1, False
         if self.spec.has_open_sets:
             self.outcome = self._end_open_step(work, superseded)
@@ -923,7 +955,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _add_carried(self, work: Gradient) -> None:
         """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
-        if not work.sample_count or work.has_carried:
+        if not work.has_effect or work.has_carried:
             return
         if self._clips:  # what is added was clipped before
             self._clip(work)
@@ -935,22 +967,38 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         work.peaks.clear()
         work.has_carried = True
 
-    def _keep_residual(self, work: Gradient, uncounted: Sequence[Slice]) -> None:
-        """Keeps what rounding took off a gradient, except where it did not count.
-
-        There it keeps what it had, unless all of the gradient is carried over.
-        """
+    def _rounded_off(self, work: Gradient) -> Float32:
+        """What rounding takes off a gradient as it is sent: (size,), new."""
         values: Float32 = work.values.whole().astype(np.float32, copy=False)
-        residual: Float32 = block_codec(self.spec.codec_name).residual(values)
-        for where in uncounted:
+        return block_codec(self.spec.codec_name).residual(values)
+
+    def _keep_residual(self, work: Gradient, superseded: Sequence[Slice]) -> None:
+        """Keeps what rounding took off what the shards have counted of a step, for the next one.
+
+        Where this gradient was late it keeps what it had, unless all of it is carried over. Where
+        another gradient of the step was counted before, what rounding took off that one; or
+        nothing, if it is unknown which it was.
+        """
+        before, tried = self._residual, self._tried
+        self._tried = []
+        if not work.has_effect and not superseded:
+            return
+        if work.has_effect:
+            residual = self._rounded_off(work)
+            tried = [each for each in tried if not np.array_equal(each, residual)]
+            for where in self._transfer.late:
+                part = slice(where.offset, where.stop)
+                residual[part] = 0 if before is None or self.late == "carry" else before[part]
+        else:
+            residual = np.zeros(self.size, np.float32) if before is None else before.copy()
+        for where in superseded:
             part = slice(where.offset, where.stop)
-            before = self._residual
-            residual[part] = 0 if before is None or self.late == "carry" else before[part]
+            residual[part] = tried[0][part] if len(tried) == 1 else 0
         self._residual = residual
 
     def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
         """Keeps what did not count of a gradient for the next one."""
-        if not work.sample_count:  # it had no values, and took none with it
+        if not work.has_effect:  # it had no values, and took none with it
             return
         if not late:
             self._carried = None
@@ -1031,7 +1079,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if learning_rate is not None:
             self.spec.check_rate(learning_rate)
         zeros = Pieces(np.broadcast_to(np.float32(0), (self.spec.size,)))
-        work = self._contribution(zeros, 0, learning_rate, attempts)
+        work = self._contribution(zeros, 0, learning_rate, attempts, has_effect=False)
         work.after_refusal = work.is_clipped = True
         return work
 
@@ -1043,9 +1091,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         attempts: Attempts,
         *,
         is_whole: bool = True,
+        has_effect: bool = True,
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
         work = Gradient(values, self.next_step, count, learning_rate)
+        work.has_effect = has_effect and (count > 0 or self.spec.mode == "async")
         if is_whole and (self._carried is not None or self._residual is not None):
             self._add_carried(work)
         self._transfer.late.clear()  # of a call that failed

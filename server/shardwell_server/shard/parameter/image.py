@@ -19,6 +19,10 @@ from fastcrc import crc32
 from shardwell.numerics.codec import BlockCodec, Bytes, Float32
 from shardwell.wire.images import CHANGE_COUNT_MAX
 
+_PEAK_SAFE = 2.0**110
+"""A change below it rounds off less than half the spacing of float32's largest values, so that the
+image of finite weights is finite."""
+
 
 class ChunkImage:
     """One chunk's; whoever calls it holds the chunk's lock.
@@ -81,7 +85,8 @@ class ChunkImage:
         arithmetic, payload = self._codec.arithmetic, self._payload
         with np.errstate(all="ignore"):  # what overflows is found where weights are encoded
             wanted = weights + values if self.is_mean else weights - values
-            if not np.isfinite(arithmetic.quantize(wanted, payload, start)):
+            peak = arithmetic.quantize(wanted, payload, start)
+            if not np.isfinite(peak):
                 self._is_finite = False
                 values[:] = 0 if self.is_mean else weights
             elif self.is_mean:
@@ -90,11 +95,16 @@ class ChunkImage:
             else:
                 arithmetic.dequantize(payload, wanted, start)
                 np.add(values, wanted, out=values)
+                if peak >= _PEAK_SAFE and not np.isfinite(values).all():
+                    self._is_finite = False
+                    values[:] = weights
 
     def end(self, version: int) -> None:
         """The weights are those of a version."""
         assert self._payload is not None
         if self._is_finite:
+            while self._changes and self._changes[-1][0] >= version:  # it was not committed
+                self._changes.pop()
             self._changes.append((version, self._payload))
         else:
             self._changes.clear()
