@@ -71,10 +71,17 @@ from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
-from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.shard_status import (
+    LearnerStatus,
+    MemberStatus,
+    ParameterStatus,
+    ShardStatus,
+    TableStatus,
+)
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.learning_rate import GroupedRate
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import (
@@ -167,6 +174,8 @@ __all__ = [
     "InitSupersededError",
     "Initializer",
     "InternalError",
+    "LearnerProgress",
+    "LearnerStatus",
     "LeaveRequest",
     "LimitError",
     "LocalSync",

@@ -33,6 +33,8 @@ PROMISED = {
     "GradientSync",
     "GroupSync",
     "GroupedRate",
+    "LearnerProgress",
+    "LearnerStatus",
     "LeaveRequest",
     "LocalSync",
     "ServerSync",

@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import threading
 import time
@@ -37,6 +38,7 @@ from typing_extensions import override
 from shardwell.client import Client, check_client
 from shardwell.errors import (
     ArgumentError,
+    ClosedError,
     DeadlineError,
     DivergedError,
     NonFiniteError,
@@ -57,6 +59,7 @@ from shardwell.specs.checks import check_number
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import TensorLayout
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
@@ -215,6 +218,10 @@ class Outer(Connected, Closing):
         """Takes at which this learner has kept work that the shards had not counted."""
         self.offered_count = 0
         """Offers so far."""
+        self._sample_count = 0
+        """What inner steps were trained on, since this learner began here."""
+        self._began_bytes = client.traffic.sent_bytes, client.traffic.received_bytes
+        """What its client had moved before."""
         self._position = 0
         """Inner steps since this learner began here, by which the schedule goes."""
         self._images: list[TensorViews] = []
@@ -312,6 +319,26 @@ class Outer(Connected, Closing):
                 zip(self._parameters, self._layouts, strict=True)
             )
         ]
+
+    @property
+    def progress(self) -> LearnerProgress:
+        """What it says of itself after each take, and `shardwell status` shows.
+
+        Bytes are those that its client has moved since this object was made, for other parameters
+        too; `sample_count` is what `after_step` has counted since then.
+        """
+        traffic, (sent, received) = self._client.traffic, self._began_bytes
+        return LearnerProgress(
+            inner_steps=self.inner_step,
+            sample_count=self._sample_count,
+            offered_count=self.offered_count,
+            sent_bytes=traffic.sent_bytes - sent,
+            received_bytes=traffic.received_bytes - received,
+            hidden_s=max(self.hidden_s, 0.0),
+            waited_s=self.waited_s,
+            overdue_count=self.overdue_count,
+            kept_count=self.kept_count,
+        )
 
     @property
     def next_step(self) -> int:
@@ -446,6 +473,7 @@ class Outer(Connected, Closing):
         count = check_integer("sample_count", sample_count, 0, STEP_MAX)
         self.inner_step += 1
         self._position += 1
+        self._sample_count += count
         self._sample_counts = [each + count for each in self._sample_counts]
         for offer in self._offers.values():
             offer.since_count += count
@@ -602,6 +630,8 @@ class Outer(Connected, Closing):
         self.hidden_s += min(offer.ended_s or wait_began_s, wait_began_s) - offer.began_s
         if missed > 0 and refreshes and weights is not None:  # it was away for longer
             self._refresh(ChainMap(mixed, weights), mixed)  # type: ignore[arg-type]
+        with contextlib.suppress(ClosedError):  # by another thread
+            self._parameters[0].report_learner(self.progress)
         return mixed
 
     def _awaited(self, index: int) -> TensorViews:

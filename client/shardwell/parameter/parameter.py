@@ -50,6 +50,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.steps.handle import Handle
@@ -143,6 +144,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """The report that was sent last."""
         self._report_errors: set[str] = set()
         """Why reports were refused, as it was logged."""
+        self._progress: LearnerProgress | None = None
+        """What is to be said of this learner next."""
+        self._saying: Future[None] | None = None
+        """The call that says what was said of it last."""
         self._closes_by_norm = spec.closes_by_norm
         self._clips = bool(spec.optimizer.clip_norm) and not spec.closes_by_norm
         """Whether the worker knows the norm of the mean, and clips it."""
@@ -574,26 +579,69 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._calls.check_open()
             return
 
+        figure_list = [pb.Figure(name=name, value=value) for name, value in values.items()]
+
         def send(attempts: Attempts) -> None:
-            channel = self._shards.channels[0]
-            request = pb.ReportRequest(
-                shard=channel.identity,
-                parameter=self.name,
-                step=number,
-                figures=[pb.Figure(name=name, value=value) for name, value in values.items()],
-                incarnation=self._opening.incarnation,
-            )
-            channel.call(
-                "Report",
-                request,
-                pb.ReportResponse,
-                timeout_s=attempts.rest_s,
-                parameter=self.name,
-            )
+            self._send_report(pb.ReportRequest(step=number, figures=figure_list), attempts)
 
         with contextlib.suppress(LimitError):  # as many calls are under way as there may be
             self._reporting = self._calls.start(send, _REPORT_S)
             self._reporting.add_done_callback(self._note_report)
+
+    def report_learner(self, progress: LearnerProgress) -> None:
+        """Tells whoever looks at the cluster how far a learner in outer training has come.
+
+        For loops with a schedule of their own, on the parameter of their family's fragment 0;
+        `Outer` calls it. `shardwell status` and the status page show what each worker said last.
+        Never blocks and never fails for want of a shard: what comes while the last is under way is
+        said after it, the newest alone.
+
+        Args:
+            progress: All of it, not what was added.
+
+        A shard that refuses it is told of in the log, once for each reason.
+
+        Raises:
+            ArgumentError: it is none, or this is not the parameter of a family's fragment 0.
+            ClosedError: the parameter or its client was closed.
+        """
+        if not isinstance(progress, LearnerProgress):
+            raise ArgumentError(f"progress must be shardwell.LearnerProgress; got {progress!r:.80}")
+        if self.spec.fragment is None or self.spec.fragment.index:
+            raise ArgumentError(
+                f"parameter {self.name!r} is not fragment 0 of a family; call report_learner of "
+                "that one, for all fragments"
+            )
+        self._progress = progress
+        if self._saying is not None and not self._saying.done():
+            self._calls.check_open()
+            return
+        self._say_progress()
+
+    def _say_progress(self) -> None:
+        def send(attempts: Attempts) -> None:
+            progress, self._progress = self._progress, None
+            if progress is not None:  # else the call before this one has said it
+                request = pb.ReportRequest(worker_id=self._worker_id, learner=progress.to_proto())
+                self._send_report(request, attempts)
+
+        def go_on(call: Future[None]) -> None:
+            self._note_report(call)
+            if self._progress is not None:
+                with contextlib.suppress(ClosedError):
+                    self._say_progress()
+
+        with contextlib.suppress(LimitError):  # as many calls are under way as there may be
+            self._saying = self._calls.start(send, _REPORT_S)
+            self._saying.add_done_callback(go_on)
+
+    def _send_report(self, request: pb.ReportRequest, attempts: Attempts) -> None:
+        channel = self._shards.channels[0]
+        request.shard.CopyFrom(channel.identity)
+        request.parameter, request.incarnation = self.name, self._opening.incarnation
+        channel.call(
+            "Report", request, pb.ReportResponse, timeout_s=attempts.rest_s, parameter=self.name
+        )
 
     def _note_report(self, call: Future[None]) -> None:
         error = call.exception()

@@ -11,6 +11,7 @@ from shardwell.errors import CorruptChunkError, WrongShardError
 from shardwell.process.html_table import html_table
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -114,6 +115,31 @@ class MemberStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearnerStatus:
+    """What a learner in outer training has said of itself last."""
+
+    worker_id: str
+    """Who."""
+    progress: LearnerProgress
+    """What."""
+    ago_s: float
+    """Seconds since."""
+
+    @staticmethod
+    def from_proto(message: pb.LearnerStatus) -> LearnerStatus:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        return LearnerStatus(
+            worker_id=message.worker_id,
+            progress=LearnerProgress.from_proto(message.progress),
+            ago_s=message.ago_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterStatus:
     """What one shard holds of one parameter."""
 
@@ -166,6 +192,9 @@ class ParameterStatus:
     """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
     new_name: str
     """The name that it is about to get, where it is marked to be renamed; else empty."""
+    learners: tuple[LearnerStatus, ...]
+    """What learners in outer training said of themselves last, by worker, on shard 0 of their
+    family's fragment 0; of very many, some."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -201,6 +230,7 @@ class ParameterStatus:
             ),
             marked=message.marked,
             new_name=message.new_name,
+            learners=tuple(map(LearnerStatus.from_proto, message.learners)),
         )
 
 

@@ -416,20 +416,24 @@ class SetLearningRateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "step", "figures", "incarnation", "crc32c")
+    __slots__ = ("shard", "parameter", "step", "figures", "incarnation", "worker_id", "learner", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
     step: int
     figures: _containers.RepeatedCompositeFieldContainer[Figure]
     incarnation: int
+    worker_id: str
+    learner: LearnerProgress
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., incarnation: _Optional[int] = ..., worker_id: _Optional[str] = ..., learner: _Optional[_Union[LearnerProgress, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Figure(_message.Message):
     __slots__ = ("name", "value")
@@ -438,6 +442,38 @@ class Figure(_message.Message):
     name: str
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class LearnerProgress(_message.Message):
+    __slots__ = ("inner_steps", "sample_count", "offered_count", "sent_bytes", "received_bytes", "hidden_s", "waited_s", "overdue_count", "kept_count")
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    OVERDUE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    inner_steps: int
+    sample_count: int
+    offered_count: int
+    sent_bytes: int
+    received_bytes: int
+    hidden_s: float
+    waited_s: float
+    overdue_count: int
+    kept_count: int
+    def __init__(self, inner_steps: _Optional[int] = ..., sample_count: _Optional[int] = ..., offered_count: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., hidden_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., overdue_count: _Optional[int] = ..., kept_count: _Optional[int] = ...) -> None: ...
+
+class LearnerStatus(_message.Message):
+    __slots__ = ("worker_id", "progress", "ago_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    progress: LearnerProgress
+    ago_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., progress: _Optional[_Union[LearnerProgress, _Mapping]] = ..., ago_s: _Optional[float] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ()
@@ -530,7 +566,7 @@ class Trouble(_message.Message):
     def __init__(self, name: _Optional[str] = ..., words: _Optional[str] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
-    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked", "new_name", "late_chunk_count", "lost_member_count")
+    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked", "new_name", "late_chunk_count", "lost_member_count", "learners")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -555,6 +591,7 @@ class ParameterStatus(_message.Message):
     NEW_NAME_FIELD_NUMBER: _ClassVar[int]
     LATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOST_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEARNERS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ParameterSpec
     slice_offset: int
     slice_size: int
@@ -579,4 +616,5 @@ class ParameterStatus(_message.Message):
     new_name: str
     late_chunk_count: int
     lost_member_count: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., new_name: _Optional[str] = ..., late_chunk_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ...) -> None: ...
+    learners: _containers.RepeatedCompositeFieldContainer[LearnerStatus]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., new_name: _Optional[str] = ..., late_chunk_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ..., learners: _Optional[_Iterable[_Union[LearnerStatus, _Mapping]]] = ...) -> None: ...

@@ -255,8 +255,11 @@ class ParameterServerServiceServicer(object):
     def Report(self, request, context):
         """Notes figures that a worker reports of a step, such as its loss, for whoever looks at the cluster.
         Training does not depend on them: they are kept in memory, the last 512 steps of 16 figures, and
-        one that is sent again counts again. Call it on shard 0. Errors: NOT_FOUND, INVALID_ARGUMENT (no
-        figure, or a name that is none), RESOURCE_EXHAUSTED (too many figures).
+        one that is sent again counts again. A learner in outer training says instead how far it has come:
+        the last of each worker is kept, of the 1,024 workers that said so last. Call it on shard 0.
+        Errors: NOT_FOUND, INVALID_ARGUMENT (neither a figure nor a learner's progress, a name that is none,
+        a number of the progress that is negative, not finite or above 2^62), RESOURCE_EXHAUSTED (too many
+        figures).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,6 +29,7 @@ from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
@@ -289,7 +290,17 @@ class ParameterServerService:
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         figures = {figure.name: figure.value for figure in request.figures}
         parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
-        parameter.reports.note(request.step, figures)
+        if request.HasField("learner"):
+            worker_id = check_name("worker_id", request.worker_id)
+            progress = LearnerProgress.from_proto(request.learner)
+            if parameter.spec.fragment is None or parameter.spec.fragment.index:
+                raise ArgumentError(
+                    f"a learner's progress is told of the parameter of its family's fragment 0; "
+                    f"{request.parameter!r} is none"
+                )
+            parameter.reports.note_learner(worker_id, progress)
+        if figures or not request.HasField("learner"):
+            parameter.reports.note(request.step, figures)
         return pb.ReportResponse()
 
     def get_contributions(

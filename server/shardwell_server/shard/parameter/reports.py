@@ -1,17 +1,22 @@
-"""Figures that workers report with their steps, such as a loss: for who looks, not for training."""
+"""What workers report of their steps, such as a loss: for who looks, not for training."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 from shardwell.errors import ArgumentError, LimitError
+from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
+from shardwell.v1 import parameter_server_pb2 as pb
 
 FIGURE_COUNT_MAX = 16
 """Figures of one parameter."""
 STEP_COUNT_MAX = 512
 """Steps that are kept, the last ones: what a curve on a screen shows."""
+LEARNER_COUNT_MAX = 1024
+"""Learners whose progress is kept, those that said so last."""
 
 
 class Reports:
@@ -21,6 +26,8 @@ class Reports:
         self._lock = threading.Lock()
         self._sums: dict[str, dict[int, tuple[float, int]]] = {}
         """By figure and step: the sum of what was reported, and how many did."""
+        self._learners: dict[str, tuple[LearnerProgress, float]] = {}
+        """By worker, with when it came; the last one last."""
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         """Adds what one worker reports of a step.
@@ -53,3 +60,23 @@ class Reports:
                 name: [(step, total / count) for step, (total, count) in sorted(kept.items())]
                 for name, kept in self._sums.items()
             }
+
+    def note_learner(self, worker_id: str, progress: LearnerProgress) -> None:
+        """Keeps what a learner in outer training says of itself, instead of what it said before."""
+        with self._lock:
+            self._learners.pop(worker_id, None)
+            self._learners[worker_id] = progress, time.monotonic()
+            if len(self._learners) > LEARNER_COUNT_MAX:
+                del self._learners[next(iter(self._learners))]
+
+    def learners(self, count_max: int) -> list[pb.LearnerStatus]:
+        """What learners said last, by worker; of more than `count_max`, those that did so last."""
+        now_s = time.monotonic()
+        with self._lock:
+            found = list(self._learners.items())[-count_max:]
+        return [
+            pb.LearnerStatus(
+                worker_id=worker_id, progress=progress.to_proto(), ago_s=max(now_s - came_s, 0.0)
+            )
+            for worker_id, (progress, came_s) in sorted(found)
+        ]

@@ -889,6 +889,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             contributed_count, missing_count = self._add_members(
                 status, oldest, name_count_max, attending
             )
+            status.learners.extend(self.reports.learners(name_count_max))
             status.contributed_worker_count = contributed_count
             status.missing_worker_count = missing_count
             return status

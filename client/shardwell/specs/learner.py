@@ -1,0 +1,65 @@
+"""What a learner in outer training says of itself: for who looks, not for training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shardwell.specs.checks import check_number, check_whole_number
+from shardwell.v1 import parameter_server_pb2 as pb
+
+_COUNT_MAX = 2**62
+_SECONDS_END = 1e12
+"""Below it are all times; 30,000 years."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerProgress:
+    """How far a learner has come, and what it has sent and waited for; checked when made.
+
+    Raises:
+        ArgumentError: a number is negative, not finite, or too large.
+    """
+
+    inner_steps: int = 0
+    """Steps that it has made by itself; what it went on from, among them."""
+    sample_count: int = 0
+    """What it was trained on since it began, in the unit that all learners share."""
+    offered_count: int = 0
+    """Outer gradients that it has offered, over all fragments."""
+    sent_bytes: int = 0
+    """Of outer gradients and first weights, encoded."""
+    received_bytes: int = 0
+    """Of weights, encoded."""
+    hidden_s: float = 0.0
+    """Seconds that offers travelled, or waited for other learners, while training went on."""
+    waited_s: float = 0.0
+    """Seconds that takes have waited."""
+    overdue_count: int = 0
+    """Offers whose result had not come in time."""
+    kept_count: int = 0
+    """Takes at which it has kept work that the shards had not counted."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            what, value = f"a learner's {each.name}", getattr(self, each.name)
+            if each.name.endswith("_s"):
+                check_number(what, value, below=_SECONDS_END)
+            else:
+                check_whole_number(what, value, 0, _COUNT_MAX)
+
+    def to_proto(self) -> pb.LearnerProgress:
+        """The wire's form."""
+        return pb.LearnerProgress(**asdict(self))
+
+    @staticmethod
+    def from_proto(message: pb.LearnerProgress) -> LearnerProgress:
+        """The value that a message describes.
+
+        Raises:
+            ArgumentError: a number is negative, not finite, or too large.
+        """
+        found: dict[str, Any] = {
+            each.name: getattr(message, each.name) for each in fields(LearnerProgress)
+        }
+        return LearnerProgress(**found)
