@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from outer.rows import Row
 
 import shardwell
+from outer.rows import Row
 from shardwell_server import LocalCluster
 from shardwell_server.demo.digits.model import FloatArray
 from shardwell_server.demo.digits.samples import Batches, Digits, Samples, load_digits
