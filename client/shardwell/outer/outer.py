@@ -44,6 +44,7 @@ from shardwell.errors import (
     NonFiniteError,
     NotInitializedError,
     ShardUnavailableError,
+    ShardwellError,
     StepOrderError,
 )
 from shardwell.numerics.arguments import as_floats, check_integer
@@ -251,7 +252,9 @@ class Outer(Connected, Closing):
             parameter = client.parameter(
                 fragment.parameter, tensors=shapes, fragment=fragment, **options
             )
-            parameter.advise_on_non_finite("lower the inner or the outer learning rate")
+            parameter.advise_on_non_finite(
+                "lower the inner or the outer learning rate, and go on from reload()"
+            )
             self._parameters.append(parameter)
         self._layouts: list[TensorLayout] = []
         for parameter in self._parameters:
@@ -404,7 +407,10 @@ class Outer(Connected, Closing):
             ShardwellError: as `Parameter.get_weights`, and as `take`.
         """
         for index in list(self._offers):
-            self._awaited(index)
+            try:
+                self._awaited(index)
+            except NonFiniteError:  # a shard has refused a part, so its step ends without the rest
+                self._parameters[index].abandon_step(timeout_s=self._timeout_s)
             self._offers.pop(index, None)
         images = [self._newest(index) for index in range(len(self._parameters))]
         self._images = images
@@ -635,7 +641,7 @@ class Outer(Connected, Closing):
         return mixed
 
     def _awaited(self, index: int) -> TensorViews:
-        """The image that comes of an offer; blocks."""
+        """The image that comes of an offer; blocks. What fails leaves the offer open."""
         offer, began_s = self._offers[index], time.monotonic()
         error = offer.error
         # One that ended for want of time while nobody waited for it has a wait of its own.
@@ -697,16 +703,20 @@ class Outer(Connected, Closing):
         """Takes the newest image of what is not offered, and keeps what was moved since the old.
 
         The others have made more than one outer step without this learner: so it is in step with
-        them at once.
+        them at once. What can't be read now comes with its next offer.
         """
         for index in range(len(self._layouts)):
             if index in self._offers:
                 continue
             version, old = self._versions[index], self._images[index]
-            new = self._newest(index)
+            arrays = self._arrays(index, weights)
+            try:
+                new = self._newest(index)
+            except (DeadlineError, ShardUnavailableError):
+                return
             if self._versions[index] == version:
                 continue
-            for name, array in self._arrays(index, weights).items():
+            for name, array in arrays.items():
                 changed[name] = new[name] + np.subtract(array, old[name], dtype=np.float32)
             self._images[index] = new
 
@@ -913,10 +923,16 @@ class Outer(Connected, Closing):
             ShardwellError: as `Parameter.leave`.
         """
         until_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        failure: ShardwellError | None = None
         for parameter in self._parameters:
             rest_s = max(until_s - time.monotonic(), _LEAVE_S_MIN)
-            parameter.leave(timeout_s=rest_s)
+            try:
+                parameter.leave(timeout_s=rest_s)
+            except ShardwellError as error:  # of the others it takes its leave all the same
+                failure = failure or error
         self._is_to_join = self.spec.members is not None
+        if failure is not None:
+            raise failure
 
     @override
     def close(self) -> None:

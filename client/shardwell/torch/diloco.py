@@ -76,6 +76,9 @@ class DiLoCo(Connected):
         overdue: What happens when a result has not come in time.
         samples_per_step: What an inner step is trained on, as weights of learners' offers; `DiLoCo.
             sample_count` may be set before each step instead.
+        watches_model: Whether weights that something else than the optimizer has written to are an
+            error. False: for a model whose weights are written on purpose, as by
+            Embedding(max_norm=...), or clamped after each step; what that moves is trained, then.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
             under way end, and then the program. Default: where the others go on without this
             learner.
@@ -109,12 +112,14 @@ class DiLoCo(Connected):
         grace_s: float = 0.0,
         overdue: OverdueName = "wait",
         samples_per_step: int = 1,
+        watches_model: bool = True,
         leave_on_sigterm: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
         self.sample_count = samples_per_step
         """What the next inner step is trained on; stays until it is set again."""
         self._model = model
+        self._watches_model = watches_model
         self._names = PlainNames(model)
         self._tensors = _trained(self._names.of(model.named_parameters()))
         self._optimizers = _optimizers(inner_optimizer, self._tensors)
@@ -268,13 +273,16 @@ class DiLoCo(Connected):
                     f"{tuple(shape)} before; close() this DiLoCo, and make another, with another "
                     "name"
                 )
+            if not self._watches_model:
+                continue
             if tensor._version != version or tensor.data_ptr() != address:
                 what = "moved to other memory" if tensor.data_ptr() != address else "written to"
                 raise ArgumentError(
                     f"tensor {name!r} of the model was {what} by something else than the inner "
                     f"optimizer, after inner step {self.inner_step}; that would be sent as if it "
                     "had been trained; call reload(), which puts the cluster's weights into the "
-                    "model, and load or move a model before its DiLoCo is made"
+                    "model, and load or move a model before its DiLoCo is made; or pass "
+                    "watches_model=False, if training writes to it on purpose"
                 )
 
     def _check_model(self) -> None:

@@ -394,6 +394,19 @@ def test_nobody_waits_for_a_learner_that_has_left(cluster, connect) -> None:
     assert versions(first) == [4, 4, 4, 4]
 
 
+def test_who_leaves_waits_for_its_offers_no_longer_than_it_says(cluster, connect) -> None:
+    """And takes its leave of the other fragments all the same."""
+    target = cluster(2).target
+    client = connect(target, "w0")
+    outer = learner(client, members=shardwell.Elastic(min_count=2, max_count=4))
+    weights = outer.init(filled(0))
+    outer.offer(0, weights)
+    with pytest.raises(shardwell.DeadlineError, match=r"net\.fragment-0"):
+        outer.leave(timeout_s=0.3)
+    for fragment in (1, 2, 3):
+        assert [each.state for each in client.members(f"net.fragment-{fragment}")] == ["over"]
+
+
 # Waiting, and its end.
 
 
@@ -560,6 +573,19 @@ def test_another_family_under_the_name_is_refused(cluster, connect) -> None:
         learner(client, codec="fp16")
     with pytest.raises(shardwell.SpecMismatchError, match=r"optimizer: "):
         learner(client, outer=shardwell.SGD(0.5))
+
+
+def test_what_a_shard_refuses_is_told_and_reload_goes_on(cluster, connect) -> None:
+    """A finite difference whose square is not."""
+    outer = learner(connect(cluster(2), "w0"), outer=shardwell.Adagrad(0.5))
+    weights = outer.init(filled(0))
+    with pytest.raises(shardwell.NonFiniteError, match=r"'sum' of.*lower the.*from reload\(\)"):
+        loop(outer, weights, 1e30, 1)
+    weights = outer.reload()
+    assert {value(weights, layer) for layer in range(4)} == {0.0}
+    assert steps(outer) == [1, 0, 0, 0]
+    loop(outer, weights, 1.0, 8)
+    assert max(steps(outer)) == 3
 
 
 def test_weights_that_diverged_are_told(cluster, connect) -> None:

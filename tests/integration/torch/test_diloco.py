@@ -265,6 +265,58 @@ def test_a_model_changed_by_something_else_is_an_error_with_a_way_out(cluster, c
             optimizer.step()
 
 
+def test_a_model_that_writes_to_its_weights_may_say_so(cluster, connect) -> None:
+    """Such as an Embedding with max_norm, whose forward pass scales its rows down."""
+
+    def made() -> torch.nn.Module:
+        torch.manual_seed(2)
+        return torch.nn.Sequential(torch.nn.Embedding(5, 4, max_norm=0.5), torch.nn.Linear(4, 1))
+
+    def run(of, optimizer) -> None:
+        for number in range(8):
+            of(torch.tensor([number % 5])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    client, model, alone = connect(cluster(2), "w0"), made(), made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        shardwell.torch.DiLoCo(model, optimizer, client, overlap=0, **PLAIN),
+        pytest.raises(shardwell.ArgumentError, match=r"'0\.weight'.*watches_model=False"),
+    ):
+        run(model, optimizer)
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with shardwell.torch.DiLoCo(
+        model, optimizer, client, name="net", overlap=0, watches_model=False, **PLAIN
+    ) as diloco:
+        run(model, optimizer)
+        assert diloco.inner_step == 8
+    run(alone, torch.optim.SGD(alone.parameters(), 0.1))
+    assert_close(model, alone)
+
+
+def test_optimizers_that_frameworks_wrap(cluster, connect) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    client, model, alone = connect(cluster(2), "w0"), net(), net()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with shardwell.torch.DiLoCo(prepared, optimizer, client, overlap=0, **PLAIN) as diloco:
+        for inputs, targets in batches(16):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(loss_of(prepared, inputs, targets))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert diloco.inner_step == 8
+    other = torch.optim.SGD(alone.parameters(), 0.1)
+    for number, (inputs, targets) in enumerate(batches(16)):
+        (loss_of(alone, inputs, targets) / 2).backward()
+        if number % 2:
+            other.step()
+            other.zero_grad()
+    assert_close(model, alone)
+
+
 def test_a_model_with_other_tensors_is_refused(cluster, connect) -> None:
     client, model = connect(cluster(2), "w0"), net()
     model[2].bias.requires_grad_(False)
