@@ -1,6 +1,7 @@
 """Outer training (DiLoCo) with PyTorch: learners of handwritten digits that send once in 25 steps.
 
 shardwell cluster --shard-count 2     # prints: export SHARDWELL_SHARDS=...
+export OMP_NUM_THREADS=1              # learners of one machine share its cores
 python examples/outer_digits.py w0 &  # with that variable set; w1, w2 beside it, at any time
 python examples/outer_digits.py w1
 

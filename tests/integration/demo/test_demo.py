@@ -197,6 +197,18 @@ def test_outer_training_learns_and_says_what_it_moved():
     assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
 
 
+def test_outer_training_as_it_is_by_default():
+    """Twelve outer steps of int8, a byte an element: 1/80 of 600 steps of fp16, or less."""
+    with started("demo", "--outer") as process:
+        code, output, errors = finish(process)
+    assert (code, errors) == (0, ""), output
+    assert "4 workers on 2 shards, codec int8, an outer step every 50 steps" in output
+    shown = re.search(r"^synchronous .* as fp16 \(computed\), (\d+) times as much", output, re.M)
+    assert shown, output
+    assert int(shown[1]) >= 80
+    assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
+
+
 def test_outer_training_that_has_not_learnt_fails():
     """No outer step ends in ten inner ones: shards have the first weights."""
     with started("demo", "--outer", "--codec=fp32", "--workers=2", "--steps=10") as process:
