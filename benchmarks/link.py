@@ -112,6 +112,13 @@ class Network:
         name = "net.ipv4.tcp_congestion_control"
         return run(*self.command(0, ["sysctl", "-n", name])).strip()
 
+    def limit(self, mbit: int) -> None:
+        """Gives all cables another rate."""
+        self._mbit = mbit
+        for index, host in enumerate(self._hosts):
+            for end in ((host, "eth0"), (self._switch, f"port{index}")):
+                self._limit("change", *end)
+
     def __enter__(self) -> Network:
         remove_stale()
         try:
@@ -143,13 +150,16 @@ class Network:
         run("ip", "-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
         run("ip", "-n", self._switch, "link", "set", port, "master", "br0")
         for namespace, device in ((host, "eth0"), (self._switch, port)):
-            limit = ("rate", f"{self._mbit}mbit", "burst", f"{BURST_BYTES}b")
-            limit += ("latency", f"{QUEUE_MS}ms")
-            run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+            self._limit("add", namespace, device)
             run("ip", "-n", namespace, "link", "set", device, "up")
         if self._congestion:  # of routes: the setting may be for init's namespace alone
             route = ("route", "replace", "10.99.0.0/24", "dev", "eth0", "congctl")
             run("ip", "-n", host, *route, self._congestion)
+
+    def _limit(self, verb: str, namespace: str, device: str) -> None:
+        limit = ("rate", f"{self._mbit}mbit", "burst", f"{BURST_BYTES}b")
+        limit += ("latency", f"{QUEUE_MS}ms")
+        run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf", *limit)
 
 
 def _statistics(namespace: str, device: str) -> dict[str, Any]:

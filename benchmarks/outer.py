@@ -37,6 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outer import traffic
 from outer.rows import Row
 from shardwell_server import signals
 
@@ -67,6 +68,7 @@ def characters(args: argparse.Namespace) -> list[Row]:
 
 
 PARTS = {
+    "bytes": Part(lambda args: traffic.measure(), 120),
     "digits": Part(digits, 600),
     "characters": Part(characters, 900),
 }

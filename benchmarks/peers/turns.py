@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 START_MARGIN_S = 0.02
 """From the order to the moment when all ranks of a crew start, which none may sleep through."""
 CREW_TIMEOUT_S = 60.0
-"""For a crew to be there, and for a step."""
+"""For a crew to be there, and for a step, where nothing else is said."""
 Order = dict[str, Any]
 
 
@@ -119,6 +119,7 @@ class Crew:
             several workers, which then know their ranks; else the i-th is given `--rank i`.
         size: Workers.
         environment: Variables besides those of this process.
+        timeout_s: For a crew to be there, and for a step.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class Crew:
         commands: Sequence[Sequence[str]],
         size: int,
         environment: dict[str, str] | None = None,
+        timeout_s: float = CREW_TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._stack = contextlib.ExitStack()
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._streams: list[Any] = []
@@ -184,7 +187,7 @@ class Crew:
         self.close()
 
     def _meet(self, listener: socket.socket, size: int) -> None:
-        deadline = time.monotonic() + CREW_TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         streams: dict[int, Any] = {}
         contacts: dict[int, Any] = {}
         listener.settimeout(0.5)
@@ -194,7 +197,7 @@ class Crew:
             except TimeoutError:
                 self._check(deadline)
                 continue
-            connection.settimeout(CREW_TIMEOUT_S)
+            connection.settimeout(self._timeout_s)
             stream = connection.makefile("rw")
             connection.close()
             self._stack.callback(_close, stream)
