@@ -37,7 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outer import traffic
+from outer import links, traffic
 from outer.rows import Row
 from shardwell_server import signals
 
@@ -69,6 +69,8 @@ def characters(args: argparse.Namespace) -> list[Row]:
 
 PARTS = {
     "bytes": Part(lambda args: traffic.measure(), 120),
+    "link": Part(lambda args: links.link(), 420),
+    "hidden": Part(lambda args: links.hidden(), 120),
     "digits": Part(digits, 600),
     "characters": Part(characters, 900),
 }

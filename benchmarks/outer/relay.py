@@ -2,14 +2,12 @@
 
     python benchmarks/outer/relay.py DELAY_MS [LISTEN_PORT=HOST:PORT ...]
 
-Listens on 127.0.0.1. For kernels without netem. Bytes go from socket to socket through pipes, so
-they are not copied here. Ends when its standard input does.
+Listens on 127.0.0.1; needs no netem in the kernel. Ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import queue
 import socket
@@ -17,10 +15,9 @@ import sys
 import threading
 import time
 
-PIPE_BYTES = 8 * 1024 * 1024
-"""What may be on its way in one direction: 10 ms of a Gbit/s are 1.25 MB, in pages that TCP filled
-in part."""
 PIECE_BYTES = 256 * 1024
+PIECE_COUNT_MAX = 64
+"""On their way in one direction of a connection; 10 ms of a Gbit/s are 1.25 MB."""
 
 
 class Flow:
@@ -28,38 +25,40 @@ class Flow:
 
     def __init__(self, source: socket.socket, target: socket.socket, delay_s: float) -> None:
         self._source, self._target, self._delay_s = source, target, delay_s
-        self._out, self._in = os.pipe()
-        fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._pieces: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(PIECE_COUNT_MAX)
         for act in (self._read, self._write):
             threading.Thread(target=act, daemon=True).start()
 
     def _read(self) -> None:
-        count = 1
-        while count:
+        piece = b"?"
+        while piece:
             try:
-                count = os.splice(self._source.fileno(), self._in, PIECE_BYTES)
+                piece = self._source.recv(PIECE_BYTES)
             except OSError:
-                count = 0
-            self._pieces.put((time.monotonic() + self._delay_s, count))
+                piece = b""
+            self._pieces.put((time.monotonic() + self._delay_s, piece))
 
     def _write(self) -> None:
+        is_open = True
         while True:
-            due_s, count = self._pieces.get()
+            due_s, piece = self._pieces.get()
+            if not piece:
+                break
             time.sleep(max(due_s - time.monotonic(), 0.0))
-            if not count:
-                break
+            if not is_open:
+                continue
             try:
-                while count:
-                    count -= os.splice(self._out, self._target.fileno(), count)
+                self._target.sendall(piece)
             except OSError:
-                break
-        # Both directions: what has ended one way is of no use the other way.
+                is_open = False
+                self._end()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends both directions: what has ended one way is of no use the other way."""
         for end in (self._source, self._target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        os.close(self._in)
-        os.close(self._out)
 
 
 def serve(listener: socket.socket, target: tuple[str, int], delay_s: float) -> None:

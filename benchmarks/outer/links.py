@@ -1,0 +1,197 @@
+"""Inner steps a second on slow links, and the part of a transfer that inner steps hide."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from link import PORT, Network, run, serve, why_not
+from outer.rows import Row
+from outer.traffic import learner_command, moved
+from peers.turns import Crew, Step
+
+LEARNER_COUNT = SHARD_COUNT = 2
+COMPUTE_MS = 31.0
+"""Of an inner step, which sleeps: what GPT-2 of 124 M takes on the GPU of docs/performance.md. Two
+cores can't compute two learners' steps of 25 million."""
+SYNC_EVERY, FRAGMENT_COUNT = 100, 4
+OVERLAP = SYNC_EVERY // FRAGMENT_COUNT - 1
+"""The longest: 0.74 s, in which 6.25 MB travel up and down at 100 Mbit/s if both overlap."""
+INTERVAL = SYNC_EVERY // FRAGMENT_COUNT
+DELAY_MS = 10.0
+"""Each way."""
+RELAY_PORT = 7171
+FAST_MBIT = 4000
+"""While first weights are given and read, which is not measured."""
+STEP_LIMIT_S = 200.0
+"""For the longest order: a synchronous step on the slowest link."""
+
+
+class Rate(NamedTuple):
+    """What is measured on links of one rate."""
+
+    mbit: int
+    goal: float
+    """Times as many steps; 0: it finishes."""
+    rounds: int
+    """Times each fragment's outer step is made."""
+    warm_up_count: int
+    """Synchronous steps that are not counted."""
+    exchange_count: int
+
+
+RATES = (
+    Rate(1000, 7.0, 2, 1, 6),
+    Rate(100, 20.0, 2, 1, 3),
+    Rate(50, 30.0, 2, 0, 2),
+    Rate(10, 0.0, 1, 0, 1),
+)
+
+
+class Setup:
+    """Shards and learners, each on a host of its own; a learner's relays are on its host.
+
+    Args:
+        stack: Ends it all.
+        with_exchange: Whether synchronous learners are started, too.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, *, with_exchange: bool) -> None:
+        self.network = stack.enter_context(
+            Network(LEARNER_COUNT + SHARD_COUNT, FAST_MBIT, congestion())
+        )
+        hosts = range(LEARNER_COUNT, LEARNER_COUNT + SHARD_COUNT)
+        for index, host in enumerate(hosts):
+            serve(self.network, index, SHARD_COUNT, 1024, stack, host=host)
+        direct = ",".join(f"{self.network.address(host)}:{PORT}" for host in hosts)
+        relayed = ",".join(f"127.0.0.1:{RELAY_PORT + index}" for index in range(SHARD_COUNT))
+        for host in range(LEARNER_COUNT):
+            self._relay(stack, host, hosts)
+        self.outer = self._crew(stack, "outer", relayed)
+        self.exchanges: dict[str, Crew] = {}
+        """Synchronous learners, without the relays, too: what these cost is theirs alone."""
+        if with_exchange:
+            self.exchanges["20 ms"] = self._crew(stack, "exchange", relayed)
+            self.exchanges["no delay"] = self._crew(stack, "exchange", direct)
+
+    def _relay(self, stack: contextlib.ExitStack, host: int, shards: range) -> None:
+        words = [sys.executable, str(Path(__file__).with_name("relay.py")), str(DELAY_MS)]
+        for index, shard in enumerate(shards):
+            words.append(f"{RELAY_PORT + index}={self.network.address(shard)}:{PORT}")
+        process = subprocess.Popen(
+            self.network.command(host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("a relay did not start")
+
+    def _crew(self, stack: contextlib.ExitStack, mode: str, shards: str) -> Crew:
+        flags = {
+            "compute_ms": COMPUTE_MS,
+            "sync_every": SYNC_EVERY,
+            "fragments": FRAGMENT_COUNT,
+            "overlap": OVERLAP,
+        }
+        words = learner_command(mode, shards, **flags)
+        commands = [self.network.command(host, words) for host in range(LEARNER_COUNT)]
+        crew = Crew(commands, LEARNER_COUNT, {"SHARDWELL_INSECURE": "1"}, STEP_LIMIT_S)
+        return stack.enter_context(crew)
+
+    def train_outer(self, rounds: int) -> tuple[Step, Step]:
+        """Trains each fragment so many outer steps; what was told before and after.
+
+        One fragment before, so that the measured steps begin as they end: with one on its way.
+        """
+        before = self.outer.step(do="train", steps=INTERVAL)
+        after = self.outer.step(do="train", steps=SYNC_EVERY * rounds)
+        self.outer.step(do="settle")
+        return before, after
+
+
+def congestion() -> str:
+    """TCP's, the same on all machines where it can be chosen."""
+    found = run("sysctl", "-n", "net.ipv4.tcp_available_congestion_control").split()
+    return "cubic" if "cubic" in found else ""
+
+
+def hidden_part(before: Step, after: Step) -> float:
+    """Of the seconds that offers travelled; the mean of the learners."""
+    parts = []
+    for old, new in zip(before.told, after.told, strict=True):
+        hidden_s, waited_s = (moved(old, new, key) for key in ("hidden_s", "waited_s"))
+        parts.append(hidden_s / (hidden_s + waited_s))
+    return statistics.mean(parts)
+
+
+def row_of(rate: Rate, outer: tuple[Step, Step], exchange_s: dict[str, float]) -> Row:
+    """Of one rate.
+
+    Args:
+        rate: Which.
+        outer: See `Setup.train_outer`.
+        exchange_s: Seconds of a synchronous step, by delay.
+    """
+    step_s = outer[1].seconds / (SYNC_EVERY * rate.rounds)
+    times = ", ".join(
+        f"{seconds / step_s:.1f} times the {seconds:.2f} s of a synchronous one"
+        + (" without the delay" if name == "no delay" else "")
+        for name, seconds in exchange_s.items()
+    )
+    found = f"{times}; an inner step {step_s * 1e3:.1f} ms, hidden {hidden_part(*outer):.2f}"
+    goal = f"{rate.goal:g}" if rate.goal else "finishes"
+    return Row(f"inner steps a second / synchronous fp16, {rate.mbit} Mbit/s", goal, found)
+
+
+ABOUT = (
+    f"{LEARNER_COUNT} learners of 25 M elements and {SHARD_COUNT} shards, each on a host of its "
+    f"own; an inner step sleeps for {COMPUTE_MS:g} ms; H={SYNC_EVERY}, {FRAGMENT_COUNT} fragments, "
+    f"overlap={OVERLAP}; a relay delays by {DELAY_MS:g} ms each way"
+)
+
+
+def link() -> list[Row]:
+    """On links of each rate."""
+    if reason := why_not():
+        return [Row("link", "", f"skipped: {reason}")]
+    rows = [Row("link", "", ABOUT)]
+    with contextlib.ExitStack() as stack:
+        setup = Setup(stack, with_exchange=True)
+        setup.train_outer(1)  # the first step opens streams and touches memory
+        for rate in RATES:
+            setup.network.limit(rate.mbit)
+            outer = setup.train_outer(rate.rounds)
+            exchange_s: dict[str, float] = {}
+            for name, crew in setup.exchanges.items():
+                if name == "no delay" and rate.mbit < RATES[0].mbit:
+                    continue  # the delay is nothing beside such steps
+                if rate.warm_up_count:
+                    crew.step(do="train", steps=rate.warm_up_count)
+                step = crew.step(do="train", steps=rate.exchange_count)
+                exchange_s[name] = step.seconds / rate.exchange_count
+            rows.append(row_of(rate, outer, exchange_s))
+            print(f"  {rows[-1].what}: {rows[-1].found}", file=sys.stderr, flush=True)
+    return rows
+
+
+HIDDEN_MBIT, HIDDEN_GOAL, HIDDEN_ROUNDS = 100, 0.95, 3
+
+
+def hidden() -> list[Row]:
+    """On links of 100 Mbit/s."""
+    if reason := why_not():
+        return [Row("hidden", "", f"skipped: {reason}")]
+    with contextlib.ExitStack() as stack:
+        setup = Setup(stack, with_exchange=False)
+        setup.train_outer(1)
+        setup.network.limit(HIDDEN_MBIT)
+        outer = setup.train_outer(HIDDEN_ROUNDS)
+    step_s = outer[1].seconds / (SYNC_EVERY * HIDDEN_ROUNDS)
+    found = f"{hidden_part(*outer):.3f}; an inner step {step_s * 1e3:.1f} ms; {ABOUT}"
+    what = f"part of a transfer that is hidden, {HIDDEN_MBIT} Mbit/s"
+    return [Row(what, f"{HIDDEN_GOAL:g}", found)]
