@@ -32,12 +32,13 @@ from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
+from shardwell.rpc.cluster_status import ClusterStatus
 from shardwell.rpc.members import ask_members, end_tenures
 from shardwell.rpc.name_change import NameChange
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
-from shardwell.rpc.shard_status import ClusterStatus, MemberStatus, ShardStatus, ask_status
+from shardwell.rpc.shard_status import MemberStatus, ShardStatus, ask_status
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.fragments import Fragment

@@ -15,6 +15,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
+from shardwell.rpc.families import Family, families_of
 from shardwell.rpc.members import merged_members
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
@@ -243,12 +244,17 @@ def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
 
 
 def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
-    """Kind and name of what all workers have left in order, on all shards."""
+    """Kind and name of what all workers have left in order, on all shards; families are one."""
     of_kinds: dict[str, list[dict[str, Any]]] = {
         "parameter": merged(status.parameters for status in statuses),
         "table": merged(status.tables for status in statuses),
     }
-    return {(kind, e["name"]) for kind, found in of_kinds.items() for e in found if e["ended"]}
+    return {
+        ("family" if e["fragments"] else kind, e["name"])
+        for kind, found in of_kinds.items()
+        for e in found
+        if e["ended"]
+    }
 
 
 def unfinished(
@@ -270,8 +276,9 @@ def abandoned(
     for kind, found in of_kinds.items():
         for each in found:
             if each["abandoned_for_s"] is not None:
+                what = "family" if each["fragments"] else kind
                 words.append(
-                    f"{kind} {each['name']!r} is abandoned: no worker of it has been connected for "
+                    f"{what} {each['name']!r} is abandoned: no worker of it has been connected for "
                     f"{duration(each['abandoned_for_s'])}; start them again, or delete it: "
                     f"shardwell delete {each['name']}"
                 )
@@ -294,18 +301,50 @@ def merged(
     by_shard: Iterable[Sequence[ParameterStatus | TableStatus]],
     is_shown: Callable[[str], bool] = lambda name: True,
 ) -> list[dict[str, Any]]:
-    """Each parameter or table once, by name, as all shards together have it.
+    """Each parameter, family or table once, by name, as all shards together have it.
 
     Args:
         by_shard: What each shard says of its own.
         is_shown: Whether one of that name is wanted.
     """
     found: dict[str, list[ParameterStatus | TableStatus]] = {}
+    fragments: list[ParameterStatus] = []
     for parts in by_shard:
         for part in parts:
-            if is_shown(part.spec.name):
+            if not is_shown(part.spec.name):
+                continue
+            if isinstance(part, ParameterStatus) and part.spec.fragment is not None:
+                fragments.append(part)
+            else:
                 found.setdefault(part.spec.name, []).append(part)
-    return [_whole(name, parts) for name, parts in sorted(found.items())]
+    whole = [_whole(name, parts) for name, parts in found.items()]
+    whole += map(_whole_family, families_of(fragments).values())
+    return sorted(whole, key=lambda each: str(each["name"]))
+
+
+def _whole_family(family: Family) -> dict[str, Any]:
+    """As of a parameter. The open step is that of the fragment which is due."""
+    by_fragment = [_whole(parts[0].spec.name, parts) for parts in family.parts.values()]
+    parts = [part for of_fragment in family.parts.values() for part in of_fragment]
+    gone = [each["abandoned_for_s"] for each in by_fragment]
+    return _whole(family.name, family.due) | {
+        "elements": family.size,
+        "ready": all(each["ready"] for each in by_fragment) and not family.lacking,
+        "members": members(parts)[:NAME_COUNT_MAX],
+        "crew_words": crew_words(parts[0], merged_members(parts)),
+        "ended": all(each["ended"] for each in by_fragment),
+        "abandoned_for_s": None if None in gone else min(gone),
+        "marked": any(each["marked"] for each in by_fragment),
+        "late": sum(each["late"] for each in by_fragment),
+        "fragments": family.names,
+        "fragment_count": family.count,
+        "versions": family.versions,
+        "versions_words": family.versions_words(),
+        "learners": [
+            {"worker_id": each.worker_id, "ago_s": each.ago_s} | as_json(each.progress)
+            for each in family.learners[:NAME_COUNT_MAX]
+        ],
+    }
 
 
 def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[str, Any]:
@@ -338,11 +377,13 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     )
     whole["abandoned_for_s"] = min(filter(None, gone), default=None) if is_abandoned else None
     whole["marked"] = any(part.marked for part in parts)
+    whole["fragments"] = []
     whole["new_name"] = next((part.new_name for part in parts if part.new_name), "")
     if isinstance(first, ParameterStatus):
         whole["late"] = sum(p.late_chunk_count for p in parts if isinstance(p, ParameterStatus))
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
+        whole["learners"] = []
     else:
         whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
         whole["dim"] = first.spec.dim

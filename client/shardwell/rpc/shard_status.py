@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwell.errors import CorruptChunkError, WrongShardError
-from shardwell.process.html_table import html_table
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.specs.learner import LearnerProgress
@@ -370,47 +369,6 @@ class ShardStatus:
     troubles: tuple[Trouble, ...]
     """What is wrong with it, or stands still at it: a full disk, damaged files, somebody who was
     turned away, groups that wait."""
-
-
-class ClusterStatus(list[ShardStatus]):
-    """What each shard of a cluster says of itself, in order: a list, which notebooks show whole."""
-
-    def _repr_html_(self) -> str:
-        shards = html_table(
-            f"cluster {self[0].cluster_id}" if self else "no shards",
-            ("shard", "address", "serving since", "stored", "troubles"),
-            [
-                (
-                    f"{each.shard_index} of {each.shard_count}",
-                    each.address,
-                    f"{each.uptime_s:.0f} s",
-                    f"{each.stored_bytes / 1e6:.1f} MB",
-                    "; ".join(map(str, each.troubles)),
-                )
-                for each in self
-            ],
-        )
-        held: dict[tuple[str, str], list[tuple[int, tuple[str, ...]]]] = {}
-        for shard in self:
-            for parameter in shard.parameters:
-                if parameter.slice_size:
-                    said = (parameter.version_min, parameter.missing_worker_ids)
-                    held.setdefault(("parameter", parameter.spec.name), []).append(said)
-            for table in shard.tables:
-                said = (table.version, table.missing_worker_ids)
-                held.setdefault(("table", table.spec.name), []).append(said)
-        return shards + html_table(
-            "parameters and tables",
-            ("kind", "name", "step", "has yet to come"),
-            [
-                (
-                    *key,
-                    min(version for version, _ in parts),
-                    ", ".join(sorted({name for _, names in parts for name in names})),
-                )
-                for key, parts in sorted(held.items())
-            ],
-        )
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:

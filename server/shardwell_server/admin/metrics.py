@@ -93,6 +93,8 @@ class _ShardCollector(Collector):
         yield from self._of_shard()
         yield from self._of_disk()
         yield from self._of_names()
+        if self._vitals.shard.config.worker_metrics:
+            yield from self._of_learners()
         yield from self._of_groups()
 
     def _of_shard(self) -> Iterator[Metric]:
@@ -308,6 +310,68 @@ class _ShardCollector(Collector):
             idle, steps, reported, waits, periods, late, lost, members, worker_counted,
             worker_late,
         )  # fmt: skip
+
+    def _of_learners(self) -> Iterator[Metric]:
+        label = ["kind", "name", "worker"]
+        steps = GaugeMetricFamily(
+            "shardwell_learner_inner_steps",
+            "Steps that a learner of a family has made by itself.",
+            labels=label,
+        )
+        samples = CounterMetricFamily(
+            "shardwell_learner_samples", "What a learner was trained on.", labels=label
+        )
+        offers = CounterMetricFamily(
+            "shardwell_learner_offers", "Outer gradients that a learner has offered.", labels=label
+        )
+        moved = CounterMetricFamily(
+            "shardwell_learner_bytes",
+            "What a learner's client has moved, by its direction.",
+            labels=[*label, "direction"],
+        )
+        hidden = CounterMetricFamily(
+            "shardwell_learner_hidden_seconds",
+            "Time in which a learner's offers were under way while training went on.",
+            labels=label,
+        )
+        waited = CounterMetricFamily(
+            "shardwell_learner_waited_seconds",
+            "Time for which a learner's takes have waited.",
+            labels=label,
+        )
+        overdue = CounterMetricFamily(
+            "shardwell_learner_offers_overdue",
+            "Offers of a learner whose result had not come in time.",
+            labels=label,
+        )
+        kept = CounterMetricFamily(
+            "shardwell_learner_takes_kept",
+            "Takes at which a learner has kept work that had not counted.",
+            labels=label,
+        )
+        silent = GaugeMetricFamily(
+            "shardwell_learner_silent_seconds",
+            "Since a learner said last how far it has come.",
+            labels=label,
+        )
+        for parameter in self._vitals.shard.parameters.all():
+            fragment = parameter.spec.fragment
+            if fragment is None or not self._is_shown(parameter.spec.name):
+                continue
+            for learner in parameter.reports.learners(_WORKER_COUNT_MAX):
+                of_learner = ["family", fragment.family, learner.worker_id]
+                said = learner.progress
+                steps.add_metric(of_learner, said.inner_steps)
+                samples.add_metric(of_learner, said.sample_count)
+                offers.add_metric(of_learner, said.offered_count)
+                moved.add_metric([*of_learner, "out"], said.sent_bytes)
+                moved.add_metric([*of_learner, "in"], said.received_bytes)
+                hidden.add_metric(of_learner, said.hidden_s)
+                waited.add_metric(of_learner, said.waited_s)
+                overdue.add_metric(of_learner, said.overdue_count)
+                kept.add_metric(of_learner, said.kept_count)
+                silent.add_metric(of_learner, learner.ago_s)
+        yield from (steps, samples, offers, moved, hidden, waited, overdue, kept, silent)
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:
         """Parameters and tables that are told of, with what they say of themselves."""

@@ -81,7 +81,7 @@ def view(
             if is_shown(each.name)
         ],
         "parameters": [
-            {**each, "reports": _reports(vitals, each["name"])}
+            {**each, "reports": _reports(vitals, (each["fragments"] or [each["name"]])[0])}
             for each in merged((s.parameters for s in statuses), is_shown)
         ],
         "tables": merged((s.tables for s in statuses), is_shown),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import click
 from rich.table import Table
 
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
+from shardwell.rpc.families import Family, families_of
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
 from shardwell.specs.names import parse_target
@@ -22,13 +25,12 @@ from shardwell_server.cluster_status import (
     as_json,
     ask,
     blockers,
-    crew_words,
     duration,
     ended_names,
     given,
     in_order,
-    lacking,
     losses,
+    merged,
     size,
     told_troubles,
     unfinished,
@@ -46,6 +48,9 @@ from shardwell_server.terminal import console, table
 )
 def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
+
+    A family of outer training is one line, with the version of each fragment; below are its
+    learners.
 
     What all workers have left in order is one line, without --all.
 
@@ -76,6 +81,13 @@ def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> 
         ended = set() if shows_all else ended_names(statuses)
         if statuses:
             screen.print(_parameter_table(answers, ended))
+        families = [
+            family
+            for name, family in _families(answers).items()
+            if ("family", name) not in ended and family.learners
+        ]
+        if families:
+            screen.print(learner_table(families))
         if any(("table", t.spec.name) not in ended for status in statuses for t in status.tables):
             screen.print(_tables_table(answers, ended))
         if ended:
@@ -110,7 +122,53 @@ def _print_json(address: str, answer: ShardStatus | ShardwellError, fault: str) 
         entry["error"] = fault
     if not isinstance(answer, ShardwellError):
         entry |= as_json(answer)
+        entry["parameters"] = [
+            as_json(each) for each in answer.parameters if each.spec.fragment is None
+        ]
+        entry["families"] = [_family_json(f) for f in families_of(answer.parameters).values()]
     click.echo(json.dumps(entry))
+
+
+def _family_json(family: Family) -> dict[str, object]:
+    """A family as one shard has it."""
+    return {
+        "name": family.name,
+        "fragment_count": family.count,
+        "versions": family.versions,
+        "learners": [as_json(each) for each in family.learners],
+        "fragments": [as_json(part) for parts in family.parts.values() for part in parts],
+    }
+
+
+def _families(answers: list[Answer]) -> dict[str, Family]:
+    return families_of(each for _, status in given(answers) for each in status.parameters)
+
+
+def learner_table(families: Iterable[Family]) -> Table:
+    """A line a learner, as it said itself."""
+    learners = table(
+        "learners", "family", "learner", ">inner steps", ">samples", ">offers", ">sent",
+        ">received", ">hidden", ">waited", ">overdue", ">kept", ">said"
+    )  # fmt: skip
+    for family in families:
+        by_worker = {learner.worker_id: learner for learner in family.learners}
+        for worker_id in in_order(by_worker):
+            found = by_worker[worker_id].progress
+            learners.add_row(
+                family.name,
+                worker_id,
+                f"{found.inner_steps:,}",
+                f"{found.sample_count:,}",
+                f"{found.offered_count:,}",
+                size(found.sent_bytes),
+                size(found.received_bytes),
+                f"{found.hidden_s:.1f} s",
+                f"{found.waited_s:.1f} s",
+                f"{found.overdue_count:,}",
+                f"{found.kept_count:,}",
+                f"{duration(by_worker[worker_id].ago_s)} ago",
+            )
+    return learners
 
 
 def _shard_table(answers: list[Answer]) -> Table:
@@ -145,26 +203,60 @@ def _parameter_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Tabl
             (parameter.spec.name, status.shard_index, parameter)
             for _, status in given(answers)
             for parameter in status.parameters
+            if parameter.spec.fragment is None
             if ("parameter", parameter.spec.name) not in ended
         ),
         key=lambda row: row[:2],
     )
+    families = [f for name, f in _families(answers).items() if ("family", name) not in ended]
     for name, shard_index, parameter in rows:
+        while families and families[0].name < name:
+            _add_family(parameters, families.pop(0))
         spec = parameter.spec
         last = parameter.slice_offset + parameter.slice_size - 1
         tensors = "" if spec.layout is None else f" of {len(spec.layout)} tensors"
-        rate = "" if isinstance(spec.optimizer, Average) else f" {parameter.learning_rate:g}"
         parameters.add_row(
             name,
             str(shard_index),
             f"{parameter.slice_offset} to {last}{tensors}" if parameter.slice_size else "none",
-            f"{type(spec.optimizer).__name__}{rate}",
+            _optimizer(parameter),
             spec.codec,
             _open_step(parameter),
         )
-    if not rows:
+    for family in families:
+        _add_family(parameters, family)
+    if not parameters.row_count:
         parameters.add_row("none")
     return parameters
+
+
+def _optimizer(parameter: ParameterStatus) -> str:
+    optimizer = parameter.spec.optimizer
+    rate = "" if isinstance(optimizer, Average) else f" {parameter.learning_rate:g}"
+    return f"{type(optimizer).__name__}{rate}"
+
+
+def _add_family(parameters: Table, family: Family) -> None:
+    """A line: the versions of all fragments, and who is in the open step of the one that is due."""
+    of_all = [part for parts in family.parts.values() for part in parts]
+    layouts = [parts[0].spec.layout for parts in family.parts.values()]
+    tensor_count = sum(len(layout) for layout in layouts if layout is not None)
+    (whole,) = merged([of_all])
+    if family.lacking:
+        names = ", ".join(map(str, family.lacking))
+        open_step = f"[red]lacks fragment {names}: restore it, or delete the family[/red]"
+    elif not whole["ready"]:
+        open_step = "[yellow]not initialized[/yellow]"
+    else:
+        open_step = _with_crew(family.versions_words(), whole)
+    parameters.add_row(
+        family.name,
+        "all",
+        f"{family.size} of {tensor_count} tensors, {family.count} fragments",
+        _optimizer(family.due[0]),
+        family.due[0].spec.codec,
+        open_step,
+    )
 
 
 def _tables_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Table:
@@ -205,23 +297,26 @@ def _open_step(parameter: ParameterStatus) -> str:
 
 def _taking_part(step: str, status: ParameterStatus | TableStatus) -> str:
     """A step, and who is in it."""
-    if status.abandoned_for_s is not None:
-        return f"{step}; [yellow]abandoned for {duration(status.abandoned_for_s)}[/yellow]"
-    if status.spec.mode == "async":
+    (whole,) = merged([[status]])
+    return _with_crew(step, whole)
+
+
+def _with_crew(step: str, whole: Mapping[str, Any]) -> str:
+    """A step, and who is in it, as `merged` has it."""
+    if whole["abandoned_for_s"] is not None:
+        return f"{step}; [yellow]abandoned for {duration(whole['abandoned_for_s'])}[/yellow]"
+    if whole["mode"] == "async":
         return f"{step}, asynchronous"
-    missing = in_order(status.missing_worker_ids)
-    is_elastic = status.spec.members is not None
-    if status.unknown_worker_count:
-        missing.append(lacking(status.unknown_worker_count, is_elastic=is_elastic))
     parts = [step]
-    if status.contributed_worker_ids:
-        parts.append(f"in: {', '.join(in_order(status.contributed_worker_ids))}")
+    if whole["in_step"]:
+        parts.append(f"in: {', '.join(whole['in_step'])}")
+    missing = [*whole["missing"], *filter(None, [whole["lacking"]])]
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
-    if is_elastic:
-        parts.append(crew_words(status, status.members))
-    elif status.done_worker_ids:
-        parts.append(f"done: {', '.join(in_order(status.done_worker_ids))}")
-    if isinstance(status, ParameterStatus) and status.late_chunk_count:
-        parts.append(f"late: {status.late_chunk_count:,} chunks")
+    if whole["crew_words"]:
+        parts.append(whole["crew_words"])
+    elif whole["done"]:
+        parts.append(f"done: {', '.join(whole['done'])}")
+    if whole.get("late"):
+        parts.append(f"late: {whole['late']:,} chunks")
     return "; ".join(parts)

@@ -29,6 +29,7 @@ from shardwell_server.cluster_status import (
     blockers,
     duration,
     given,
+    in_order,
     losses,
     merged,
     size,
@@ -115,7 +116,11 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
         lines = [Text("nobody waits for anybody for longer than a second", style="green")]
-    return Group(*lines, Text(), _shards(answers, rates), _names(statuses, rates))
+    found = merged(status.parameters for status in statuses)
+    tables = [_names(statuses, found, rates)]
+    if any(each["learners"] for each in found):
+        tables.append(_learners(found, rates))
+    return Group(*lines, Text(), _shards(answers, rates), *tables)
 
 
 def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
@@ -139,12 +144,14 @@ def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
     return shards
 
 
-def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
+def _names(
+    statuses: Sequence[ShardStatus], parameters: list[dict[str, Any]], rates: _Rates
+) -> Table:
     names = table(
         "", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing", "lag"
     )
     kinds = {
-        "": merged(status.parameters for status in statuses),
+        "": parameters,
         " (table)": merged(status.tables for status in statuses),
     }
     for kind, found in kinds.items():
@@ -154,7 +161,7 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
             name, rate = each["name"] + kind, each["learning_rate"]
             names.add_row(
                 name,
-                f"{each['step']:,}",
+                each["versions_words"] if each["fragments"] else f"{each['step']:,}",
                 f"{rates.of(name, each['step']):.3g}",
                 f"{each['optimizer']} {rate:g}" if rate else each["optimizer"],
                 _some(each["in_step"]),
@@ -168,6 +175,32 @@ def _names(statuses: Sequence[ShardStatus], rates: _Rates) -> Table:
     if not any(kinds.values()):
         names.add_row("none")
     return names
+
+
+def _learners(parameters: Sequence[dict[str, Any]], rates: _Rates) -> Table:
+    """How far learners in outer training have come, as they said last."""
+    shown = table(
+        "", "family", "learner", ">inner steps", ">samples/s", ">sent/s", ">received/s", ">hidden",
+        ">waited", ">overdue", ">kept", ">said"
+    )  # fmt: skip
+    for family in parameters:
+        by_worker = {each["worker_id"]: each for each in family["learners"]}
+        for worker_id in in_order(by_worker):
+            each, key = by_worker[worker_id], f"learner {family['name']} {worker_id}"
+            shown.add_row(
+                family["name"],
+                worker_id,
+                f"{each['inner_steps']:,}",
+                f"{rates.of(f'{key} samples', each['sample_count']):.3g}",
+                size(rates.of(f"{key} sent", each["sent_bytes"])),
+                size(rates.of(f"{key} received", each["received_bytes"])),
+                f"{each['hidden_s']:.1f} s",
+                f"{each['waited_s']:.1f} s",
+                f"{each['overdue_count']:,}",
+                f"{each['kept_count']:,}",
+                f"{duration(each['ago_s'])} ago",
+            )
+    return shown
 
 
 def _lags(members: Sequence[dict[str, Any]]) -> str:

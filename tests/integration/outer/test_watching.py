@@ -5,18 +5,24 @@ Method: real learners and shards; what they say is compared with what they count
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import together
 from shardwell import LearnerProgress
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell_server.cli import commands
 
 WEIGHTS = {f"layers.{n}.w": np.ones((3, n + 2), np.float32) for n in range(4)}
 
@@ -161,3 +167,139 @@ def test_a_request_by_hand_is_checked(
     with pytest.raises(shardwell.ArgumentError, match=words):
         channel.call("Report", request, pb.ReportResponse, timeout_s=PATIENCE_S, parameter="net")
     assert told(client) == {}
+
+
+# What operators see.
+
+
+def read(running: Any, path: str) -> str:
+    with urllib.request.urlopen(running.admin_urls[0] + path, timeout=PATIENCE_S) as answer:
+        return answer.read().decode()
+
+
+def shown(running: Any, *words: str) -> list[str]:
+    given = [*words, "--shards", running.target]
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(commands, given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+@pytest.fixture
+def watched(cluster: Any, connect: Any) -> Any:
+    """Two shards, a family between two outer steps of a fragment each, and a parameter beside it.
+
+    Fragments 0 and 1 have seen an outer step more, and w0 has offered fragment 2 alone.
+    """
+    running = cluster(2, admin_listen="127.0.0.1:0", tokens=None)
+    learners = [learner(connect(running, f"w{n}"), codec="fp32") for n in (0, 1)]
+    together([lambda one=one: train(one, 6) for one in learners])
+    local = {name: array - 1 for name, array in learners[0].image().items()}
+    learners[0].offer(2, local, sample_count=1)
+    plain = connect(running, "ops").parameter("a", size=10, optimizer=shardwell.SGD(1.0))
+    plain.init(np.ones(10, np.float32))
+    looker = connect(running, "looker")
+
+    def is_in() -> bool:
+        parts = [p for shard in looker.status() for p in shard.parameters]
+        of = [p for p in parts if p.spec.name == "net.fragment-2" and p.slice_size]
+        return all("w0" in part.contributed_worker_ids for part in of)
+
+    eventually("the offer is there", is_in)
+    own = {f"w{n}": one.progress for n, one in enumerate(learners)}
+    expected = {name: progress.inner_steps for name, progress in own.items()}
+    eventually(
+        "both have said so",
+        lambda: {name: each.inner_steps for name, each in told(looker).items()} == expected,
+    )
+    return running
+
+
+def test_status_has_a_line_for_a_family_and_one_for_each_learner(watched: Any) -> None:
+    lines = shown(watched, "status")
+    assert not [line for line in lines if "fragment-" in line]
+    (line,) = [line for line in lines if "versions" in line]
+    words = line.split()
+    assert words[:2] == ["net", "all"]
+    assert "42 of 4 tensors, 4 fragments" in line
+    assert "versions 2 2 1 1; in: w0; missing: w1" in line
+    begin = next(n for n, line in enumerate(lines) if line.strip() == "learners")
+    rows = [line.split() for line in lines[begin:] if line.split()[:1] == ["net"]]
+    assert [row[:5] for row in rows] == [["net", f"w{n}", "6", "18", "6"] for n in (0, 1)]
+    assert all(row[-1] == "ago" for row in rows)
+    assert [line.split()[0] for line in lines if line.startswith(" a ")] == ["a", "a"]
+
+
+def test_a_family_is_an_entry_of_each_shard_in_json(watched: Any) -> None:
+    for index, line in enumerate(shown(watched, "status", "--json")):
+        shard = json.loads(line)
+        assert [each["spec"]["name"] for each in shard["parameters"]] == ["a"]
+        (family,) = shard["families"]
+        assert (family["name"], family["fragment_count"]) == ("net", 4)
+        assert family["versions"] == [2, 2, 1, 1]
+        names = [each["spec"]["name"] for each in family["fragments"]]
+        assert names == [f"net.fragment-{n}" for n in range(4)]
+        said = {each["worker_id"]: each["progress"]["inner_steps"] for each in family["learners"]}
+        assert said == ({"w0": 6, "w1": 6} if index == 0 else {})
+
+
+def test_top_has_the_same_lines(watched: Any) -> None:
+    lines = shown(watched, "top", "--once", "--interval-s", "0.1")
+    (line,) = [line for line in lines if "versions 2 2 1 1" in line]
+    assert line.split()[0] == "net"
+    assert [line.split()[:3] for line in lines if "ago" in line] == [
+        ["net", "w0", "6"],
+        ["net", "w1", "6"],
+    ]
+
+
+def test_the_page_has_a_family_as_one(watched: Any) -> None:
+    plain, family = json.loads(read(watched, "status.json"))["parameters"]
+    assert (plain["name"], plain["fragments"], plain["learners"]) == ("a", [], [])
+    assert (family["name"], family["elements"], family["step"]) == ("net", 42, 1)
+    assert family["fragments"] == [f"net.fragment-{n}" for n in range(4)]
+    assert (family["versions"], family["versions_words"]) == ([2, 2, 1, 1], "versions 2 2 1 1")
+    assert (family["in_step"], family["missing"], family["ready"]) == (["w0"], ["w1"], True)
+    assert [(each["worker_id"], each["inner_steps"]) for each in family["learners"]] == [
+        ("w0", 6),
+        ("w1", 6),
+    ]
+    page = read(watched, "")
+    assert "learner-part" in page
+    assert "versions_words" in page
+
+
+def test_metrics_of_learners(watched: Any) -> None:
+    told = {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(read(watched, "metrics"))
+        for sample in family.samples
+        if sample.name.startswith("shardwell_learner_")
+    }
+    pages = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    for name in {key[0] for key in told if not key[0].endswith("_created")}:
+        assert f"`{name}`" in pages
+    for worker in ("w0", "w1"):
+        of = ("family", "net", worker)
+        assert told["shardwell_learner_inner_steps", *of] == 6
+        assert told["shardwell_learner_samples_total", *of] == 18
+        assert told["shardwell_learner_offers_total", *of] == 6
+        assert told["shardwell_learner_bytes_total", "in", *of] > 0
+        assert told["shardwell_learner_bytes_total", "out", *of] > 0
+        assert told["shardwell_learner_silent_seconds", *of] >= 0
+        for rest in ("hidden_seconds", "waited_seconds", "offers_overdue", "takes_kept"):
+            assert told[f"shardwell_learner_{rest}_total", *of] >= 0
+
+
+def test_notebooks_show_a_family_as_one(watched: Any, connect: Any) -> None:
+    shown_html = connect(watched, "notebook").status()._repr_html_()
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", shown_html)
+    for row in (["family", "net", "versions 2 2 1 1", "w1"], ["net", "w0", "6", "18"]):
+        assert row in [cells[at : at + 4] for at in range(len(cells))]
+    assert "fragment-" not in shown_html
+
+
+def test_a_trace_has_offers_and_takes_by_fragment(watched: Any, tmp_path: Path) -> None:
+    shown(watched, "trace", str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    of = {event["args"]["of"] for event in events if event["name"] == "exchange"}
+    assert of == {f"net.fragment-{n}" for n in range(4)}
