@@ -27,7 +27,7 @@ import hashlib
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -124,8 +124,13 @@ class _Offer:
         """Why its call has failed, if it has."""
         return self.call.exception() if self.call is not None and self.call.done() else None
 
-    def note_end(self, _: Future[NamedArrays]) -> None:
-        """Its call has ended; any thread."""
+    def begin(self, call: Future[NamedArrays]) -> None:
+        """It has a call from now on."""
+        self.call_began_s, self.ended_s, self.is_told = time.monotonic(), 0.0, False
+        self.call = call
+        call.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[NamedArrays]) -> None:
         self.ended_s = time.monotonic()
 
 
@@ -456,17 +461,25 @@ class Outer(Connected, Closing):
 
     # Inner steps.
 
-    def after_step(self, weights: Mapping[str, Any], sample_count: int = 1) -> NamedArrays:
+    def after_step(
+        self,
+        weights: Mapping[str, Any],
+        sample_count: int = 1,
+        *,
+        into: MutableMapping[str, Any] | None = None,
+    ) -> NamedArrays:
         """Counts an inner step, and offers and takes what is due after it.
 
         Args:
             weights: The local weights by name.
             sample_count: What the step was trained on, in any unit that all learners share; an
                 offer weighs as much as was trained on since its fragment was taken.
+            into: Gets the tensors that changed, by `update`, at the moment that they are taken:
+                whatever ends the call, such as Ctrl-C. Default: they are returned.
 
         Returns:
             The tensors that changed, as new arrays: `weights.update(...)`. Most inner steps change
-            none.
+            none. With `into`, none.
 
         Raises:
             ArgumentError, NonFiniteError: the weights can't be offered; names the tensor. Nothing
@@ -483,24 +496,25 @@ class Outer(Connected, Closing):
         self._sample_counts = [each + count for each in self._sample_counts]
         for offer in self._offers.values():
             offer.since_count += count
-        changed = self._unreturned
+        unreturned = self._unreturned
+        changed: MutableMapping[str, Any] = unreturned if into is None else into
         now: Mapping[str, Any] = ChainMap(changed, weights)  # type: ignore[arg-type]
         self._take_due(now, changed)
         if self.schedule.offers_after(self._position):
             self._check_names(weights)
             fragment = due_fragment(self._next_steps)
             if fragment in self._offers:
-                changed.update(self._take(fragment, now, refreshes=True))
+                self._take(fragment, now, changed, refreshes=True)
             self._offer(fragment, now)
             self._take_due(now, changed)
         self._unreturned = {}
-        return changed
+        return unreturned if into is None else {}
 
     @property
     def _next_steps(self) -> list[int]:
         return [step + (index in self._offers) for index, step in enumerate(self._steps)]
 
-    def _take_due(self, weights: Mapping[str, Any], changed: NamedArrays) -> None:
+    def _take_due(self, weights: Mapping[str, Any], changed: MutableMapping[str, Any]) -> None:
         for fragment, offer in list(self._offers.items()):
             if offer.due > self._position or fragment not in self._offers:
                 continue
@@ -508,7 +522,7 @@ class Outer(Connected, Closing):
                 self.overdue_count += not offer.is_overdue
                 offer.is_overdue = True
                 continue
-            changed.update(self._take(fragment, weights, refreshes=True))
+            self._take(fragment, weights, changed, refreshes=True)
 
     def _has_come(self, fragment: int, offer: _Offer) -> bool:
         """Whether the result of an offer is here; its error is told once, and then it goes again.
@@ -520,7 +534,7 @@ class Outer(Connected, Closing):
         if error is not None and not offer.is_told:
             offer.is_told = True
             raise error
-        if error is not None:
+        if error is not None or offer.call is None:
             self._send(fragment, offer)
         return offer.has_ended
 
@@ -567,8 +581,12 @@ class Outer(Connected, Closing):
         due = self._position + self.schedule.overlap
         offer = _Offer(self._moved(index, weights), count, self._steps[index], due)
         self._join(index)
-        self._send(index, offer)
-        self._offers[index] = offer
+        self._offers[index] = offer  # before it leaves: it counts, whatever ends this call
+        try:
+            self._send(index, offer)
+        except ShardwellError:
+            self._offers.pop(index)
+            raise
         self.offered_count += 1
 
     def _join(self, offered: int) -> None:
@@ -586,11 +604,12 @@ class Outer(Connected, Closing):
 
     def _send(self, index: int, offer: _Offer) -> None:
         """Begins the call of an offer."""
-        offer.call = self._parameters[index].exchange_async(
-            offer.gradient, sample_count=offer.sample_count, timeout_s=self._timeout_s
+        self._parameters[index].exchange_async(
+            offer.gradient,
+            sample_count=offer.sample_count,
+            timeout_s=self._timeout_s,
+            began=offer.begin,
         )
-        offer.call_began_s, offer.ended_s, offer.is_told = time.monotonic(), 0.0, False
-        offer.call.add_done_callback(offer.note_end)
 
     def take(self, fragment: int, weights: Mapping[str, Any] | None = None) -> NamedArrays:
         """Waits for the result of an offer; returns the fragment's new local weights.
@@ -611,41 +630,52 @@ class Outer(Connected, Closing):
             raise ArgumentError(
                 f"fragment {index} of {self.name!r} is not offered; offer({index}, weights) before"
             )
-        return self._take(index, weights)
+        taken: NamedArrays = {}
+        self._take(index, weights, taken)
+        return taken
 
     def _take(
-        self, index: int, weights: Mapping[str, Any] | None, *, refreshes: bool = False
-    ) -> NamedArrays:
+        self,
+        index: int,
+        weights: Mapping[str, Any] | None,
+        changed: MutableMapping[str, Any],
+        *,
+        refreshes: bool = False,
+    ) -> None:
+        """Takes a fragment, whose new local weights are in `changed` then."""
         offer, wait_began_s = self._offers[index], time.monotonic()
         image = self._awaited(index)
         parameter, layout = self._parameters[index], self._layouts[index]
         outcome = parameter.outcome
         assert outcome is not None
         uncounted = (*outcome.late, *outcome.superseded)
-        mixed = self._mixed(index, image, offer, weights, uncounted)
-        # From here on nothing fails: the fragment is taken.
-        del self._offers[index]
+        # First what the caller gets: a signal may end this between any two lines.
+        changed.update(self._mixed(index, image, offer, weights, uncounted))
         self._images[index] = image
         missed = outcome.version - offer.step - 1 if outcome.late else 0
         self._steps[index], self._versions[index] = parameter.next_step, parameter.version
         kept = sum(where.size for where in uncounted)
-        self.kept_count += bool(kept)
         self._is_to_join |= bool(outcome.late) and self.spec.members is not None
         trained = offer.sample_count + offer.since_count
         self._sample_counts[index] = round(trained * kept / layout.size)
+        del self._offers[index]
+        self.kept_count += bool(kept)
         self.hidden_s += min(offer.ended_s or wait_began_s, wait_began_s) - offer.began_s
         if missed > 0 and refreshes and weights is not None:  # it was away for longer
-            self._refresh(ChainMap(mixed, weights), mixed)  # type: ignore[arg-type]
+            self._refresh(weights, changed)
         with contextlib.suppress(ClosedError):  # by another thread
             self._parameters[0].report_learner(self.progress)
-        return mixed
 
     def _awaited(self, index: int) -> TensorViews:
         """The image that comes of an offer; blocks. What fails leaves the offer open."""
         offer, began_s = self._offers[index], time.monotonic()
         error = offer.error
         # One that ended for want of time while nobody waited for it has a wait of its own.
-        if offer.is_told or isinstance(error, DeadlineError | ShardUnavailableError):
+        if (
+            offer.call is None
+            or offer.is_told
+            or isinstance(error, DeadlineError | ShardUnavailableError)
+        ):
             self._send(index, offer)
         until_s = offer.call_began_s + self._timeout_s + LATE_S + ABANDON_S
         try:
@@ -699,7 +729,7 @@ class Outer(Connected, Closing):
                 flat[own] = new[own] + (local[own] - old[own])
         return dict(mixed)
 
-    def _refresh(self, weights: Mapping[str, Any], changed: NamedArrays) -> None:
+    def _refresh(self, weights: Mapping[str, Any], changed: MutableMapping[str, Any]) -> None:
         """Takes the newest image of what is not offered, and keeps what was moved since the old.
 
         The others have made more than one outer step without this learner: so it is in step with
@@ -716,8 +746,12 @@ class Outer(Connected, Closing):
                 return
             if self._versions[index] == version:
                 continue
-            for name, array in arrays.items():
-                changed[name] = new[name] + np.subtract(array, old[name], dtype=np.float32)
+            changed.update(
+                {
+                    name: new[name] + np.subtract(array, old[name], dtype=np.float32)
+                    for name, array in arrays.items()
+                }
+            )
             self._images[index] = new
 
     # What is checked.

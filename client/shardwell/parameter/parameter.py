@@ -435,12 +435,22 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         learning_rate: float | None = None,
         out: ValuesT | None = None,
         timeout_s: float | None = None,
+        began: Callable[[Future[ValuesT]], None] | None = None,
     ) -> Future[ValuesT]:
         """`exchange` without waiting: its result or error comes in the future.
 
         `gradient` and `out` belong to the call until then. Other calls of this parameter wait for
         their turn meanwhile, except `get_weights`. An elastic member that joins with the gradient
         gets the weights that there are, and not those of the first step that awaits it.
+
+        Args:
+            gradient: See `exchange`, as all that follow.
+            sample_count: Its weight in the mean.
+            learning_rate: The optimizer's from this step on.
+            out: Where to put the weights.
+            timeout_s: How long it may take.
+            began: Gets the future, too, on a thread that no signal interrupts: so that a caller
+                whom Ctrl-C ends in this call knows whether the gradient is on its way.
 
         Raises:
             LimitError: as many calls of the client are under way.
@@ -449,7 +459,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         exchange = partial(
             self._exchange, gradient, sample_count, learning_rate, out, reads_first=False
         )
-        return self._calls.start(exchange, timeout_s, in_turn=True)
+        if began is None:
+            return self._calls.start(exchange, timeout_s, in_turn=True)
+
+        def begin(_: Attempts) -> Future[ValuesT]:
+            future = self._calls.start(exchange, timeout_s, in_turn=True)
+            began(future)
+            return future
+
+        return self._calls.run(begin)
 
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
         """Ends this worker's next step without a gradient; returns the step.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -145,9 +145,7 @@ class DiLoCo(Connected):
         """Where outer training is: `fragments`, `image`, `inner_step`, `waited_s`, `hidden_s`."""
         self._leave = LeaveRequest()
         self._hooks: list[Any] = []
-        self._seen: dict[str, tuple[int, int, torch.Size]] = {}
-        """Each tensor's version by torch's count, address and shape, as the last step left it."""
-        self._put(self.outer.init(self._local))
+        self._local.update(self.outer.init(self._local))
         self._close_earlier()
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
@@ -188,7 +186,8 @@ class DiLoCo(Connected):
         Raises:
             ShardwellError: as `Outer.reload`.
         """
-        self._put(self.outer.reload())
+        self._local.update(self.outer.reload())
+        self._local.note()
 
     def state_dict(self) -> dict[str, Any]:
         """What a learner that is started again goes on with, besides model and inner optimizer.
@@ -208,7 +207,7 @@ class DiLoCo(Connected):
         Raises:
             ArgumentError: the state is of another family or model, or damaged; names what differs.
         """
-        self._put(self.outer.load_state_dict(_with_arrays(state_dict)))
+        self._local.update(self.outer.load_state_dict(_with_arrays(state_dict)))
 
     def close(self) -> None:
         """Takes the hooks off the optimizer, and ends open offers. The client stays open."""
@@ -242,22 +241,11 @@ class DiLoCo(Connected):
         if optimizer is not self._optimizers[-1]:
             return
         with self._leave.ending_after_step():
-            self._note()  # what happens next may fail
+            self._local.note()  # what happens next may fail
             if self.outer.is_offer_due:
                 self._check_model()
-            self._put(self.outer.after_step(self._local, self.sample_count))
+            self.outer.after_step(self._local, self.sample_count, into=self._local)
             self._leave.has_come |= self.outer.is_draining
-
-    def _put(self, changed: NamedArrays) -> None:
-        """Puts new local weights into the model."""
-        self._local.put(changed)
-        self._note()
-
-    def _note(self) -> None:
-        self._seen = {
-            name: (tensor._version, tensor.data_ptr(), tensor.shape)
-            for name, tensor in self._tensors.items()
-        }
 
     def _check_untouched(self) -> None:
         """Refuses a model whose tensors something else has changed.
@@ -266,7 +254,7 @@ class DiLoCo(Connected):
             ArgumentError: one was.
         """
         for name, tensor in self._tensors.items():
-            version, address, shape = self._seen[name]
+            version, address, shape = self._local.seen[name]
             if tensor.shape != shape:
                 raise ArgumentError(
                     f"tensor {name!r} of the model has shape {tuple(tensor.shape)}, and had "
@@ -331,8 +319,10 @@ class DiLoCo(Connected):
 _ANEW = "close() this DiLoCo, and make another, with another name"
 
 
-class _LocalWeights(Mapping[str, Any]):
+class _LocalWeights(MutableMapping[str, Any]):
     """A model's tensors as float32 arrays on the CPU, made when they are asked for.
+
+    Arrays that are put here are written into the tensors.
 
     A tensor of a narrower type holds a weight rounded. What was rounded off is kept here and added
     again, so that it is not taken for what was trained.
@@ -341,6 +331,15 @@ class _LocalWeights(Mapping[str, Any]):
     def __init__(self, tensors: Mapping[str, torch.nn.Parameter]) -> None:
         self._tensors = tensors
         self._rounded_off: NamedArrays = {}
+        self.seen: dict[str, tuple[int, int, torch.Size]] = {}
+        """Each tensor's version by torch's count, address and shape, as the last inner step, or
+        what was put here since, left it."""
+        self.note()
+
+    def note(self) -> None:
+        """Tensors are as they are to be now."""
+        for name, tensor in self._tensors.items():
+            self.seen[name] = tensor._version, tensor.data_ptr(), tensor.shape
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -356,15 +355,19 @@ class _LocalWeights(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    @override
     @torch.no_grad()
-    def put(self, changed: NamedArrays) -> None:
-        """Writes new values into tensors."""
-        for name, array in changed.items():
-            tensor = self._tensors[name]
-            tensor.copy_(torch.from_numpy(array))
-            if tensor.dtype not in _EXACT:
-                written = tensor.detach().to("cpu", torch.float32).numpy()
-                self._rounded_off[name] = np.subtract(array, written)
+    def __setitem__(self, name: str, array: Any) -> None:
+        tensor = self._tensors[name]
+        tensor.copy_(torch.from_numpy(array))
+        if tensor.dtype not in _EXACT:
+            written = tensor.detach().to("cpu", torch.float32).numpy()
+            self._rounded_off[name] = np.subtract(array, written)
+        self.seen[name] = tensor._version, tensor.data_ptr(), tensor.shape
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"tensor {name!r} is the model's")
 
 
 def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.faults.interrupts import Interrupt
 from harness.polling import BRIEF_S, eventually
 from harness.threads import in_background, together
 
@@ -483,6 +484,27 @@ def test_ctrl_c_ends_a_wait_and_the_offer_is_taken_later(cluster, connect) -> No
     both = together([lambda: first.take(0, weights), lambda: loop(second, others, 4.0, 1)])
     weights.update(both[0])
     assert value(weights, 0) == value(others, 0) == 3.0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_ctrl_c_at_any_moment_loses_nothing_that_was_moved(cluster, connect, alpha: float) -> None:
+    """One learner, whose weights are always where it has moved them."""
+    outer = learner(connect(cluster(1), "w0"), fragments=1, sync_every=1, alpha=alpha)
+    weights = outer.init(filled(0))
+    at, moved, places = 0, 0.0, set()
+    while True:
+        move(weights, 1.0)
+        moved += 1.0
+        interrupt = Interrupt(("outer/outer.py", "outer/schedule.py"), at)
+        is_over = not interrupt.run(lambda: weights.update(outer.after_step(weights)))
+        weights.update(outer.after_step(weights))
+        assert {value(weights, layer) for layer in range(4)} == {moved}, interrupt.place
+        assert {value(outer.image(), layer) for layer in range(4)} == {moved}, interrupt.place
+        if is_over:
+            break
+        places.add(interrupt.place)
+        at += 1
+    assert {"outer.py:after_step", "outer.py:_take", "outer.py:_offer"} <= places
 
 
 def test_closing_with_an_open_offer_ends_at_once(cluster, connect) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.faults.interrupts import Interrupt
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program
 from harness.threads import together
@@ -315,6 +316,46 @@ def test_optimizers_that_frameworks_wrap(cluster, connect) -> None:
             other.step()
             other.zero_grad()
     assert_close(model, alone)
+
+
+def test_ctrl_c_at_any_moment_loses_nothing_that_was_moved(cluster, connect) -> None:
+    """One learner: the model, and the weights of all, are where it was moved, or it is an error."""
+    client, model = connect(cluster(1), "w0"), torch.nn.Linear(2, 2)
+    for tensor in model.parameters():
+        torch.nn.init.zeros_(tensor)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    options = {"outer": shardwell.SGD(1.0), "codec": "fp32", "fragments": 1, "sync_every": 1}
+
+    def step(by: float) -> None:
+        for tensor in model.parameters():
+            tensor.grad = torch.full_like(tensor, -by)
+        optimizer.step()
+
+    with shardwell.torch.DiLoCo(model, optimizer, client, overlap=0, **options) as diloco:
+        at, moved, places = 0, 0.0, set()
+        while True:
+            interrupt = Interrupt(("torch/diloco.py", "outer/outer.py"), at)
+            is_over = not interrupt.run(lambda: step(1.0))
+            places.add(interrupt.place)
+            try:
+                step(0.0)
+            except shardwell.ArgumentError:  # what it could not know to be trained
+                assert interrupt.place in UNSURE
+                diloco.reload()
+                step(0.0)
+            (found,) = {*values(model)["weight"].flat, *values(model)["bias"].flat}
+            assert {*diloco.outer.image()["weight"].flat} == {found}, interrupt.place
+            is_certain = interrupt.place.startswith("outer.py") or is_over
+            assert found in ({moved + 1} if is_certain else {moved, moved + 1}), interrupt.place
+            moved = found
+            if is_over:
+                break
+            at += 1
+    assert {"diloco.py:_after", "outer.py:_take", "diloco.py:__setitem__"} <= places
+
+
+UNSURE = ("diloco.py:_after", "diloco.py:note", "diloco.py:__setitem__")
+"""Places where tensors were written to and that was not noted yet."""
 
 
 def test_a_model_with_other_tensors_is_refused(cluster, connect) -> None:
