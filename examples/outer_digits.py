@@ -6,7 +6,7 @@ python examples/outer_digits.py w0 &  # with that variable set; w1, w2 beside it
 python examples/outer_digits.py w1
 
 It needs PyTorch and scikit-learn. A learner that is killed costs the others a second; started
-again, it goes on with the cluster's weights. Each ends when all fragments have 20 outer steps.
+again, it goes on with the cluster's weights. Each ends when all fragments have 12 outer steps.
 """
 
 import sys
@@ -43,7 +43,7 @@ with (
         samples_per_step=32,
     ) as training,
 ):
-    while training.next_step < 20:
+    while training.next_step < 12:
         batch = torch.randint(0, len(inputs), (32,))
         loss = torch.nn.functional.cross_entropy(model(inputs[batch]), targets[batch])
         loss.backward()
