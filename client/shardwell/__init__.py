@@ -28,7 +28,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from shardwell.checkpoint.export import TableExport
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
-from shardwell.checkpoint.model_export import export_checkpoint
+from shardwell.checkpoint.model_export import ModelExport, export_checkpoint
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
 from shardwell.connection.tls import Tls
@@ -181,6 +181,7 @@ __all__ = [
     "LocalSync",
     "MemberStatus",
     "MembersAliveError",
+    "ModelExport",
     "NonFiniteError",
     "Normal",
     "NotInitializedError",

@@ -660,7 +660,8 @@ class Client(Connected, Closing):
             path: The directory, which must not exist; it appears when it is complete. With
                 `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
                 there, in place of one of the same step.
-            parameters: Names; default: all that have first weights, if no tables are named.
+            parameters: Names, also of families of outer training; default: all that have first
+                weights, if no tables are named.
             tables: Names; default: all, if no parameters are named.
             keep: With `{step}`: how many whole ones up to this one stay; older ones are removed.
                 Default: all.
@@ -696,7 +697,8 @@ class Client(Connected, Closing):
 
         Args:
             path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
-            parameters: Names; default: all, if no tables are named.
+            parameters: Names, also of families of outer training; default: all, if no tables are
+                named.
             tables: Names; default: all, if no parameters are named.
             timeout_s: Bound of all of it; default: the client's.
 

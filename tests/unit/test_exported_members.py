@@ -49,6 +49,7 @@ PROMISED = {
     "CheckpointParameter",
     "CheckpointTable",
     "Client",
+    "ModelExport",
     "Outcome",
     "Outer",
     "Parameter",

@@ -28,6 +28,7 @@ from shardwell.checkpoint.tensor_files import (
 )
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.html_table import html_table
+from shardwell.specs.fragments import with_fragments
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 
@@ -177,7 +178,7 @@ class Checkpoint:
         return sum(file.size_bytes for file in self._files())
 
     def select(self, names: Sequence[str] | None) -> tuple[CheckpointParameter, ...]:
-        """The parameters of these names; None: all.
+        """The parameters of these names, or the fragments of families of these names; None: all.
 
         Raises:
             ArgumentError: there is no such parameter.
@@ -185,12 +186,14 @@ class Checkpoint:
         if names is None:
             return self.parameters
         by_name = {entry.name: entry for entry in self.parameters}
+        fragments = {entry.name: entry.spec.fragment for entry in self.parameters}
+        names = with_fragments(names, fragments)
         for name in names:
             if name not in by_name:
                 raise ArgumentError(
                     f"{self.path} has no parameter {name!r:.140}; it has {sorted(by_name)}"
                 )
-        return tuple(by_name[name] for name in dict.fromkeys(names))
+        return tuple(by_name[name] for name in names)
 
     def select_tables(self, names: Sequence[str] | None) -> tuple[CheckpointTable, ...]:
         """The tables of these names; None: all.

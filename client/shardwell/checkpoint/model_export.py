@@ -1,4 +1,4 @@
-"""A checkpoint's parameter as one safetensors file: its tensors by name, in their shapes.
+"""A checkpoint's parameter or family as one safetensors file: tensors by name, in their shapes.
 
 It is what `safetensors.torch.load_file` and `model.load_state_dict` take, whatever the number of
 shards that the checkpoint is of. Memory holds a block of it.
@@ -7,6 +7,8 @@ shards that the checkpoint is of. Memory holds a block of it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwell.checkpoint.directory import working_directory
@@ -20,21 +22,36 @@ from shardwell.process.local_paths import local_path
 _BLOCK_ELEMENT_COUNT = 2**20
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelExport:
+    """What was written to a file."""
+
+    name: str
+    """Of the parameter, or of the family whose fragments it has."""
+    version: int
+    """Updates that all of it has seen; of fragments of several versions, the fewest."""
+    size: int
+    """Number of float32 elements."""
+    tensor_count: int
+    """Tensors in the file."""
+
+
 def export_checkpoint(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     parameter: str | None = None,
-) -> CheckpointParameter:
+) -> ModelExport:
     """Writes the weights of a checkpoint's parameter to a file for other programs.
 
     Tensors have their names and shapes; a parameter without tensors is one, under its own name.
-    Optimizer state is not in it. The checkpoint is verified first. Needs no cluster.
+    Of a family of outer training, the file has the tensors of all fragments. Optimizer state is
+    not in it. The checkpoint is verified first. Needs no cluster.
 
     Args:
         path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
         target: The file, which ends in .safetensors. Must not exist; it appears when it is
             complete. Beside it there must be room for it.
-        parameter: Which; default: the only one.
+        parameter: Which, or which family; default: the only one.
 
     Returns:
         What was exported.
@@ -50,37 +67,65 @@ def export_checkpoint(
         )
     check_free(made)
     checkpoint = inspect_checkpoint(path, verify=True)
-    entry = _chosen(checkpoint, parameter)
-    with working_directory(made) as partial:
-        _write(checkpoint, entry, partial / made.name)
-        give_name(partial / made.name, made)
-    return entry
-
-
-def _chosen(checkpoint: Checkpoint, parameter: str | None) -> CheckpointParameter:
-    if parameter is not None:
-        return checkpoint.select([parameter])[0]
-    if len(checkpoint.parameters) != 1:
-        names = [entry.name for entry in checkpoint.parameters]
-        raise ArgumentError(
-            f"{checkpoint.path} has {len(names)} parameters, {names!r:.200}; say which is to be "
-            "exported (parameter=, --parameter)"
-        )
-    return checkpoint.parameters[0]
-
-
-def _write(checkpoint: Checkpoint, entry: CheckpointParameter, path: Path) -> None:
-    layout = entry.spec.layout
-    tensors: Tensors = (
-        {entry.name: ("F32", [entry.size])}
-        if layout is None
-        else {tensor.name: ("F32", list(tensor.shape)) for tensor in layout}
+    name = _chosen(checkpoint) if parameter is None else parameter
+    entries = checkpoint.select([name])
+    tensors = _tensors(name, entries)
+    export = ModelExport(
+        name=name,
+        version=min(entry.version for entry in entries),
+        size=sum(entry.size for entry in entries),
+        tensor_count=len(tensors),
     )
-    metadata = {"format": "pt", "parameter": entry.name, "version": str(entry.version)}
-    with VectorWriter(path, tensors, metadata) as writer:
+    metadata = {"format": "pt", "parameter": name, "version": str(export.version)}
+    with working_directory(made) as partial:
+        with VectorWriter(partial / made.name, tensors, metadata) as writer:
+            _write(checkpoint.path, entries, writer)
+            writer.finish()
+        give_name(partial / made.name, made)
+    return export
+
+
+def _chosen(checkpoint: Checkpoint) -> str:
+    """The name of the only parameter, or of the only family."""
+    specs = [entry.spec for entry in checkpoint.parameters]
+    names = {spec.fragment.family if spec.fragment else spec.name for spec in specs}
+    if len(names) != 1:
+        raise ArgumentError(
+            f"{checkpoint.path} has {len(names)} parameters, {sorted(names)!r:.200}; say which is "
+            "to be exported (parameter=, --parameter)"
+        )
+    return names.pop()
+
+
+def _tensors(name: str, entries: Sequence[CheckpointParameter]) -> Tensors:
+    """The tensors of all entries, one entry's behind the other's.
+
+    Raises:
+        ArgumentError: two have the same name.
+    """
+    found: dict[str, tuple[str, list[int]]] = {}
+    for entry in entries:
+        layout = entry.spec.layout
+        own = (
+            {entry.name: ("F32", [entry.size])}
+            if layout is None
+            else {tensor.name: ("F32", list(tensor.shape)) for tensor in layout}
+        )
+        for tensor in own:
+            if tensor in found:
+                raise ArgumentError(
+                    f"two fragments of {name!r} have a tensor {tensor!r}; export them one by one"
+                )
+        found |= own
+    return found
+
+
+def _write(folder: Path, entries: Sequence[CheckpointParameter], writer: VectorWriter) -> None:
+    begin = 0
+    for entry in entries:
         for file in entry.files:
-            with SliceReader(checkpoint.path / file.path, entry.tensor_names, file.size) as reader:
+            with SliceReader(folder / file.path, entry.tensor_names, file.size) as reader:
                 for start in range(0, file.size, _BLOCK_ELEMENT_COUNT):
                     stop = min(start + _BLOCK_ELEMENT_COUNT, file.size)
-                    writer.write(file.offset + start, reader.read(0, start, stop))
-        writer.finish()
+                    writer.write(begin + file.offset + start, reader.read(0, start, stop))
+        begin += entry.size

@@ -37,6 +37,7 @@ from shardwell.process.local_paths import local_path
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
+from shardwell.specs.fragments import with_fragments
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all, batches
@@ -273,6 +274,9 @@ def _specs(
         StepOrderError: another shard has some of which shard 0 has none.
     """
     entries = {entry.spec.name: entry for entry in statuses[0].parameters}
+    if names is not None:
+        specs = [ParameterSpec.from_proto(entry.spec) for entry in entries.values()]
+        names = with_fragments(names, {spec.name: spec.fragment for spec in specs})
     for status in statuses[1:]:
         for entry in status.parameters:
             name = entry.spec.name
@@ -297,7 +301,7 @@ def _specs(
                 f"parameter {name!r} has no first weights; there is nothing to save",
                 parameter=name,
             )
-    return [ParameterSpec.from_proto(entries[name].spec) for name in dict.fromkeys(names)]
+    return [ParameterSpec.from_proto(entries[name].spec) for name in names]
 
 
 def _not_saved(error: DivergedError) -> DivergedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
@@ -68,3 +69,30 @@ class Fragment:
             count=message.count,
             assignment=message.assignment,
         )
+
+
+def with_fragments(names: Iterable[str], fragments: Mapping[str, Fragment | None]) -> list[str]:
+    """Names of parameters, where a family's name stands for all of its fragments.
+
+    Args:
+        names: Of parameters or families; each counts once.
+        fragments: Of which family each parameter is, by its name; None: of none.
+
+    Raises:
+        ArgumentError: a family lacks a fragment; names it.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        of_family = [each for each in fragments.values() if each and each.family == name]
+        if name in fragments or not of_family:
+            found[name] = None
+            continue
+        for index in range(of_family[0].count):
+            parameter = f"{name}.fragment-{index}"
+            if parameter not in fragments:
+                raise ArgumentError(
+                    f"family {name!r} lacks {parameter!r}, one of its {of_family[0].count} "
+                    "fragments; name those that are to be taken"
+                )
+            found[parameter] = None
+    return list(found)

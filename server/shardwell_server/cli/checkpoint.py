@@ -109,7 +109,9 @@ def restore(
 @checkpoint.command()
 @_DIRECTORY
 @click.argument("file", type=GivenPath())
-@click.option("--parameter", metavar="NAME", help="Which; may be left out if there is one.")
+@click.option(
+    "--parameter", metavar="NAME", help="Or of a family; may be left out if there is one."
+)
 def export(*, directory: Path, file: Path, parameter: str | None) -> None:
     """Write a parameter's weights to FILE, a .safetensors, for other programs; needs no cluster.
 
@@ -117,8 +119,7 @@ def export(*, directory: Path, file: Path, parameter: str | None) -> None:
     DIRECTORY's name, the newest whole one is taken.
     """
     made = shardwell.export_checkpoint(directory, file, parameter)
-    layout = made.spec.layout
-    count = 1 if layout is None else len(layout)
+    count = made.tensor_count
     click.echo(
         f"wrote {count} tensor{'s' if count > 1 else ''}, {made.size} elements, of "
         f"{made.name} at version {made.version} to {file}"

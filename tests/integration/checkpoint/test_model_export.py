@@ -77,3 +77,62 @@ def test_what_can_not_be_exported(saved, tmp_path) -> None:
     with pytest.raises(shardwell.StorageError, match="was damaged: CRC32C"):
         shardwell.export_checkpoint(path, target, "net")
     assert not target.exists()
+
+
+def _family(client: shardwell.Client) -> shardwell.Outer:
+    shapes = {f"layers.{n}.w": (30 + n, 7) for n in range(5)}
+    return shardwell.Outer(
+        client, "family", tensors=shapes, sync_every=4, fragments=2, outer=SGD, codec="fp32"
+    )
+
+
+def test_a_family_is_saved_restored_and_exported_by_its_name(cluster, connect, tmp_path) -> None:
+    """Of two fragments, one of which has an outer step more; on two shards, then on three."""
+    generator = np.random.default_rng(2)
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    with _family(client) as outer:
+        weights = outer.init(
+            {f"layers.{n}.w": generator.normal(size=(30 + n, 7)) for n in range(5)}
+        )
+        for _ in range(6):
+            for array in weights.values():
+                array += generator.normal(size=array.shape).astype(np.float32)
+            weights.update(outer.after_step(weights))
+        image, versions = outer.image(), [each.version for each in outer.fragments]
+    assert versions == [2, 1]
+    client.parameter("vector", size=5, optimizer=SGD).init(np.zeros(5))
+    client.save_checkpoint(tmp_path / "ckpt", ["family"])
+    made = shardwell.export_checkpoint(tmp_path / "ckpt", tmp_path / "family.safetensors")
+    size = sum((30 + n) * 7 for n in range(5))
+    expected = shardwell.ModelExport(name="family", version=1, size=size, tensor_count=5)
+    assert made == expected
+    found = load_file(tmp_path / "family.safetensors")
+    assert found.keys() == image.keys()
+    for name, array in image.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    restored = connect(cluster(3), "w0")
+    restored.restore_checkpoint(tmp_path / "ckpt", ["family"])
+    with _family(restored) as outer:
+        outer.init({name: np.zeros_like(array) for name, array in image.items()})
+        assert [each.version for each in outer.fragments] == versions
+        for name, array in outer.image().items():
+            np.testing.assert_array_equal(array, image[name], err_msg=name)
+
+
+def test_a_family_that_lacks_a_fragment(cluster, connect, tmp_path) -> None:
+    client = connect(cluster(2), "w0")
+    with _family(client) as outer:
+        outer.init({f"layers.{n}.w": np.zeros((30 + n, 7)) for n in range(5)})
+    client.save_checkpoint(tmp_path / "part", ["family.fragment-1"])
+    words = r"family 'family' lacks 'family.fragment-0', one of its 2 fragments"
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        shardwell.export_checkpoint(tmp_path / "part", tmp_path / "part.safetensors", "family")
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        connect(cluster(1), "w0").restore_checkpoint(tmp_path / "part", ["family"])
+    client.delete("family.fragment-0")
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        client.save_checkpoint(tmp_path / "more", ["family"])
+    shardwell.export_checkpoint(
+        tmp_path / "part", tmp_path / "part.safetensors", "family.fragment-1"
+    )
+    assert load_file(tmp_path / "part.safetensors").keys() == {"layers.1.w", "layers.3.w"}
