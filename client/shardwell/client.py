@@ -489,6 +489,9 @@ class Client(Connected, Closing):
     ) -> int:
         """Deletes a parameter or table on all shards, with its files; its name is free then.
 
+        The name of a family of outer training stands for its fragments, which are deleted one after
+        the other; what was cut off between two is finished by the same call.
+
         What was cut off, by the end of this process or of a shard, is finished by the same call,
         from any client; until then nobody can open the name. Other workers of it get
         UnknownParameterError or UnknownTableError, which names who deleted it. Objects of this
@@ -515,9 +518,25 @@ class Client(Connected, Closing):
         deletion = NameChange(
             name, kind, self._shards.channels, worker_id=self.worker_id, force=force
         )
-        freed_bytes = self._calls.run(deletion.run, timeout_s)
+        try:
+            freed_bytes = self._calls.run(deletion.run, timeout_s)
+        except UnknownParameterError:
+            fragments = self._fragments_of(name) if kind != "table" else []
+            if not fragments:
+                raise
+            return sum(
+                self.delete(each, kind="parameter", force=force, timeout_s=timeout_s)
+                for each in fragments
+            )
         self._close_handles(name, kind)
         return freed_bytes
+
+    def _fragments_of(self, family: str) -> list[str]:
+        """Names of a family's parameters on any shard."""
+        specs = [entry.spec for shard in self.status() for entry in shard.parameters]
+        found = {spec.name: spec.fragment for spec in specs if spec.fragment is not None}
+        own = [each for each in found.values() if each.family == family]
+        return sorted({each.parameter for each in own})
 
     def rename(
         self,

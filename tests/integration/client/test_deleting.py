@@ -374,3 +374,23 @@ def test_the_command(cluster, connect) -> None:
     code, output, _ = run_command("status", "--json", shards)
     assert all(not json.loads(line)["parameters"] for line in output.splitlines())
     assert run_command("delete", shards)[0] == 2
+
+
+def test_a_family_of_outer_training_is_deleted_by_its_name(cluster, connect) -> None:
+    """Also what a call that was cut off has left of it, and not while a learner has it."""
+    running = cluster(2)
+    client, learner = connect(running, "w0"), connect(running, "w1")
+    shapes = {f"layers.{n}.w": (4,) for n in range(3)}
+    others = client.parameter("net.fragment-9", size=4, optimizer=shardwell.SGD(0.1))
+    outer = shardwell.Outer(learner, "net", tensors=shapes, sync_every=3, fragments=3)
+    outer.init({name: np.zeros(4) for name in shapes})
+    with pytest.raises(shardwell.MembersAliveError):
+        client.delete("net")
+    assert len(client.status()[0].parameters) == 4
+    outer.close()
+    learner.close()
+    client.delete("net.fragment-1")
+    client.delete("net", force=True)
+    assert [each.spec.name for each in client.status()[0].parameters] == [others.name]
+    with pytest.raises(shardwell.UnknownParameterError, match="'net'"):
+        client.delete("net")
