@@ -28,7 +28,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outer import links, traffic
+from outer import kills, links, traffic
 from outer.rows import Row
 from shardwell_server import signals
 
@@ -45,7 +45,7 @@ from shardwell_server import signals
 class Part(NamedTuple):
     """A part of the benchmark."""
 
-    measure: Callable[[argparse.Namespace], list[Row]]
+    measure: Callable[[argparse.Namespace], Iterable[Row]]
     bound_s: int
 
 
@@ -71,6 +71,7 @@ PARTS = {
     "bytes": Part(lambda args: traffic.measure(), 120),
     "link": Part(lambda args: links.link(), 420),
     "hidden": Part(lambda args: links.hidden(), 120),
+    "kills": Part(lambda args: kills.measure(), 420),
     "digits": Part(digits, 600),
     "characters": Part(characters, 900),
 }
@@ -97,13 +98,16 @@ def measured(name: str, args: argparse.Namespace) -> list[Row]:
     part = PARTS[name]
     began_s = time.monotonic()
     print(f"{name}: at most {part.bound_s} s", file=sys.stderr, flush=True)
+    rows: list[Row] = []
     try:
         with bounded(part.bound_s):
-            rows = part.measure(args)
+            for row in part.measure(args):
+                rows.append(row)
+                print(f"  {row.what}: {row.found}", file=sys.stderr, flush=True)
     except TooLongError:
-        rows = [Row(name, "", f"did not end within {part.bound_s} s")]
+        rows.append(Row(name, "", f"did not end within {part.bound_s} s"))
     except Exception as error:
-        rows = [Row(name, "", f"failed: {type(error).__name__}: {error}")]
+        rows.append(Row(name, "", f"failed: {type(error).__name__}: {error}"))
     print(f"{name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
     return rows
 

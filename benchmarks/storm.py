@@ -112,11 +112,17 @@ class Worker:
     Args:
         options: What `work` is given.
         prefix: The command that runs it elsewhere.
+        program: What is run with `--worker` and the options.
     """
 
-    def __init__(self, options: dict[str, Any], prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        prefix: tuple[str, ...] = (),
+        program: tuple[str, ...] = (sys.executable, __file__),
+    ) -> None:
         self._options = options
-        self._prefix = prefix
+        self._command = [*prefix, *program]
         self.worker_id: str = options["worker_id"]
         self.events: list[dict[str, Any]] = []
         """What it has said, with "start" for each process."""
@@ -126,7 +132,7 @@ class Worker:
 
     def start(self) -> None:
         """Starts its process."""
-        words = [*self._prefix, sys.executable, __file__, "--worker", json.dumps(self._options)]
+        words = [*self._command, "--worker", json.dumps(self._options)]
         self.events.append({"at_s": time.monotonic(), "kind": "start"})
         self.process = subprocess.Popen(
             words,

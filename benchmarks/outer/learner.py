@@ -37,7 +37,7 @@ class LearnerBench(Bench):
         self._compute_s = args.compute_ms / 1e3
         self._client = shardwell.connect(
             args.shards,
-            worker_id=f"{args.mode}-{args.rank}",
+            worker_id=f"{args.name}-{args.rank}",
             same_host=False,
             timeout_s=TIMEOUT_S,
         )
@@ -88,7 +88,7 @@ class OuterBench(LearnerBench):
         super().__init__(args)
         self._outer = shardwell.Outer(
             self._client,
-            "outer",
+            args.name,
             tensors=shapes(),
             sync_every=args.sync_every,
             fragments=args.fragments,
@@ -128,7 +128,7 @@ class ExchangeBench(LearnerBench):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._parameter = self._client.parameter(
-            "synchronous",
+            args.name,
             size=SIZE,
             optimizer=shardwell.SGD(learning_rate=0.01),
             worker_count=args.size,
@@ -145,6 +145,7 @@ class ExchangeBench(LearnerBench):
 def main() -> None:
     parser = worker_parser()
     parser.add_argument("--mode", choices=("outer", "exchange"), required=True)
+    parser.add_argument("--name", required=True, help="of what it trains")
     parser.add_argument("--shards", required=True)
     parser.add_argument("--compute-ms", type=float, required=True)
     for name in ("--sync-every", "--fragments", "--overlap"):

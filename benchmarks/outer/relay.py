@@ -2,56 +2,85 @@
 
     python benchmarks/outer/relay.py DELAY_MS [LISTEN_PORT=HOST:PORT ...]
 
-Listens on 127.0.0.1; needs no netem in the kernel. Ends when its standard input does.
+Listens on 127.0.0.1; needs no netem in the kernel. Standard input has a line for each change of the
+links' rate, in Mbit/s: no more may be on its way than fits such a link, or a message that is small
+would queue here behind what is large. Ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import socket
 import sys
 import threading
 import time
+from collections import deque
 
-PIECE_BYTES = 256 * 1024
-PIECE_COUNT_MAX = 64
-"""On their way in one direction of a connection; 10 ms of a Gbit/s are 1.25 MB."""
+PIECE_BYTES = 64 * 1024
+ROOM_BYTES_MIN = 2 * PIECE_BYTES
+
+
+class Room:
+    """How much may be on its way in one direction of a connection."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+        self.byte_count = ROOM_BYTES_MIN
+
+    def fit(self, mbit: float) -> None:
+        """For links of another rate: what they carry in two delays."""
+        self.byte_count = max(int(2 * self._delay_s * mbit * 1e6 / 8), ROOM_BYTES_MIN)
 
 
 class Flow:
     """One direction of a connection."""
 
-    def __init__(self, source: socket.socket, target: socket.socket, delay_s: float) -> None:
-        self._source, self._target, self._delay_s = source, target, delay_s
-        self._pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(PIECE_COUNT_MAX)
+    def __init__(
+        self, source: socket.socket, target: socket.socket, delay_s: float, room: Room
+    ) -> None:
+        self._source, self._target, self._delay_s, self._room = source, target, delay_s, room
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._byte_count = 0
+        """On their way."""
+        self._changed = threading.Condition()
         for act in (self._read, self._write):
             threading.Thread(target=act, daemon=True).start()
 
     def _read(self) -> None:
         piece = b"?"
         while piece:
+            with self._changed:
+                while self._byte_count >= self._room.byte_count:
+                    self._changed.wait()
             try:
                 piece = self._source.recv(PIECE_BYTES)
             except OSError:
                 piece = b""
-            self._pieces.put((time.monotonic() + self._delay_s, piece))
+            with self._changed:
+                self._pieces.append((time.monotonic() + self._delay_s, piece))
+                self._byte_count += len(piece)
+                self._changed.notify_all()
 
     def _write(self) -> None:
         is_open = True
         while True:
-            due_s, piece = self._pieces.get()
+            with self._changed:
+                while not self._pieces:
+                    self._changed.wait()
+                due_s, piece = self._pieces.popleft()
             if not piece:
                 break
             time.sleep(max(due_s - time.monotonic(), 0.0))
-            if not is_open:
-                continue
-            try:
-                self._target.sendall(piece)
-            except OSError:
-                is_open = False
-                self._end()
+            if is_open:
+                try:
+                    self._target.sendall(piece)
+                except OSError:
+                    is_open = False
+                    self._end()
+            with self._changed:
+                self._byte_count -= len(piece)
+                self._changed.notify_all()
         self._end()
 
     def _end(self) -> None:
@@ -61,7 +90,7 @@ class Flow:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def serve(listener: socket.socket, target: tuple[str, int], delay_s: float) -> None:
+def serve(listener: socket.socket, target: tuple[str, int], delay_s: float, room: Room) -> None:
     """Takes connections, and makes one to the target for each."""
     while True:
         near, _ = listener.accept()
@@ -73,20 +102,24 @@ def serve(listener: socket.socket, target: tuple[str, int], delay_s: float) -> N
         far.settimeout(None)
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        Flow(near, far, delay_s)
-        Flow(far, near, delay_s)
+        # Small, for the same reason: a loopback's buffers are those of a fast link.
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM_BYTES_MIN)
+        Flow(near, far, delay_s, room)
+        Flow(far, near, delay_s, room)
 
 
 def main() -> None:
     delay_s = float(sys.argv[1]) / 1e3
+    room = Room(delay_s)
     for word in sys.argv[2:]:
         port, _, target = word.partition("=")
         host, _, target_port = target.rpartition(":")
         listener = socket.create_server(("127.0.0.1", int(port)), backlog=64)
-        arguments = (listener, (host, int(target_port)), delay_s)
+        arguments = (listener, (host, int(target_port)), delay_s, room)
         threading.Thread(target=serve, args=arguments, daemon=True).start()
     print("relaying", flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        room.fit(float(line))
     os._exit(0)
 
 

@@ -17,12 +17,12 @@ LEARNER_COUNT = 2
 GOAL = 0.011
 
 
-def learner_command(mode: str, shards: str, **flags: float) -> list[str]:
-    """What starts a learner."""
+def learner_command(mode: str, shards: str, name: str, **flags: float) -> list[str]:
+    """What starts a learner; `name` is of what it trains."""
     words = [sys.executable, str(Path(__file__).with_name("learner.py"))]
-    words += ["--mode", mode, "--shards", shards]
-    for name, value in flags.items():
-        words += [f"--{name.replace('_', '-')}", f"{value:g}"]
+    words += ["--mode", mode, "--shards", shards, "--name", name]
+    for flag, value in flags.items():
+        words += [f"--{flag.replace('_', '-')}", f"{value:g}"]
     return words
 
 
@@ -43,7 +43,7 @@ def measure() -> list[Row]:
         target = stack.enter_context(LocalCluster(2, processes=True, same_host="off")).target
 
         def crew(mode: str) -> Crew:
-            command = learner_command(mode, target, **flags)
+            command = learner_command(mode, target, mode, **flags)
             return stack.enter_context(Crew([command] * LEARNER_COUNT, LEARNER_COUNT))
 
         outer = crew("outer")
