@@ -37,7 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outer import kills, links, traffic
+from outer import kills, links, peer, traffic
 from outer.rows import Row
 from shardwell_server import signals
 
@@ -72,6 +72,7 @@ PARTS = {
     "link": Part(lambda args: links.link(), 420),
     "hidden": Part(lambda args: links.hidden(), 120),
     "kills": Part(lambda args: kills.measure(), 420),
+    "torchft": Part(lambda args: peer.measure(args.torchft_python), 420),
     "digits": Part(digits, 600),
     "characters": Part(characters, 900),
 }
