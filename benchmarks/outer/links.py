@@ -70,9 +70,7 @@ class Setup:
             serve(self.network, index, SHARD_COUNT, 1024, stack, host=host)
         direct = ",".join(f"{self.network.address(host)}:{PORT}" for host in hosts)
         relayed = ",".join(f"127.0.0.1:{RELAY_PORT + index}" for index in range(SHARD_COUNT))
-        self._relays: list[subprocess.Popen[str]] = []
-        for host in range(LEARNER_COUNT):
-            self._relay(stack, host, hosts)
+        self._relays = stack.enter_context(contextlib.ExitStack())
         self.limit(FAST_MBIT)
         self.outer = self._crew(stack, "outer", relayed, "outer")
         self.exchanges: dict[str, Crew] = {}
@@ -82,24 +80,26 @@ class Setup:
             self.exchanges["no delay"] = self._crew(stack, "exchange", direct, "direct")
 
     def limit(self, mbit: int) -> None:
-        """Gives all links another rate."""
-        self.network.limit(mbit)
-        for relay in self._relays:
-            print(mbit, file=relay.stdin, flush=True)
+        """Gives all links another rate, and makes all connections over them anew.
 
-    def _relay(self, stack: contextlib.ExitStack, host: int, shards: range) -> None:
-        words = [sys.executable, str(Path(__file__).with_name("relay.py")), str(DELAY_MS)]
-        for index, shard in enumerate(shards):
-            words.append(f"{RELAY_PORT + index}={self.network.address(shard)}:{PORT}")
+        Buffers of a connection grow with what its link carries, and do not shrink.
+        """
+        self._relays.close()
+        self.network.limit(mbit)
+        for host in range(LEARNER_COUNT):
+            self._relay(host, mbit)
+
+    def _relay(self, host: int, mbit: int) -> None:
+        program = str(Path(__file__).with_name("relay.py"))
+        words = [sys.executable, program, f"{DELAY_MS:g}", str(mbit)]
+        for index in range(SHARD_COUNT):
+            shard = f"{self.network.address(LEARNER_COUNT + index)}:{PORT}"
+            words.append(f"{RELAY_PORT + index}={shard}")
         process = subprocess.Popen(
-            self.network.command(host, words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            self.network.command(host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self._relays.append(process)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+        self._relays.callback(process.wait)
+        self._relays.callback(process.kill)
         assert process.stdout is not None
         if not process.stdout.readline():
             raise RuntimeError("a relay did not start")

@@ -1,10 +1,10 @@
 """A delay between a client and servers: what passes waits, in either direction, on its way.
 
-    python benchmarks/outer/relay.py DELAY_MS [LISTEN_PORT=HOST:PORT ...]
+    python benchmarks/outer/relay.py DELAY_MS MBIT [LISTEN_PORT=HOST:PORT ...]
 
-Listens on 127.0.0.1; needs no netem in the kernel. Standard input has a line for each change of the
-links' rate, in Mbit/s: no more may be on its way than fits such a link, or a message that is small
-would queue here behind what is large. Ends when its standard input does.
+Listens on 127.0.0.1; needs no netem in the kernel. MBIT is the links' rate: no more is on its way
+than fits such links, or what is small would queue here behind what is large. Ends when its standard
+input does.
 """
 
 from __future__ import annotations
@@ -21,23 +21,16 @@ PIECE_BYTES = 64 * 1024
 ROOM_BYTES_MIN = 2 * PIECE_BYTES
 
 
-class Room:
-    """How much may be on its way in one direction of a connection."""
-
-    def __init__(self, delay_s: float) -> None:
-        self._delay_s = delay_s
-        self.byte_count = ROOM_BYTES_MIN
-
-    def fit(self, mbit: float) -> None:
-        """For links of another rate: what they carry in two delays."""
-        self.byte_count = max(int(2 * self._delay_s * mbit * 1e6 / 8), ROOM_BYTES_MIN)
+def room_bytes(delay_s: float, mbit: float) -> int:
+    """How much may be on its way in one direction of a connection: what passes in two delays."""
+    return max(int(2 * delay_s * mbit * 1e6 / 8), ROOM_BYTES_MIN)
 
 
 class Flow:
     """One direction of a connection."""
 
     def __init__(
-        self, source: socket.socket, target: socket.socket, delay_s: float, room: Room
+        self, source: socket.socket, target: socket.socket, delay_s: float, room: int
     ) -> None:
         self._source, self._target, self._delay_s, self._room = source, target, delay_s, room
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -51,7 +44,7 @@ class Flow:
         piece = b"?"
         while piece:
             with self._changed:
-                while self._byte_count >= self._room.byte_count:
+                while self._byte_count >= self._room:
                     self._changed.wait()
             try:
                 piece = self._source.recv(PIECE_BYTES)
@@ -90,7 +83,7 @@ class Flow:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def serve(listener: socket.socket, target: tuple[str, int], delay_s: float, room: Room) -> None:
+def serve(listener: socket.socket, target: tuple[str, int], delay_s: float, room: int) -> None:
     """Takes connections, and makes one to the target for each."""
     while True:
         near, _ = listener.accept()
@@ -110,16 +103,15 @@ def serve(listener: socket.socket, target: tuple[str, int], delay_s: float, room
 
 def main() -> None:
     delay_s = float(sys.argv[1]) / 1e3
-    room = Room(delay_s)
-    for word in sys.argv[2:]:
+    room = room_bytes(delay_s, float(sys.argv[2]))
+    for word in sys.argv[3:]:
         port, _, target = word.partition("=")
         host, _, target_port = target.rpartition(":")
         listener = socket.create_server(("127.0.0.1", int(port)), backlog=64)
         arguments = (listener, (host, int(target_port)), delay_s, room)
         threading.Thread(target=serve, args=arguments, daemon=True).start()
     print("relaying", flush=True)
-    for line in sys.stdin:
-        room.fit(float(line))
+    sys.stdin.read()
     os._exit(0)
 
 
