@@ -23,6 +23,7 @@ from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.deadline import RequestDeadline
+from shardwell_server.shard.parameter.averaging import ChunkState
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.records import event_log
@@ -268,6 +269,10 @@ def state_of(shard: Shard) -> State:
     }
 
 
+def _image_of(state: ChunkState) -> bytes | None:
+    return None if state.image is None else state.image.values.tobytes()
+
+
 def _state_of(found: ParameterSlice) -> State:
     tracker, register = found._tracker, found._register
     chunks = []
@@ -282,6 +287,7 @@ def _state_of(found: ParameterSlice) -> State:
                 "weights": state.weights.tobytes() if register.is_initialized else None,
                 "sum": state.gradient_sum.tobytes() if has_sum else None,
                 "slots": [slot.tobytes() for slot in state.slots],
+                "image": _image_of(state) if register.is_initialized else None,
             }
         )
     return {
