@@ -16,6 +16,7 @@ from fastcrc import crc32
 from shardwell.errors import CorruptChunkError
 from shardwell.numerics.codec import Bytes, Float32
 from shardwell.placement.slices import Slice
+from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import images
@@ -35,6 +36,7 @@ class Image:
 
     def __init__(self, spec: ParameterSpec, context: int) -> None:
         self._size = spec.size
+        self._is_mean = isinstance(spec.optimizer, Average)
         self._codec = ChunkCodec.of(spec)
         self._context = context
         self._values: Float32 | None = None
@@ -79,11 +81,15 @@ class Image:
         form = header.image.form
         if form in (pb.IMAGE_FORM_CHANGE, pb.IMAGE_FORM_SAME):
             return self._change(number, where, header, payload, out)
-        if form not in (pb.IMAGE_FORM_WHOLE, pb.IMAGE_FORM_MEAN):
-            raise CorruptChunkError(f"chunk {number} has the image form {form}, which is unknown")
+        if form != pb.IMAGE_FORM_WHOLE and not (self._is_mean and form == pb.IMAGE_FORM_MEAN):
+            raise CorruptChunkError(
+                f"chunk {number} has the image form {form}, and a parameter "
+                f"{'that averages' if self._is_mean else 'with weights'} has none such; run the "
+                "same version everywhere"
+            )
         images.read(self._codec, header, payload, self._context, where, out)
         version = int(header.version)
-        if form == pb.IMAGE_FORM_MEAN:
+        if self._is_mean:  # nothing goes on from it
             return version
         with self._locks[number % _LOCK_COUNT]:
             if self._values is None:
