@@ -308,6 +308,71 @@ def test_answers_of_exchanges(line) -> None:
         assert model.version == count
 
 
+COARSE = np.where(np.arange(SIZE) % 2, np.float32(127), np.float32(-127))
+"""What int8 writes exactly, and so are its changes of weights."""
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_exchanges_in_int8(line, direction) -> None:
+    """What each side says that it holds, and what comes of it: changes, all of it, the same."""
+    untouched = neighbours(line, codec="int8")
+    model = opened(line.client, codec="int8")
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        return model.exchange(COARSE, timeout_s=timeout_s)
+
+    for count, weights in enumerate(line.flips("Exchange", direction, call), start=1):
+        np.testing.assert_array_equal(weights, -count * COARSE)
+        np.testing.assert_array_equal(kept(line), -count * COARSE)
+        assert model.version == count
+        assert not model.residual.any()
+    untouched()
+
+
+@pytest.mark.parametrize("direction", ["request", "response"])
+@pytest.mark.parametrize("missed", [0, 1, 3, 4])
+def test_weights_in_int8(line, connect, direction, missed) -> None:
+    """Read by one who has missed some versions."""
+    other = opened(connect(line.running, OTHER_WORKER), codec="int8")
+    reader = line.client.parameter(NAME)
+    reader.get_weights()
+    count = 0
+    is_first = True
+
+    def call(timeout_s: float | None) -> np.ndarray:
+        nonlocal count, is_first
+        if is_first:
+            for _ in range(missed):
+                other.put_gradient(COARSE)
+                count += 1
+        is_first = False
+        found = reader.get_weights(timeout_s=timeout_s)
+        is_first = True
+        return found
+
+    for weights in line.flips("Exchange", direction, call):
+        np.testing.assert_array_equal(weights, -count * COARSE)
+        assert reader.version == count
+
+
+@pytest.mark.parametrize("held", [[5], [1, 1], [1] * 10**5, [2**64 - 1], [0]])
+def test_a_client_that_says_it_holds_what_it_can_not(line, held) -> None:
+    """Is answered all of it, or refused; others have what they had."""
+    model = opened(line.client, codec="int8")
+    model.exchange(COARSE)
+    image = model._transfer.image
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image, "held_versions", lambda _: held)
+        if len(held) == 1:
+            np.testing.assert_array_equal(model.get_weights(), -COARSE)
+        else:
+            words = f"expected 1, one for each chunk of the slice, or none; got {len(held)}"
+            with pytest.raises(shardwell.ArgumentError, match=words):
+                model.get_weights()
+    np.testing.assert_array_equal(model.get_weights(), -COARSE)
+    np.testing.assert_array_equal(model.exchange(COARSE), -2 * COARSE)
+
+
 class Restored:
     """First weights with all that they can have. See FirstValues."""
 
