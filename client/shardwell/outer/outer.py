@@ -73,6 +73,8 @@ OverdueName = Literal["wait", "later"]
 """What a learner does when the result of an offer has not come in time."""
 DEFAULT_OUTER = SGD(0.7, momentum=0.9, nesterov=True)
 """The paper's."""
+_LEAVE_S, _LEAVE_S_FAILED = 5.0, 1.0
+"""How long a learner that ends waits for its open offers: in order, or by an exception."""
 _LEAVE_S_MIN = 0.1
 """For saying of one fragment that a learner leaves, however long the others took."""
 _INIT_PAUSE_S = 0.05
@@ -967,6 +969,17 @@ class Outer(Connected, Closing):
         self._is_to_join = self.spec.members is not None
         if failure is not None:
             raise failure
+
+    @override
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        """Leaves, so that nobody awaits this learner, and closes; waits for offers a few seconds.
+
+        They count if they have left, whatever becomes of this learner.
+        """
+        is_orderly = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))
+        with contextlib.suppress(ShardwellError):  # others find that it is gone
+            self.leave(timeout_s=_LEAVE_S if is_orderly else _LEAVE_S_FAILED)
+        self.close()
 
     @override
     def close(self) -> None:

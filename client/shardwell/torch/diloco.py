@@ -9,10 +9,8 @@ their change would be sent as if it had been trained.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from shardwell.client import Client
-from shardwell.errors import ArgumentError, ShardwellError
+from shardwell.errors import ArgumentError
 from shardwell.outer.outer import DEFAULT_CODEC, DEFAULT_OUTER, Outer, OverdueName
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.fragments import STRIDED, Patterns
@@ -33,8 +31,6 @@ from shardwell.torch.plain_names import PlainNames
 from shardwell.training.leave_request import LeaveRequest, go_on_without
 
 _LOG = logging.getLogger("shardwell")
-_LEAVE_S = 5.0
-"""How long a learner that ends waits for offers that are open."""
 _EXACT = (torch.float32, torch.float64)
 """Types whose tensors hold a float32 as it is."""
 
@@ -217,16 +213,9 @@ class DiLoCo(Connected):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None or issubclass(kind, SystemExit):
-            with contextlib.suppress(ShardwellError):  # others find that it is gone
-                self.outer.leave(timeout_s=_LEAVE_S)
-        self.close()
+    def __exit__(self, *reason: object) -> None:
+        self._unhook()
+        self.outer.__exit__(*reason)
 
     # Hooks of the optimizers.
 

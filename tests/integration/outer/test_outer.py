@@ -6,6 +6,7 @@ them exactly, and plain outer SGD of rate 1: the image is then the mean of the l
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 
@@ -395,6 +396,26 @@ def test_nobody_waits_for_a_learner_that_has_left(cluster, connect) -> None:
     assert versions(first) == [4, 4, 4, 4]
 
 
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_end_of_a_block_leaves(cluster, connect, error) -> None:
+    """Though the client stays open, which would have said that the learner lives."""
+    target = cluster(2).target
+    client = connect(target, "w1")
+    first, second = elastic(connect(target, "w0")), elastic(client)
+    weights = first.init(filled(0))
+    with pytest.raises(KeyboardInterrupt) if error else contextlib.nullcontext(), second:
+        others = second.init(filled(0))
+        in_step(first, second)
+        together([lambda: loop(first, weights, 1.0, 8), lambda: loop(second, others, 1.0, 8)])
+        if error:
+            raise error
+    loop(first, weights, 1.0, 8)
+    assert versions(first) == [4, 4, 4, 4]
+    again = elastic(client)
+    again.init(filled(0))
+    assert versions(again) == [4, 4, 4, 4]
+
+
 def test_who_leaves_waits_for_its_offers_no_longer_than_it_says(cluster, connect) -> None:
     """And takes its leave of the other fragments all the same."""
     target = cluster(2).target
@@ -507,7 +528,7 @@ def test_ctrl_c_at_any_moment_loses_nothing_that_was_moved(cluster, connect, alp
     assert {"outer.py:after_step", "outer.py:_take", "outer.py:_offer"} <= places
 
 
-def test_closing_with_an_open_offer_ends_at_once(cluster, connect) -> None:
+def test_closing_with_an_open_offer_ends_soon(cluster, connect) -> None:
     target = cluster(2).target
     client = connect(target, "w0")
     with learner(client, worker_count=2, overlap=0) as outer:

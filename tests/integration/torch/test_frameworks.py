@@ -228,6 +228,27 @@ def test_a_program_as_it_comes(cluster, connect, tmp_path, run, precision) -> No
 
 
 @FRAMEWORKS
+def test_outer_steps_round_a_program_as_it_comes(cluster, connect, tmp_path, run) -> None:
+    """Of one learner with outer SGD of rate 1, which trains as by itself."""
+    client = connect(cluster(2), "w0")
+    made = []
+
+    def make(model: Any) -> Any:
+        optimizer = by_torch(model)
+        rule = shardwell.SGD(1.0)
+        options = {"sync_every": 4, "fragments": 2, "overlap": 0, "codec": "fp32"}
+        made.append(shardwell.torch.DiLoCo(model, optimizer, client, outer=rule, **options))
+        return optimizer
+
+    found = run(make, tmp_path / "mine", steps=STEPS, precision="bf16")
+    (diloco,) = made
+    assert diloco.inner_step == STEPS
+    assert [each.version for each in diloco.outer.fragments] == [2, 2]
+    diloco.close()
+    assert_same(found, run(by_torch, tmp_path / "its", steps=STEPS, precision="bf16"))
+
+
+@FRAMEWORKS
 def test_save_and_resume(cluster, connect, tmp_path, run) -> None:
     running = cluster(2)
     client = connect(running, "w0")
