@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from link import PORT, Network, run, serve, why_not
+from outer.relay import room_bytes
 from outer.rows import Row
 from outer.traffic import learner_command, moved
 from peers.turns import Crew, Step
@@ -82,11 +83,15 @@ class Setup:
     def limit(self, mbit: int) -> None:
         """Gives all links another rate, and makes all connections over them anew.
 
-        Buffers of a connection grow with what its link carries, and do not shrink.
+        Buffers of a connection grow with what its link carries, and do not shrink. That of a
+        learner's connection to its relay would grow with what this machine carries, and hold
+        seconds of a slow link, before which nothing else gets through.
         """
         self._relays.close()
         self.network.limit(mbit)
         for host in range(LEARNER_COUNT):
+            buffer = f"4096 16384 {room_bytes(DELAY_MS / 1e3, mbit)}"
+            run(*self.network.command(host, ["sysctl", "-qw", f"net.ipv4.tcp_wmem={buffer}"]))
             self._relay(host, mbit)
 
     def _relay(self, host: int, mbit: int) -> None:

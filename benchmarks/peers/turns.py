@@ -183,8 +183,11 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *reason: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *reason: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # some may be in the middle of a step, and hear nothing
+            self._stack.close()
 
     def _meet(self, listener: socket.socket, size: int) -> None:
         deadline = time.monotonic() + self._timeout_s
