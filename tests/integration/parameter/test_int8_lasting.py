@@ -1,0 +1,172 @@
+"""Goal: what int8 keeps beside weights goes where they go: checkpoints, files, other names.
+
+Method: training by the replay of harness.oracles.int8, interrupted by each of them; the bits that
+follow are those of training that was not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import shardwell
+from harness.oracles.int8 import BLOCK, Int8Weights, Int8Worker, sgd
+from shardwell_server import LocalCluster
+
+Float32 = npt.NDArray[np.float32]
+SIZE = 5 * BLOCK + 100
+RATE = 0.5
+
+
+def gradient_of(worker: int, step: int) -> Float32:
+    return np.random.default_rng([worker, step]).standard_normal(SIZE).astype(np.float32)
+
+
+def opened(client: shardwell.Client, name: str = "net", **options: Any) -> Any:
+    options.setdefault("optimizer", shardwell.SGD(learning_rate=RATE))
+    net = client.parameter(name, size=SIZE, codec="int8", **options)
+    if not isinstance(options["optimizer"], shardwell.Average):
+        net.init(np.zeros(SIZE, np.float32))
+    return net
+
+
+def assert_bits(found: Float32, expected: Float32) -> None:
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+class Replay:
+    def __init__(self) -> None:
+        self.worker, self.weights = Int8Worker(SIZE), Int8Weights(np.zeros(SIZE, np.float32))
+
+    def step(self, net: Any) -> None:
+        """One of the net, and of this."""
+        gradient = gradient_of(0, net.next_step)
+        sent = self.worker.sent(gradient)
+        expected = self.weights.update(sgd(RATE)(self.weights.weights, sent))
+        assert_bits(net.exchange(gradient), expected)
+        assert_bits(net.residual, self.worker.residual)
+
+
+OPTIMIZERS = {
+    "sgd": shardwell.SGD(RATE),
+    "momentum": shardwell.SGD(RATE, momentum=0.5),
+    "adamw": shardwell.AdamW(0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_goes_on_with_the_same_bits(cluster, connect, tmp_path, name) -> None:
+    """On any number of shards: the image is in it, so that readers see no jump."""
+
+    def train(client: shardwell.Client, residual: Float32 | None, first: int) -> Any:
+        net = opened(client, optimizer=OPTIMIZERS[name])
+        assert net.next_step == first
+        net.load_residual(residual)
+        for step in range(first, first + 3):
+            net.exchange(gradient_of(0, step))
+        return net
+
+    source = connect(cluster(3), "w0")
+    net = train(source, None, 0)
+    residual, image = net.residual, net.get_weights()
+    source.save_checkpoint(tmp_path / "saved")
+    undisturbed = train(connect(cluster(1), "w0"), None, 0)
+    for step in range(3, 6):
+        undisturbed.exchange(gradient_of(0, step))
+    for shard_count in (1, 2, 3):
+        target = cluster(shard_count)
+        client = connect(target, "w0")
+        client.restore_checkpoint(tmp_path / "saved")
+        assert_bits(connect(target, "reader").parameter("net").get_weights(), image)
+        again = train(client, residual, 3)
+        assert_bits(again.get_weights(), undisturbed.get_weights())
+        assert_bits(again.residual, undisturbed.residual)
+        net = client.save_checkpoint(tmp_path / f"again-{shard_count}")
+    assert [each.spec.codec for each in net.parameters] == ["int8"]
+
+
+def test_a_checkpoint_of_an_average_keeps_what_rounding_took(cluster, connect, tmp_path) -> None:
+    source = connect(cluster(3), "w0")
+    means = opened(source, optimizer=shardwell.Average())
+    for step in range(3):
+        means.exchange(gradient_of(0, step))
+    residual = means.residual
+    source.save_checkpoint(tmp_path / "saved")
+    expected = means.exchange(gradient_of(0, 3))
+    for shard_count in (1, 2):
+        client = connect(cluster(shard_count), "w0")
+        client.restore_checkpoint(tmp_path / "saved")
+        again = opened(client, optimizer=shardwell.Average())
+        again.load_residual(residual)
+        assert_bits(again.exchange(gradient_of(0, 3)), expected)
+
+
+def test_what_is_exported_is_the_weights_and_not_the_image(cluster, connect, tmp_path) -> None:
+    client = connect(cluster(2), "w0")
+    net, replay = opened(client), Replay()
+    for _ in range(3):
+        replay.step(net)
+    assert (replay.weights.image != replay.weights.weights).any()
+    saved = client.save_checkpoint(tmp_path / "saved")
+    names = [entry.tensor_names for entry in saved.parameters]
+    assert names == [("weights", "image")]
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_shards_that_are_started_again(tmp_path: Path, processes: bool) -> None:
+    """From their files: the image is in them, and the last change is not, so it is read whole."""
+    replay = Replay()
+    residual = None
+    for _ in range(3):
+        with (
+            LocalCluster(2, data_dir=tmp_path, processes=processes) as running,
+            shardwell.connect(running.target, worker_id="w0") as client,
+        ):
+            net = opened(client)
+            net.load_residual(residual)
+            assert_bits(net.get_weights(), replay.weights.image)
+            for _ in range(2):
+                replay.step(net)
+            residual = net.residual
+
+
+def test_another_name_has_the_same_bits(cluster, connect) -> None:
+    running = cluster(3)
+    replay = Replay()
+    net = opened(connect(running, "w0"))
+    for _ in range(2):
+        replay.step(net)
+    residual = net.residual
+    connect(running, "ops").rename("net", "other", force=True)
+    with pytest.raises(shardwell.UnknownParameterError, match="other"):
+        net.exchange(gradient_of(0, 2))
+    net = opened(connect(running, "w0"), "other")
+    assert net.next_step == 2
+    net.load_residual(residual)
+    assert_bits(net.get_weights(), replay.weights.image)
+    for _ in range(2):
+        replay.step(net)
+
+
+def test_one_that_is_deleted_and_made_again_begins_anew(cluster, connect) -> None:
+    """Nobody's image of the former is changed."""
+    running = cluster(2)
+    client, other = connect(running, "w0"), connect(running, "r")
+    replay, net = Replay(), opened(client)
+    reader = other.parameter("net")
+    for _ in range(2):
+        replay.step(net)
+        assert_bits(reader.get_weights(), replay.weights.image)
+    connect(running, "ops").delete("net", force=True)
+    with pytest.raises(shardwell.UnknownParameterError):
+        reader.get_weights()
+    again, replay = opened(connect(running, "w1")), Replay()
+    for _ in range(2):
+        replay.step(again)
+    with pytest.raises(shardwell.ShardwellError):
+        reader.get_weights()
+    assert_bits(other.parameter("net").get_weights(), replay.weights.image)
