@@ -393,10 +393,10 @@ def test_first_weights(line, monkeypatch) -> None:
         if timeout_s is not None or not stands or under_way[0] in stands:
             under_way[0] = next(names)
         name = under_way[0]
-        line.client.parameter(name, size=SIZE, optimizer=optimizer)
+        model = line.client.parameter(name, size=SIZE, optimizer=optimizer)
         attempts = Attempts(timeout_s or 20.0, line.client._shards)
         first = FirstWeights(
-            name,
+            model.spec,
             Restored(),
             line.client._shards.channels,
             worker_id=WORKER,

@@ -61,6 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "init": {"weights": np.zeros(8, np.float32)},
     "put_gradient": {"gradient": np.zeros(8, np.float32)},
     "exchange": {"gradient": np.zeros(8, np.float32)},
+    "exchange_async": {"gradient": np.zeros(8, np.float32)},
     "begin_exchange": {"gradient": np.zeros(8, np.float32)},
     "set_learning_rate": {"learning_rate": 0.5},
     "get_rows": {"ids": [1]},
