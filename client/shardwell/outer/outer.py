@@ -272,7 +272,6 @@ class Outer(Connected, Closing):
         self._versions = [0] * len(dealt)
         self._is_to_join = members is not None
         """Whether this elastic learner may be no member of some fragments."""
-        self._fragment_of = {name: index for index, own in enumerate(dealt) for name in own}
 
     def __repr__(self) -> str:
         return (
