@@ -8,6 +8,7 @@ import pytest
 
 from shardwell import SGD, Fragment, ParameterSpec
 from shardwell.errors import ArgumentError
+from shardwell.specs.fragments import with_fragments
 from shardwell.v1 import types_pb2
 
 
@@ -72,3 +73,33 @@ def test_a_parameter_has_the_name_of_its_fragment() -> None:
     message.fragment.count = 1
     with pytest.raises(ArgumentError, match="fragment index"):
         ParameterSpec.from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["net"], ["net.fragment-0", "net.fragment-1"]),
+        (["m", "net"], ["m", "net.fragment-0", "net.fragment-1"]),
+        (["net.fragment-1", "net"], ["net.fragment-1", "net.fragment-0"]),
+        (["gone", "m", "m"], ["gone", "m"]),
+        (["plain.fragment-0"], ["plain.fragment-0"]),
+        ([], []),
+    ],
+)
+def test_a_family_s_name_stands_for_its_fragments(names, found) -> None:
+    known = {
+        "net.fragment-1": fragment(index=1, count=2),
+        "m": None,
+        "net.fragment-0": fragment(index=0, count=2),
+        "plain.fragment-0": None,
+    }
+    assert with_fragments(names, known) == found
+
+
+def test_a_parameter_counts_before_a_family_of_its_name() -> None:
+    assert with_fragments(["net"], {"net": None, "net.fragment-0": fragment(index=0)}) == ["net"]
+
+
+def test_a_family_that_lacks_a_fragment_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"'net' lacks 'net.fragment-1', one of its 3"):
+        with_fragments(["net"], {"net.fragment-0": fragment(index=0, count=3)})
