@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 
-PIECE_BYTES = 64 * 1024
+PIECE_BYTES = 16 * 1024
 ROOM_BYTES_MIN = 2 * PIECE_BYTES
 
 
