@@ -26,6 +26,8 @@ KILL_COUNT = 2
 WINDOW_S = 30.0
 """After a kill, in which the others are watched; the victim is started again at once."""
 START_LIMIT_S = 90.0
+TOGETHER_LIMIT_S = 30.0
+"""For all to take part in the same outer step."""
 LIGHTHOUSE_PORT = 29510
 BYTES_GOAL, LOST_GOAL = 0.3, 0.1
 
@@ -39,11 +41,18 @@ class Found(NamedTuple):
     """From one outer step of a fragment to the next, undisturbed."""
     lost_s: list[float]
     """Seconds of outer steps that the others did not make, by kill."""
+    member_count: float
+    """Who took part in an outer step, undisturbed, at the mean, if it is told; who lives may not."""
 
 
 def steps_made(workers: Sequence[Worker], since_s: float, until_s: float) -> float:
     """Outer steps of fragments, by the mean of workers."""
     return statistics.mean(len(each.steps(since_s, until_s)) for each in workers)
+
+
+def last_members(worker: Worker) -> int:
+    """Who took part in the last outer step that a worker has told of; ours do not tell."""
+    return int(worker.steps(0, 1e12)[-1].get("members", LEARNER_COUNT))
 
 
 def lost_s(steps_at_s: Sequence[float], kill_s: float, until_s: float, step_s: float) -> float:
@@ -75,6 +84,8 @@ def loopback_bytes(network: Network) -> int:
 def watch(network: Network, workers: Sequence[Worker]) -> Found:
     """Lets workers train, undisturbed first."""
     wait_until(lambda: all(len(each.steps(0, 1e12)) > 4 for each in workers), START_LIMIT_S)
+    with contextlib.suppress(RuntimeError):  # said with the figures
+        wait_until(lambda: min(map(last_members, workers)) == len(workers), TOGETHER_LIMIT_S)
     time.sleep(ROUND_S)
     since_s, before = time.monotonic(), loopback_bytes(network)
     time.sleep(CALM_S)
@@ -100,7 +111,12 @@ def watch(network: Network, workers: Sequence[Worker]) -> Found:
                 if each is not victim
             )
         )
-    return Found((after - before) / count, step_s, lost)
+    calm = [
+        said.get("members", LEARNER_COUNT)
+        for each in workers
+        for said in each.steps(since_s, until_s)
+    ]
+    return Found((after - before) / count, step_s, lost, statistics.mean(calm))
 
 
 @contextlib.contextmanager
@@ -157,7 +173,8 @@ def rows_of(own: Found, other: Found) -> list[Row]:
             f"{BYTES_GOAL:g}",
             f"{own.bytes_per_step / other.bytes_per_step:.3f}: {own.bytes_per_step / 1e6:.2f} of "
             f"{other.bytes_per_step / 1e6:.2f} MB a fragment's outer step of {LEARNER_COUNT} "
-            f"learners of {SIZE:,} elements, headers counted in",
+            f"learners of {SIZE:,} elements, headers counted in; of torchft's "
+            f"{other.member_count:.1f} took part in one",
         ),
         Row(
             "seconds lost to a kill / torchft's",
@@ -177,4 +194,9 @@ def measure(python: str) -> Iterator[Row]:
         yield Row("torchft", "", f"skipped: {reason}")
         return
     own = ours()
-    yield from rows_of(own, theirs(python))
+    try:
+        other = theirs(python)
+    except RuntimeError as error:
+        yield Row("torchft", "", f"failed: {error}; {own}")
+        return
+    yield from rows_of(own, other)
