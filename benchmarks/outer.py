@@ -70,7 +70,7 @@ def characters(args: argparse.Namespace) -> list[Row]:
 PARTS = {
     "bytes": Part(lambda args: traffic.measure(), 120),
     "link": Part(lambda args: links.link(), 420),
-    "hidden": Part(lambda args: links.hidden(), 120),
+    "hidden": Part(lambda args: links.hidden(), 240),
     "kills": Part(lambda args: kills.measure(), 420),
     "torchft": Part(lambda args: peer.measure(args.torchft_python), 420),
     "digits": Part(digits, 600),

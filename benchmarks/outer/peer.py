@@ -42,7 +42,7 @@ class Found(NamedTuple):
     lost_s: list[float]
     """Seconds of outer steps that the others did not make, by kill."""
     member_count: float
-    """Who took part in an outer step, undisturbed, at the mean, if it is told; who lives may not."""
+    """Who took part in an outer step, undisturbed, at the mean; who lives may not."""
 
 
 def steps_made(workers: Sequence[Worker], since_s: float, until_s: float) -> float:
