@@ -32,7 +32,7 @@ from rich.table import Table
 
 from peers.installed import Installed, add_flags
 from peers.turns import Crew, Step, worker_command
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell_server import LocalCluster
 
 WARM_UP_COUNT = 2
@@ -130,7 +130,7 @@ def measure(rows: list[Row], megabytes: int, count: int, step_count: int) -> dic
             figures["over_gloo"] = round(medians[row.name] / medians["gloo"], 3)
         if row.floor:
             figures["over_bare"] = round(medians[row.name] / medians[row.floor], 3)
-            encoded_bytes = megabytes * 10**6 // 4 * CODECS[row.order["codec"]].item_size
+            encoded_bytes = megabytes * 10**6 // 4 * SUMMED_CODECS[row.order["codec"]].item_size
             least_bytes = 2 * (count - 1) / count * encoded_bytes
             sent_bytes = max(told["sent_bytes"] for step in taken for told in step.told)
             figures["sent_over_least"] = round(sent_bytes / least_bytes, 5)
@@ -195,7 +195,7 @@ def main() -> None:
     strategies = ["ring", "tree", "centralized"]
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies)
     codecs = ["fp16", "fp32"]
-    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=codecs)
+    parser.add_argument("--codecs", nargs="+", choices=list(SUMMED_CODECS), default=codecs)
     parser.add_argument("--steps", type=int, default=5)
     add_flags(parser)
     parser.add_argument("--json", type=Path)

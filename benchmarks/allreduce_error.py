@@ -26,7 +26,7 @@ from rich.table import Table
 import shardwell
 from shardwell.group.schedule.arithmetic import chunk_element_count
 from shardwell.group.schedule.plan import Operation, Plan
-from shardwell.numerics.codec import CODECS, Float32
+from shardwell.numerics.codec import SUMMED_CODECS, Float32
 from shardwell.placement.slices import Slice
 from shardwell_server import LocalCluster
 
@@ -141,7 +141,7 @@ def main() -> None:
     names = list(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", choices=names, default=names)
     codecs = ["fp16", "bf16", "fp32"]
-    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=codecs)
+    parser.add_argument("--codecs", nargs="+", choices=list(SUMMED_CODECS), default=codecs)
     parser.add_argument("--elements", type=int, default=2**21)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from fastcrc import crc32
 
-from shardwell.numerics.codec import CODECS
+from shardwell.numerics.codec import SUMMED_CODECS
 from shardwell.numerics.scratch import Scratch
 
 CHUNK = 512 * 1024
@@ -57,7 +57,7 @@ def main() -> None:
     total[:] = 0
     for magnitude in (1.0, 1e-5):
         values = source * np.float32(magnitude)
-        for codec in CODECS.values():
+        for codec in SUMMED_CODECS.values():
             payload = np.empty(size * codec.item_size, np.uint8)
             step = CHUNK * codec.item_size
             exponents = []

@@ -61,14 +61,14 @@ def start(
 ) -> tuple[dict[str, Crew], int, float]:
     """Starts everything; all workers, and a shard's process id and its MB when it was empty."""
     crews = {}
-    item_size = CODECS[args.codec.removesuffix("+lz4")].item_size
+    codec = CODECS[args.codec.removesuffix("+lz4")]
     for name, tuned in (("bare", False), ("bare_tuned", True)):
         ports, _ = stack.enter_context(serving(args.shard_count, tuned=tuned))
         flags = [
             "--ports",
             *map(str, ports),
             "--bytes",
-            str(args.megabytes * 10**6 // 4 * item_size),
+            str(codec.encoded_bytes(args.megabytes * 10**6 // 4)),
         ]
         flags += ["--message-bytes", str(args.chunk_kib * 1024), *(["--tuned"] if tuned else [])]
         command = worker_command("bare_exchange.py", *flags)

@@ -8,6 +8,8 @@ adds exactly.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,18 @@ INTERRUPT_COUNT = 60
 PATIENCE_S = 150.0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
-    ["parameters", "tables", "connections", "checkpoints", "groups", "groups of threads"],
+    ["parameters", "tables", "connections", "int8", "checkpoints", "groups", "groups of threads"],
 )
 def test_a_client_works_after_each_interrupt(cluster, kind: str) -> None:
     # Each its own cluster: a step of these workers needs no other worker.
     running = [cluster(2, chunk_size_bytes=4096) for _ in range(PROCESS_COUNT)]
     options = [str(WORKER), kind]
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}  # which has the harness
     workers = [
-        Program(*options, one.target, str(seed), str(INTERRUPT_COUNT))
+        Program(*options, one.target, str(seed), str(INTERRUPT_COUNT), environment=environment)
         for seed, one in enumerate(running)
     ]
     try:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import shardwell
+from harness.oracles.int8 import Int8Weights, Int8Worker
 
 SIZE = 60_003
 ROW_IDS = np.arange(500)
@@ -92,6 +93,37 @@ def parameters(client: shardwell.Client, interrupts: Interrupts, count: int) -> 
     weights = model.get_weights(min_version=model.next_step)
     expected = -sum(gradient_of(step) for step in range(model.next_step))
     return {"found": np.unique(weights).tolist(), "expected": [expected]}
+
+
+def int8(client: shardwell.Client, interrupts: Interrupts, count: int) -> dict[str, Any]:
+    """Steps of a parameter in int8: each has the bits of a replay, and so has what is left over."""
+    model = client.parameter("m", size=SIZE, optimizer=SGD, codec="int8")
+    model.init(np.zeros(SIZE, np.float32))
+    worker, weights = Int8Worker(SIZE), Int8Weights(np.zeros(SIZE, np.float32))
+    wrong: list[int] = []
+
+    def is_right() -> bool:
+        return bool(
+            (model.residual == worker.residual).all()
+            and (model.get_weights(min_version=model.next_step) == weights.image).all()
+        )
+
+    def gradient() -> np.ndarray:
+        return np.random.default_rng(model.next_step).standard_normal(SIZE).astype(np.float32)
+
+    while interrupts.count < count:
+        step, given = model.next_step, gradient()
+        verb = (model.exchange, model.put_gradient)[step % 2]
+        while model.next_step == step and interrupts.during(lambda: verb(given)):  # noqa: B023
+            pass
+        weights.update(weights.weights - worker.sent(given))
+        interrupts.during(model.get_weights)
+        if not is_right():
+            wrong.append(step)
+    given = gradient()
+    model.exchange(given)
+    weights.update(weights.weights - worker.sent(given))
+    return {"found": [*wrong, is_right()], "expected": [True]}
 
 
 def tables(client: shardwell.Client, interrupts: Interrupts, count: int) -> dict[str, Any]:
@@ -212,6 +244,7 @@ def groups_of_threads(
 
 KINDS = {
     "parameters": (parameters, 0.03),
+    "int8": (int8, 0.03),
     "tables": (tables, 0.03),
     "connections": (connections, 0.06),
     "checkpoints": (checkpoints, 0.06),
