@@ -35,12 +35,11 @@ class Image:
     """
 
     def __init__(self, spec: ParameterSpec, context: int) -> None:
-        self._size = spec.size
         self._is_mean = isinstance(spec.optimizer, Average)
         self._codec = ChunkCodec.of(spec)
         self._context = context
-        self._values: Float32 | None = None
-        """(size,); None: nothing was taken yet."""
+        self._values: Float32 = np.zeros(0 if self._is_mean else spec.size, np.float32)
+        """(size,), of which pages that nothing was taken into use no memory; of an Average (0,)."""
         self._versions: dict[int, int] = {}
         """Of the chunks that are held, by their number in the parameter."""
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
@@ -92,8 +91,6 @@ class Image:
         if self._is_mean:  # nothing goes on from it
             return version
         with self._locks[number % _LOCK_COUNT]:
-            if self._values is None:
-                self._values = np.zeros(self._size, np.float32)
             self._versions.pop(number, None)  # until it is whole
             self._values[where.offset : where.stop] = out
             self._versions[number] = version
@@ -106,7 +103,7 @@ class Image:
         base, version = int(header.image.base_version), int(header.version)
         with self._locks[number % _LOCK_COUNT]:
             held = self._versions.get(number)
-            if self._values is None or held is None or held < base:
+            if held is None or held < base:
                 raise CorruptChunkError(
                     f"chunk {number} changes the image of version {base}, and this worker holds "
                     f"{'none' if held is None else f'version {held}'} of it; call again"

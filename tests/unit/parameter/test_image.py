@@ -6,6 +6,8 @@ loses with its machine and makes anew with other weights; then answers that a sh
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from harness.oracles.int8 import BLOCK, rounded
+from harness.threads import together
 from shardwell import SGD, Average, ParameterSpec
 from shardwell.errors import ArgumentError, CorruptChunkError, DivergedError
 from shardwell.numerics.codec import CODECS
@@ -21,7 +24,7 @@ from shardwell.parameter.image import Image
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.wire import checksum
+from shardwell.wire import checksum, images
 from shardwell.wire import messages as framing
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
@@ -178,11 +181,29 @@ class Reading(RuleBasedStateMachine):
         for worker in self.workers:
             held = worker.held(0)
             if held == self.shard.version and self.past == 0:
-                assert worker._values is not None
                 assert worker._values.tobytes() == self.shard.image.values.tobytes()
 
 
 TestReading = Reading.TestCase
+
+
+def test_chunks_that_come_at_once_are_all_held() -> None:
+    """The first ones, by several threads."""
+    spec = replace(SPEC, size=4 * BLOCK)
+    values = np.ones(BLOCK, np.float32)
+    for _ in range(100):
+        worker, barrier = Image(spec, CONTEXT), threading.Barrier(4)
+
+        def take(number: int, worker: Image = worker, barrier: Any = barrier) -> None:
+            where = Slice(number * BLOCK, BLOCK)
+            message = images.whole_message(1, where, number, values, CONTEXT)
+            header, payload = framing.parse(pb.ExchangeResponse, message)
+            barrier.wait(60)
+            worker.take(number, where, header, payload, np.empty(BLOCK, np.float32))
+
+        together([lambda number=number, take=take: take(number) for number in range(4)])
+        assert worker.held_versions(range(4)) == [2] * 4
+        assert worker._values.all()
 
 
 # Weights that are not finite, or nearly so.
