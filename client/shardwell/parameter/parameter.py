@@ -128,8 +128,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._residual: Float32 | None = None
         """What rounding took off earlier gradients, with int8, to be added to the next: (size,)."""
         self._tried: list[Float32] = []
-        """With int8, what rounding takes off each gradient that calls for the next step have tried,
-        and failed with: parts of them may be counted."""
+        """With int8, what rounding takes off each gradient that calls for a step have tried, and
+        failed with: parts of them may be counted."""
+        self._tried_step = -1
+        """That step."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -839,10 +841,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
-        tried_step = self.next_step
         self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
-        if self._tried and self.next_step != tried_step:
-            if not self.spec.has_open_sets and self.next_step == tried_step + 1:
+        if self._tried and self.next_step != self._tried_step:
+            if not self.spec.has_open_sets and self.next_step == self._tried_step + 1:
                 # All of it is counted, and it was one of these.
                 self._residual = self._tried[0] if len(self._tried) == 1 else None
             self._tried = []
@@ -958,6 +959,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._refused_step = work.step
         if not self.spec.has_image or not work.has_effect:
             return
+        if self._tried_step != work.step:
+            self._tried, self._tried_step = [], work.step
         if len(self._tried) < _TRIED_COUNT_MAX:
             found = self._rounded_off(work)
             if not any(np.array_equal(found, each) for each in self._tried):
@@ -1045,7 +1048,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         another gradient of the step was counted before, what rounding took off that one; or
         nothing, if it is unknown which it was.
         """
-        before, tried = self._residual, self._tried
+        before, tried = self._residual, self._tried if self._tried_step == work.step else []
         self._tried = []
         if not work.has_effect and not superseded:
             return

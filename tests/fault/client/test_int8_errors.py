@@ -393,6 +393,29 @@ def test_what_came_too_late_for_a_part(cluster, connect, late: str) -> None:
     assert_ranges(last.residual, last.outcome.late, kept, offered - rounded(offered))
 
 
+def test_what_was_tried_in_a_step_that_closed_without_it_is_forgotten(cluster, connect) -> None:
+    running = cluster(3)
+    fast, slow = (
+        opened(
+            connect(running, f"w{rank}"),
+            optimizer=shardwell.Adagrad(0.5),
+            worker_count=2,
+            min_contributors=1,
+        )
+        for rank in range(2)
+    )
+    slow.exchange(gradient_of(1, 0))
+    begun_in_part(slow, 1)
+    while fast.next_step < 2:
+        fast.exchange(np.zeros(SIZE, np.float32))
+    slow.get_weights(min_version=2)
+    assert slow.next_step == 2
+    before, tried = begun_in_part(slow, 2)
+    slow.exchange(gradient_of(5, 2))
+    offered = gradient_of(5, 2) + before
+    assert_ranges(slow.residual, slow.outcome.superseded, tried, offered - rounded(offered))
+
+
 @pytest.mark.parametrize("late", ["drop", "carry"])
 def test_elastic_members_come_and_go(cluster, connect, late: str) -> None:
     """What all have is what was given and counted, less what each has left."""
