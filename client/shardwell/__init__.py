@@ -27,7 +27,12 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from shardwell.checkpoint.export import TableExport
-from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
+from shardwell.checkpoint.format import (
+    Checkpoint,
+    CheckpointFamily,
+    CheckpointParameter,
+    CheckpointTable,
+)
 from shardwell.checkpoint.model_export import ModelExport, export_checkpoint
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
@@ -154,6 +159,7 @@ __all__ = [
     "Average",
     "Centralized",
     "Checkpoint",
+    "CheckpointFamily",
     "CheckpointParameter",
     "CheckpointTable",
     "Client",

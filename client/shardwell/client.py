@@ -33,8 +33,9 @@ from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.cluster_status import ClusterStatus
+from shardwell.rpc.families import find_family
 from shardwell.rpc.members import ask_members, end_tenures
-from shardwell.rpc.name_change import NameChange
+from shardwell.rpc.name_change import NameChange, delete_family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
@@ -288,7 +289,7 @@ class Client(Connected, Closing):
         after its `close`, a new one.
 
         Args:
-            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a table.
+            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a table or family.
             size: Number of float32 elements, from 1, of one that is a single vector.
             tensors: Shapes by name, of one that has tensors, such as {"w": (20, 64), "b": (64,)};
                 or what has shapes, as a model's weights have. They lie in the parameter in this
@@ -379,7 +380,7 @@ class Client(Connected, Closing):
         after its `close`, a new one.
 
         Args:
-            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a parameter.
+            name: 1 to 128 letters, digits, `.`, `_`, `-`; not that of a parameter or family.
             row_count: Ids are 0 to row_count - 1, at most 2^62; None: any 64-bit integer is one.
                 Only rows that have had a gradient take room.
             dim: Values of a row, 1 to 65536.
@@ -472,6 +473,9 @@ class Client(Connected, Closing):
             return _agreed(found, given, **{kind.name: name})
         namesake = self._calls.run(partial(other.find, name, self._shards.channels))
         is_other = "" if namesake is None else f" ({name!r} is a {other.name})"
+        family = self._calls.run(partial(find_family, name, self._shards.channels))
+        if family is not None:
+            is_other = f" ({name!r} is a family of {family.count} fragments: open shardwell.Outer)"
         where: dict[str, Any] = {kind.name: name}
         raise kind.unknown_error(
             f"no shard has a {kind.name} {name!r}{is_other}; pass {kind.creates_with} to create "
@@ -487,10 +491,9 @@ class Client(Connected, Closing):
         force: bool = False,
         timeout_s: float | None = None,
     ) -> int:
-        """Deletes a parameter or table on all shards, with its files; its name is free then.
+        """Deletes a parameter, table or family on all shards, with its files; the name is free.
 
-        The name of a family of outer training stands for its fragments, which are deleted one after
-        the other; what was cut off between two is finished by the same call.
+        All fragments of a family are deleted, those that are there where some are missing.
 
         What was cut off, by the end of this process or of a shard, is finished by the same call,
         from any client; until then nobody can open the name. Other workers of it get
@@ -499,8 +502,8 @@ class Client(Connected, Closing):
         it.
 
         Args:
-            name: Of the parameter or table.
-            kind: "parameter" or "table", where an older version gave both the same name.
+            name: Of the parameter, table or family.
+            kind: "parameter", "table" or "family", where an older version gave two the same name.
             force: Although workers are connected that use it. Default: they are an error, except
                 this client itself.
             timeout_s: Bound of all of it; default: the client's.
@@ -515,28 +518,33 @@ class Client(Connected, Closing):
             ShardUnavailableError, DeadlineError: a shard did not come back in time; call again.
             StorageError: a shard can't remove or note it; call again when its disk is well.
         """
-        deletion = NameChange(
-            name, kind, self._shards.channels, worker_id=self.worker_id, force=force
-        )
-        try:
-            freed_bytes = self._calls.run(deletion.run, timeout_s)
-        except UnknownParameterError:
-            fragments = self._fragments_of(name) if kind != "table" else []
-            if not fragments:
-                raise
-            return sum(
-                self.delete(each, kind="parameter", force=force, timeout_s=timeout_s)
-                for each in fragments
-            )
-        self._close_handles(name, kind)
-        return freed_bytes
+        by: dict[str, Any] = {"worker_id": self.worker_id, "force": force}
+        channels, names = self._shards.channels, [name]
+        of_kind = None if kind == "family" else kind
+        deletion = NameChange(name, of_kind, channels, **by)
 
-    def _fragments_of(self, family: str) -> list[str]:
-        """Names of a family's parameters on any shard."""
-        specs = [entry.spec for shard in self.status() for entry in shard.parameters]
-        found = {spec.name: spec.fragment for spec in specs if spec.fragment is not None}
-        own = [each for each in found.values() if each.family == family]
-        return sorted({each.parameter for each in own})
+        def delete(attempts: Attempts) -> int:
+            if kind != "family":
+                try:
+                    return deletion.run(attempts)
+                except UnknownParameterError:
+                    family = None if kind else find_family(name, channels, attempts)
+                    if family is None:
+                        raise
+            else:
+                family = find_family(name, channels, attempts)
+                if family is None:
+                    raise UnknownParameterError(
+                        f"no shard has a fragment of family {name!r}; nothing is left to delete",
+                        parameter=name,
+                    )
+            names[:] = family.names
+            return delete_family(family, channels, attempts, **by)
+
+        freed_bytes = self._calls.run(delete, timeout_s)
+        for each in names:
+            self._close_handles(each, of_kind)
+        return freed_bytes
 
     def rename(
         self,
@@ -566,6 +574,7 @@ class Client(Connected, Closing):
 
         Raises:
             UnknownParameterError, UnknownTableError: no shard has it.
+            ArgumentError: it is a family, or a fragment of one, which keep their names.
             SpecMismatchError: the new name is taken. Nothing was renamed.
             MembersAliveError: workers use it; they are named. Nothing was renamed.
             AccessDeniedError: the token has no right to it.
@@ -575,7 +584,21 @@ class Client(Connected, Closing):
         renaming = NameChange(
             name, kind, self._shards.channels, worker_id=self.worker_id, force=force, to=new_name
         )
-        self._calls.run(renaming.run, timeout_s)
+
+        def rename(attempts: Attempts) -> None:
+            try:
+                renaming.run(attempts)
+            except UnknownParameterError:
+                if kind is None and find_family(name, self._shards.channels, attempts) is not None:
+                    raise ArgumentError(
+                        f"{name!r} is a family, by whose name its fragments are called; nothing "
+                        "was renamed; to have it under another name, begin a family of that name "
+                        "with weights of a checkpoint (shardwell checkpoint export)",
+                        parameter=name,
+                    ) from None
+                raise
+
+        self._calls.run(rename, timeout_s)
         self._close_handles(name, kind)
 
     def members(self, name: str, *, timeout_s: float | None = None) -> tuple[MemberStatus, ...]:
@@ -679,15 +702,15 @@ class Client(Connected, Closing):
             path: The directory, which must not exist; it appears when it is complete. With
                 `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
                 there, in place of one of the same step.
-            parameters: Names, also of families of outer training; default: all that have first
-                weights, if no tables are named.
+            parameters: Names, of families too; default: all that have first weights, if no tables
+                are named.
             tables: Names; default: all, if no parameters are named.
             keep: With `{step}`: how many whole ones up to this one stay; older ones are removed.
                 Default: all.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:
-            ArgumentError: `path` exists.
+            ArgumentError: `path` exists, or a family lacks a fragment.
             UnknownParameterError, UnknownTableError, NotInitializedError, DivergedError: one can't
                 be saved.
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
@@ -716,15 +739,14 @@ class Client(Connected, Closing):
 
         Args:
             path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
-            parameters: Names, also of families of outer training; default: all, if no tables are
-                named.
+            parameters: Names, of families too; default: all, if no tables are named.
             tables: Names; default: all, if no parameters are named.
             timeout_s: Bound of all of it; default: the client's.
 
         Raises:
             StorageError: the checkpoint is damaged or incomplete; nothing was sent.
             ArgumentError: a parameter has first weights, or a table has other rows, already; or
-                there is none in the checkpoint.
+                there is none in the checkpoint, or a fragment of its family is missing there.
             SpecMismatchError: a parameter or table exists with another spec.
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """

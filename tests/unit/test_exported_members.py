@@ -46,6 +46,7 @@ PROMISED = {
     "Slice",
     "slice_of",
     "Checkpoint",
+    "CheckpointFamily",
     "CheckpointParameter",
     "CheckpointTable",
     "Client",

@@ -28,7 +28,7 @@ from shardwell.checkpoint.tensor_files import (
 )
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.html_table import html_table
-from shardwell.specs.fragments import with_fragments
+from shardwell.specs.fragments import deals_of, versions_words
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 
@@ -78,6 +78,39 @@ class CheckpointParameter:
     def tensor_names(self) -> tuple[str, ...]:
         """Of each file: the weights', then those of optimizer state."""
         return (WEIGHTS_NAME, *self.spec.slot_names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFamily:
+    """A family of fragments as a checkpoint holds it, each at its own version."""
+
+    name: str
+    """The family's."""
+    parameters: tuple[CheckpointParameter, ...]
+    """Its fragments, in order."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the fragments."""
+        return tuple(each.version for each in self.parameters)
+
+    @property
+    def size(self) -> int:
+        """Number of float32 elements."""
+        return sum(each.size for each in self.parameters)
+
+    def check_whole(self, path: Path) -> None:
+        """Refuses a family that is not all there.
+
+        Raises:
+            ArgumentError: a fragment is missing, or one is of another deal.
+        """
+        (deal,) = deals_of(each.spec.fragment for each in self.parameters).values()
+        if deal.damage:
+            raise ArgumentError(
+                f"{path} {deal.damage} of family {self.name!r}; take another checkpoint, or name "
+                f"what is to be taken of it, such as {self.parameters[0].name!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +190,19 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         parameters = [
-            ("parameter", each.spec.name, each.version, f"{each.spec.size:,} elements")
+            ("parameter", each.spec.name, str(each.version), f"{each.spec.size:,} elements")
             for each in self.parameters
+            if each.spec.fragment is None
+        ]
+        parameters += [
+            ("family", each.name, versions_words(each.versions), f"{each.size:,} elements")
+            for each in self.families
         ]
         tables = [
             (
                 "table",
                 each.spec.name,
-                each.version,
+                str(each.version),
                 f"{sum(file.row_count for file in each.files):,} rows",
             )
             for each in self.tables
@@ -177,23 +215,37 @@ class Checkpoint:
         """Of all files but the manifest."""
         return sum(file.size_bytes for file in self._files())
 
+    @property
+    def families(self) -> tuple[CheckpointFamily, ...]:
+        """Whose fragments are among the parameters, by name."""
+        found: dict[str, list[CheckpointParameter]] = {}
+        for entry in self.parameters:
+            if entry.spec.fragment is not None:
+                found.setdefault(entry.spec.fragment.family, []).append(entry)
+        return tuple(
+            CheckpointFamily(name=name, parameters=tuple(sorted(entries, key=_fragment_index)))
+            for name, entries in sorted(found.items())
+        )
+
     def select(self, names: Sequence[str] | None) -> tuple[CheckpointParameter, ...]:
-        """The parameters of these names, or the fragments of families of these names; None: all.
+        """The parameters of these names; None: all. A family's name is that of all its fragments.
 
         Raises:
-            ArgumentError: there is no such parameter.
+            ArgumentError: there is no such parameter, or a fragment of a family is missing.
         """
-        if names is None:
-            return self.parameters
         by_name = {entry.name: entry for entry in self.parameters}
-        fragments = {entry.name: entry.spec.fragment for entry in self.parameters}
-        names = with_fragments(names, fragments)
-        for name in names:
-            if name not in by_name:
-                raise ArgumentError(
-                    f"{self.path} has no parameter {name!r:.140}; it has {sorted(by_name)}"
-                )
-        return tuple(by_name[name] for name in names)
+        families = {each.name: each for each in self.families}
+        chosen: dict[str, CheckpointParameter] = {}
+        for name in [*by_name, *families] if names is None else names:
+            if name in by_name:
+                chosen[name] = by_name[name]
+            elif name in families:
+                families[name].check_whole(self.path)
+                chosen |= {each.name: each for each in families[name].parameters}
+            else:
+                known = sorted({*by_name, *families})
+                raise ArgumentError(f"{self.path} has no parameter {name!r:.140}; it has {known}")
+        return tuple(chosen.values())
 
     def select_tables(self, names: Sequence[str] | None) -> tuple[CheckpointTable, ...]:
         """The tables of these names; None: all.
@@ -261,6 +313,10 @@ class Checkpoint:
             yield from parameter.files
         for table in self.tables:
             yield from table.files
+
+
+def _fragment_index(entry: CheckpointParameter) -> int:
+    return -1 if entry.spec.fragment is None else entry.spec.fragment.index
 
 
 def slice_path(number: int, name: str, shard_index: int) -> str:

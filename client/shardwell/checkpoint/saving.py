@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from shardwell.process.local_paths import local_path
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.specs.fragments import with_fragments
+from shardwell.specs.fragments import Deal, deals_of, first_fragment
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all, batches
@@ -270,25 +270,39 @@ def _specs(
 ) -> list[ParameterSpec]:
     """What is to be saved: by default all that shard 0 has first weights of, by name.
 
+    The name of a family is that of all its fragments.
+
     Raises:
+        ArgumentError, UnknownParameterError, NotInitializedError: one of them can't be saved.
         StepOrderError: another shard has some of which shard 0 has none.
     """
     entries = {entry.spec.name: entry for entry in statuses[0].parameters}
-    if names is not None:
-        specs = [ParameterSpec.from_proto(entry.spec) for entry in entries.values()]
-        names = with_fragments(names, {spec.name: spec.fragment for spec in specs})
     for status in statuses[1:]:
         for entry in status.parameters:
-            name = entry.spec.name
-            if entry.initialized and name not in entries and (names is None or name in names):
+            name, family = entry.spec.name, entry.spec.fragment.family
+            is_meant = names is None or name in names or family in names
+            if entry.initialized and name not in entries and is_meant:
                 raise StepOrderError(
                     f"shard {status.shard.shard_index} has parameter {name!r}, and shard 0 does "
                     "not: shard 0 lost its memory; stop it and start it with its files",
                     shard_index=0,
                     parameter=name,
                 )
+    specs = {name: ParameterSpec.from_proto(entry.spec) for name, entry in entries.items()}
+    deals = deals_of(spec.fragment for spec in specs.values())
+    begun = {
+        spec.fragment.family
+        for name, spec in specs.items()
+        if spec.fragment is not None and entries[name].initialized
+    }
     if names is None:
         names = [name for name, entry in entries.items() if entry.initialized]
+        families = sorted(begun)
+    else:
+        families = [name for name in names if name in deals and name not in entries]
+        names = [each for name in names for each in _meant(name, families, deals)]
+    for family in families:
+        _check_whole(deals[family], entries)
     for name in names:
         if name not in entries:
             raise UnknownParameterError(
@@ -301,7 +315,36 @@ def _specs(
                 f"parameter {name!r} has no first weights; there is nothing to save",
                 parameter=name,
             )
-    return [ParameterSpec.from_proto(entries[name].spec) for name in names]
+    return [specs[name] for name in dict.fromkeys(names)]
+
+
+def _meant(name: str, families: Sequence[str], deals: Mapping[str, Deal]) -> Sequence[str]:
+    """The parameters that a name stands for."""
+    return deals[name].names if name in families else [name]
+
+
+def _check_whole(deal: Deal, entries: Mapping[str, pb.ParameterStatus]) -> None:
+    """Refuses a family of which not all fragments can be saved.
+
+    Raises:
+        ArgumentError: shard 0 lacks one.
+        NotInitializedError: one has no first weights.
+    """
+    where = first_fragment(deal.family)
+    if deal.damage:
+        raise ArgumentError(
+            f"shard 0 {deal.damage} of family {deal.family!r}; nothing was saved; delete the "
+            "family and restore it from a checkpoint, or name what is to be saved",
+            shard_index=0,
+            parameter=where,
+        )
+    empty = [each.index for each in deal.fragments if not entries[each.parameter].initialized]
+    if empty:
+        raise NotInitializedError(
+            f"fragment {', '.join(map(str, empty))} of family {deal.family!r} has no first weights "
+            "yet; nothing was saved; save again once a learner's init has returned",
+            parameter=where,
+        )
 
 
 def _not_saved(error: DivergedError) -> DivergedError:

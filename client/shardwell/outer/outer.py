@@ -391,13 +391,17 @@ class Outer(Connected, Closing):
         ):
             own = {name: given[name] for name in layout.by_name}
             try:
-                parameter.restore(own, version=0, load_id=load_id, timeout_s=self._timeout_s)
+                version = parameter.restore(
+                    own, version=0, load_id=load_id, timeout_s=self._timeout_s
+                )
             except NonFiniteError:
                 raise
             except ArgumentError:
                 if index:
                     raise
                 break  # the family has other first weights
+            if not index and version:
+                break  # all fragments had first weights before: one without was lost
         return self.reload()
 
     def reload(self) -> NamedArrays:

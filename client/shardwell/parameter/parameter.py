@@ -236,7 +236,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def restore(
         self, *arrays: Any, version: int, load_id: int, timeout_s: float | None = None
-    ) -> None:
+    ) -> int:
         """`init` with the update rule's arrays, as a checkpoint has them.
 
         Args:
@@ -248,12 +248,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 same values give the same.
             timeout_s: See `Client`.
 
+        Returns:
+            The version: `version`, or more if training has begun on these values.
+
         Raises:
             ArgumentError: the parameter has other first weights; or as `init`.
             NonFiniteError, DeadlineError: as `init`.
         """
 
-        def settle(attempts: Attempts) -> None:
+        def settle(attempts: Attempts) -> int:
             values = [
                 self._first_values(array, is_weights=not number)
                 for number, array in enumerate(arrays)
@@ -262,8 +265,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             if self.spec.has_image and len(values) == 1 + slot_count and (slot_count or version):
                 values.append(values[0])
             given = GivenValues(*values, version=version, load_id=load_id)
-            if self._settle(given, attempts).is_own:
-                return
+            settled = self._settle(given, attempts)
+            if settled.is_own:
+                return settled.version
 
             def ask(channel: ShardChannel) -> pb.GetStatusResponse:
                 return attempts.beside().run(
@@ -277,8 +281,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                     "these; delete it before, or give these another name",
                     parameter=self.name,
                 )
+            return settled.version
 
-        self._calls.run(settle, timeout_s, in_turn=True)
+        return self._calls.run(settle, timeout_s, in_turn=True)
 
     def _first_values(self, given: Any, *, is_weights: bool) -> Float32:
         """Values for all elements, checked; state may be infinite, as squares overflow."""

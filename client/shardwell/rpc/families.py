@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from shardwell.rpc.shard_status import LearnerStatus, ParameterStatus
-
-_LISTED_MAX = 16
-"""Versions that are spelled out one by one."""
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.rpc.shard_status import LearnerStatus, ParameterStatus, ask_parameters
+from shardwell.specs.fragments import Deal, deals_of, versions_words
+from shardwell.threads.asking import ask_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +23,21 @@ class Family:
     """By the fragment's index, in order, what each shard has of it; those that no shard has are
     left out."""
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many fragments it is to have."""
-        return max(
-            part.spec.fragment.count
-            for parts in self.parts.values()
-            for part in parts
-            if part.spec.fragment is not None
-        )
+        return self.deal.count
+
+    @property
+    def deal(self) -> Deal:
+        """Its fragments, as their specs have them."""
+        specs = [part.spec for parts in self.parts.values() for part in parts]
+        return deals_of(spec.fragment for spec in specs)[self.name]
 
     @property
     def lacking(self) -> list[int]:
         """Fragments that no shard has."""
-        return [index for index in range(self.count) if index not in self.parts]
+        return self.deal.lacking
 
     @property
     def names(self) -> list[str]:
@@ -71,15 +74,8 @@ class Family:
         return [found[worker_id] for worker_id in sorted(found)]
 
     def versions_words(self) -> str:
-        """Such as "versions 12 12 11 11"; "-": of one that no shard has."""
-        versions = self.versions
-        known = [each for each in versions if each is not None]
-        if len(versions) > _LISTED_MAX:
-            words = f"versions {min(known)} to {max(known)} of {len(versions)} fragments"
-            missing = f", of which {len(self.lacking)} are missing" if self.lacking else ""
-            return words + missing
-        listed = " ".join("-" if each is None else str(each) for each in versions)
-        return f"version{'s' * (len(versions) > 1)} {listed}"
+        """See `fragments.versions_words`."""
+        return versions_words(self.versions)
 
 
 def families_of(parameters: Iterable[ParameterStatus]) -> dict[str, Family]:
@@ -93,6 +89,25 @@ def families_of(parameters: Iterable[ParameterStatus]) -> dict[str, Family]:
         name: Family(name=name, parts={i: tuple(parts) for i, parts in sorted(by_index.items())})
         for name, by_index in sorted(found.items())
     }
+
+
+def find_family(name: str, channels: Sequence[ShardChannel], attempts: Attempts) -> Family | None:
+    """The family of that name on a cluster; None: no shard has a fragment of it.
+
+    Raises:
+        ShardUnavailableError, DeadlineError: a shard does not answer.
+    """
+    statuses = ask_all(
+        channels,
+        lambda channel: attempts.beside().run(lambda: ask_parameters(channel, attempts.rest_s)),
+    )
+    found = [
+        ParameterStatus.from_proto(each)
+        for status in statuses
+        for each in status.parameters
+        if each.spec.HasField("fragment") and each.spec.fragment.family == name
+    ]
+    return families_of(found).get(name)
 
 
 def _version(parts: tuple[ParameterStatus, ...]) -> int:

@@ -7,7 +7,8 @@ began is gone on with. docs/adr/0029-names.md has the states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from shardwell.errors import (
@@ -19,6 +20,7 @@ from shardwell.errors import (
     UnknownParameterError,
     UnknownTableError,
 )
+from shardwell.rpc.families import Family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import TAKE_OVER_S
@@ -59,6 +61,7 @@ class NameChange:
         worker_id: Who changes it.
         force: Although workers use it.
         to: The name that it gets; None: it is deleted.
+        family: What it is a fragment of, for messages.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class NameChange:
         worker_id: str,
         force: bool,
         to: str | None = None,
+        family: str = "",
     ) -> None:
         if kind not in (None, *KINDS):
             raise ArgumentError(f'kind must be "parameter" or "table"; got {kind!r:.80}')
@@ -81,6 +85,7 @@ class NameChange:
         self._channels = channels
         self._worker_id = worker_id
         self._force = force
+        self._family = family
         self._has_connected = False
         """Whether a member that was found last is connected; else shards only wait for it."""
 
@@ -95,10 +100,29 @@ class NameChange:
             ArgumentError: a parameter and a table have the name, and no kind was given.
             ShardwellError: a shard refuses, or did not come back in time.
         """
+        return self._repeated(self._attempt, attempts)
+
+    def check_members(self, attempts: Attempts) -> None:
+        """Changes nothing; refuses to where `run` would because of its members.
+
+        Raises:
+            MembersAliveError: workers use it.
+            ShardwellError: a shard refuses, or did not come back in time.
+        """
+
+        def look(attempts: Attempts) -> int:
+            _, kind, held = self._look_at_all(attempts)
+            if not (self._force or (held[0] is not None and held[0].marked)):
+                self._check_members(kind, [each for each in held if each is not None])
+            return 0
+
+        self._repeated(look, attempts)
+
+    def _repeated(self, attempt: Callable[[Attempts], int], attempts: Attempts) -> int:
         began_with_s = attempts.remaining_s
         while True:
             try:
-                return self._attempt(attempts)
+                return attempt(attempts)
             except StepOrderError:  # another client deleted it, and made it anew
                 if attempts.remaining_s <= 0:
                     raise
@@ -109,12 +133,22 @@ class NameChange:
                     raise
             attempts.pause(_PAUSE_S)
 
-    def _attempt(self, attempts: Attempts) -> int:
+    def _look_at_all(
+        self, attempts: Attempts
+    ) -> tuple[list[_Response], pb.NameKind, list[pb.HeldName | None]]:
+        """What all shards say of the name, what kind has it, and what each holds of that."""
         first = self._look(self._channels[0], attempts)
         others = ask_all(self._channels[1:], lambda channel: self._look(channel, attempts.beside()))
         looks = [first, *others]
         kind = self._kind_of([look.held for look in looks])
-        held = [next((each for each in look.held if each.kind == kind), None) for look in looks]
+        return (
+            looks,
+            kind,
+            [next((each for each in look.held if each.kind == kind), None) for look in looks],
+        )
+
+    def _attempt(self, attempts: Attempts) -> int:
+        looks, kind, held = self._look_at_all(attempts)
         at_first = held[0]
         incarnation = 0 if at_first is None else at_first.incarnation
         if at_first is not None and at_first.marked:
@@ -264,14 +298,48 @@ class NameChange:
         word, verb = _word(kind), self._verb
         where: dict[str, Any] = {word: self._name}
         names = ", ".join(map(str, sorted(members.values())))
+        what = f"family {self._family!r}" if self._family else f"{word} {self._name!r}"
         error = MembersAliveError(
-            f"{word} {self._name!r} is in use by {names}; end them, or {verb} it all the same "
+            f"{what} is in use by {names}; end them, or {verb} it all the same "
             f"with force=True (shardwell {verb} --force): they get an error that says so",
             member_worker_ids=tuple(sorted(members)),
             **where,
         )
         self._has_connected = any(member.is_connected for member in members.values())
         return error
+
+
+def delete_family(
+    family: Family,
+    channels: Sequence[ShardChannel],
+    attempts: Attempts,
+    *,
+    worker_id: str,
+    force: bool,
+) -> int:
+    """Deletes all fragments that there are, the first one last; returns how many bytes were freed.
+
+    Who opens the family meanwhile finds fragment 0 with the weights of before, so that nobody
+    begins a new one on what is left. Safe to repeat.
+
+    Raises:
+        MembersAliveError: workers use it; nothing was deleted.
+        ShardwellError: as `NameChange.run`; call again.
+    """
+    changes = [
+        NameChange(
+            name, "parameter", channels, worker_id=worker_id, force=force, family=family.name
+        )
+        for name in reversed(family.names)
+    ]
+    freed_bytes = 0
+    for change in changes:
+        change.check_members(attempts)
+    for change in changes:
+        # Another client may have deleted it meanwhile.
+        with contextlib.suppress(UnknownParameterError):
+            freed_bytes += change.run(attempts)
+    return freed_bytes
 
 
 def _word(kind: pb.NameKind) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
@@ -12,6 +12,10 @@ from shardwell.v1 import types_pb2
 
 FRAGMENT_COUNT_MAX = 4096
 """Fragments of a family."""
+_LISTED_MAX = 8
+"""Fragments that an error names."""
+_VERSIONS_MAX = 16
+"""Versions that are spelled out one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,28 +75,68 @@ class Fragment:
         )
 
 
-def with_fragments(names: Iterable[str], fragments: Mapping[str, Fragment | None]) -> list[str]:
-    """Names of parameters, where a family's name stands for all of its fragments.
+@dataclass(frozen=True)
+class Deal:
+    """The fragments of one family that are at one place, such as a checkpoint or a cluster."""
 
-    Args:
-        names: Of parameters or families; each counts once.
-        fragments: Of which family each parameter is, by its name; None: of none.
+    family: str
+    """Its name."""
+    fragments: tuple[Fragment, ...]
+    """Those that are there, by index; with one twice, they are not of one deal."""
 
-    Raises:
-        ArgumentError: a family lacks a fragment; names it.
-    """
-    found: dict[str, None] = {}
-    for name in names:
-        of_family = [each for each in fragments.values() if each and each.family == name]
-        if name in fragments or not of_family:
-            found[name] = None
-            continue
-        for index in range(of_family[0].count):
-            parameter = f"{name}.fragment-{index}"
-            if parameter not in fragments:
-                raise ArgumentError(
-                    f"family {name!r} lacks {parameter!r}, one of its {of_family[0].count} "
-                    "fragments; name those that are to be taken"
-                )
-            found[parameter] = None
-    return list(found)
+    @property
+    def count(self) -> int:
+        """How many there are to be."""
+        return max(each.count for each in self.fragments)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that are there."""
+        return [each.parameter for each in self.fragments]
+
+    @property
+    def lacking(self) -> list[int]:
+        """Fragments that are not there."""
+        return sorted(set(range(self.count)) - {each.index for each in self.fragments})
+
+    @property
+    def damage(self) -> str:
+        """Why it is not a whole family; empty: it is."""
+        deals = sorted({(each.count, each.assignment) for each in self.fragments})
+        if len(deals) > 1:
+            words = " and ".join(f"{assignment!r} into {count}" for count, assignment in deals)
+            return f"has fragments of several deals, {words}"
+        lacking = self.lacking
+        if not lacking:
+            return ""
+        listed = ", ".join(map(str, lacking[:_LISTED_MAX]))
+        more = f" and {len(lacking) - _LISTED_MAX} more" if len(lacking) > _LISTED_MAX else ""
+        return f"lacks fragment {listed}{more} of {self.count}"
+
+
+def deals_of(fragments: Iterable[Fragment | None]) -> dict[str, Deal]:
+    """The families of fragments, by name; None is that of what is no fragment."""
+    found: dict[str, set[Fragment]] = {}
+    for each in fragments:
+        if each is not None:
+            found.setdefault(each.family, set()).add(each)
+    return {
+        family: Deal(family, tuple(sorted(own, key=lambda each: (each.index, each.count))))
+        for family, own in sorted(found.items())
+    }
+
+
+def versions_words(versions: Sequence[int | None]) -> str:
+    """Such as "versions 12 12 11 11"; "-": of a fragment that is missing."""
+    if len(versions) > _VERSIONS_MAX:
+        known = [each for each in versions if each is not None]
+        missing = len(versions) - len(known)
+        words = f"versions {min(known)} to {max(known)} of {len(versions)} fragments"
+        return words + (f", of which {missing} are missing" if missing else "")
+    listed = " ".join("-" if each is None else str(each) for each in versions)
+    return f"version{'s' * (len(versions) > 1)} {listed}"
+
+
+def first_fragment(family: str) -> str:
+    """The name of the parameter that a family has first, and loses last."""
+    return f"{family}.fragment-0"

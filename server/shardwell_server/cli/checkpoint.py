@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import shardwell
+from shardwell.specs.fragments import versions_words
 from shardwell_server.cli.options import GivenPath, connected, shards_option
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.terminal import console, table
@@ -30,7 +31,8 @@ def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "parameters",
             multiple=True,
             metavar="NAME",
-            help="Only this parameter; may be given several times. Default: all, if no --table.",
+            help="Only this parameter or family; may be given several times. Default: all, if no "
+            "--table.",
         ),
         click.option(
             "--table",
@@ -98,7 +100,13 @@ def restore(
         chosen = _choice(parameters, tables)
         made = client.restore_checkpoint(directory, *chosen, timeout_s=rest_s)
         shard_count = client.shard_count
-    names = sorted({entry.name for entry in made.select(chosen[0])})
+    restored = {entry.name for entry in made.select(chosen[0])}
+    names = sorted(restored - {each.name for f in made.families for each in f.parameters})
+    names += [
+        f"family {family.name} ({versions_words(family.versions)})"
+        for family in made.families
+        if restored.issuperset(each.name for each in family.parameters)
+    ]
     names += sorted({f"table {entry.name}" for entry in made.select_tables(chosen[1])})
     click.echo(
         f"restored {', '.join(names) or 'nothing'} from {made.path} into {shard_count} "
@@ -113,7 +121,7 @@ def restore(
     "--parameter", metavar="NAME", help="Or of a family; may be left out if there is one."
 )
 def export(*, directory: Path, file: Path, parameter: str | None) -> None:
-    """Write a parameter's weights to FILE, a .safetensors, for other programs; needs no cluster.
+    """Write weights of a parameter or family to FILE, a .safetensors; needs no cluster.
 
     Tensors have their names and shapes, so that torch's load_state_dict takes them. With {step} in
     DIRECTORY's name, the newest whole one is taken.
@@ -153,9 +161,22 @@ def _print(made: shardwell.Checkpoint) -> None:
     )
     shown = table("", "parameter", ">size", ">version", "optimizer", "tensors", ">files")
     for parameter in made.parameters:
+        if parameter.spec.fragment is not None:
+            continue
         layout = parameter.spec.layout
         named = "" if layout is None else f" in {len(layout)} tensors"
         shown.add_row(parameter.name, f"{parameter.size}{named}", *_columns(parameter))
+    for family in made.families:
+        first = family.parameters[0]
+        columns = _columns(first)
+        file_count = sum(len(each.files) for each in family.parameters)
+        shown.add_row(
+            f"family {family.name}",
+            f"{family.size} in {len(family.parameters)} fragments",
+            versions_words(family.versions).partition(" ")[2],
+            *columns[1:-1],
+            str(file_count),
+        )
     for entry in made.tables:
         size = f"{entry.row_count} rows x {entry.spec.dim}"
         shown.add_row(f"table {entry.name}", size, *_columns(entry))

@@ -26,7 +26,11 @@ _kind_option = click.option(
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_force_option
-@_kind_option
+@click.option(
+    "--kind",
+    type=click.Choice([*KINDS, "family"]),
+    help="Where two have the same name, as older versions allowed.",
+)
 @shards_option
 @click.option(
     "--timeout-s", type=Duration(), default=60.0, show_default=True, help="For each name."
@@ -34,7 +38,9 @@ _kind_option = click.option(
 def delete(
     *, names: tuple[str, ...], force: bool, kind: str | None, target: str, timeout_s: float
 ) -> None:
-    """Delete parameters and tables, with their files; there is no way back but a checkpoint.
+    """Delete parameters, tables and families, with their files; no way back but a checkpoint.
+
+    The name of a family is that of all its fragments.
 
     What workers are connected to is refused without --force; with it they get an error that says
     so. A deletion that was cut off, by a shard that was away, say, is finished by the same command.

@@ -35,6 +35,7 @@ from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
 from shardwell.process.spans import Spans
 from shardwell.rpc.session import Session
+from shardwell.specs.fragments import first_fragment
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
@@ -173,6 +174,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 raise self._unknown(spec.name, self._words_of(spec.name))
             if known is None:
                 self._check_free(spec.name)
+                self._check_family_is_free(spec)
                 return self._make(spec, owner), True
         differences = known.spec.differences(spec)
         if differences:
@@ -272,6 +274,24 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 f"the same name; choose another one, or delete the {self.beside._kind} first",
                 **self._where(name),
             )
+        if self.has_family(name) or (self.beside is not None and self.beside.has_family(name)):
+            raise SpecMismatchError(
+                f"{name!r} is a family of fragments on this cluster, and a {self._kind} can't have "
+                "the same name; choose another one, or delete the family first",
+                **self._where(name),
+            )
+
+    def has_family(self, name: str) -> bool:
+        """Whether there are fragments of a family of that name."""
+        return False
+
+    def _check_family_is_free(self, spec: SpecT) -> None:
+        """Refuses a fragment of a family that can't be here; the lock is held.
+
+        Raises:
+            SpecMismatchError: a parameter or table has the family's name, or is about to get it;
+                or the family is dealt in another way.
+        """
 
     def describe(self, part: OwnedT, name_count_max: int, attending: Mapping[str, Session]) -> Any:
         """What status says of one: see `ParameterSlice.describe`."""
@@ -669,6 +689,30 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         made = super()._renamed(found, to)
         made.reports = found.reports
         return made
+
+    def has_family(self, name: str) -> bool:
+        first = self._by_name.get(first_fragment(name))
+        return first is not None and first.spec.fragment is not None
+
+    def _check_family_is_free(self, spec: ParameterSpec) -> None:
+        own = spec.fragment
+        if own is None:
+            return
+        if self.is_taken(own.family) or self._changes.reserved_for(own.family) is not None:
+            raise SpecMismatchError(
+                f"{own.family!r} is a parameter or table on this cluster, and a family of "
+                "fragments can't have the same name; choose another one, or delete that first",
+                **self._where(spec.name),
+            )
+        first = self._by_name.get(first_fragment(own.family))
+        there = own if first is None else first.spec.fragment
+        if there is not None and (there.count, there.assignment) != (own.count, own.assignment):
+            raise SpecMismatchError(
+                f"family {own.family!r} is dealt {there.assignment!r} into {there.count} fragments "
+                f"on this cluster; {spec.name!r} is of a deal {own.assignment!r} into {own.count}; "
+                "deal it in the same way, or choose another name",
+                **self._where(spec.name),
+            )
 
     def _check_may_be_renamed(self, found: ParameterSlice) -> None:
         fragment = found.spec.fragment

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
+from harness.programs.commands import run_command
 from harness.threads import together
 from shardwell import LearnerProgress
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.cli import commands
 
+WIDE = {"COLUMNS": "300"}
 WEIGHTS = {f"layers.{n}.w": np.ones((3, n + 2), np.float32) for n in range(4)}
 
 
@@ -178,10 +178,9 @@ def read(running: Any, path: str) -> str:
 
 
 def shown(running: Any, *words: str) -> list[str]:
-    given = [*words, "--shards", running.target]
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(commands, given, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output.splitlines()
+    code, output, log = run_command(*words, "--shards", running.target, environment=WIDE)
+    assert (code, log) == (0, "")
+    return output.splitlines()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from shardwell import SGD, Fragment, ParameterSpec
 from shardwell.errors import ArgumentError
-from shardwell.specs.fragments import with_fragments
+from shardwell.specs.fragments import deals_of, first_fragment, versions_words
 from shardwell.v1 import types_pb2
 
 
@@ -75,31 +75,32 @@ def test_a_parameter_has_the_name_of_its_fragment() -> None:
         ParameterSpec.from_proto(message)
 
 
+def test_the_fragments_of_a_family_are_a_deal() -> None:
+    own = [fragment(index=index) for index in (3, 0, 1, 2, 2)]
+    other = fragment(family="a", index=1, count=2)
+    found = deals_of([*own, None, other])
+    assert list(found) == ["a", "net"]
+    assert found["net"].names == [f"net.fragment-{index}" for index in range(4)]
+    assert (found["net"].lacking, found["net"].damage) == ([], "")
+    assert (found["a"].lacking, found["a"].damage) == ([0], "lacks fragment 0 of 2")
+    assert first_fragment("net") == found["net"].names[0]
+
+
+def test_a_deal_says_what_is_wrong_with_it() -> None:
+    mixed = deals_of([fragment(index=0), fragment(index=1, assignment="balanced")])["net"]
+    assert mixed.damage == "has fragments of several deals, 'balanced' into 4 and 'strided' into 4"
+    few = deals_of([fragment(index=0, count=99)])["net"]
+    assert few.damage == "lacks fragment 1, 2, 3, 4, 5, 6, 7, 8 and 90 more of 99"
+
+
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("versions", "words"),
     [
-        (["net"], ["net.fragment-0", "net.fragment-1"]),
-        (["m", "net"], ["m", "net.fragment-0", "net.fragment-1"]),
-        (["net.fragment-1", "net"], ["net.fragment-1", "net.fragment-0"]),
-        (["gone", "m", "m"], ["gone", "m"]),
-        (["plain.fragment-0"], ["plain.fragment-0"]),
-        ([], []),
+        ([7], "version 7"),
+        ([12, 12, None, 11], "versions 12 12 - 11"),
+        ([3] * 20, "versions 3 to 3 of 20 fragments"),
+        ([3, None] * 10, "versions 3 to 3 of 20 fragments, of which 10 are missing"),
     ],
 )
-def test_a_family_s_name_stands_for_its_fragments(names, found) -> None:
-    known = {
-        "net.fragment-1": fragment(index=1, count=2),
-        "m": None,
-        "net.fragment-0": fragment(index=0, count=2),
-        "plain.fragment-0": None,
-    }
-    assert with_fragments(names, known) == found
-
-
-def test_a_parameter_counts_before_a_family_of_its_name() -> None:
-    assert with_fragments(["net"], {"net": None, "net.fragment-0": fragment(index=0)}) == ["net"]
-
-
-def test_a_family_that_lacks_a_fragment_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"'net' lacks 'net.fragment-1', one of its 3"):
-        with_fragments(["net"], {"net.fragment-0": fragment(index=0, count=3)})
+def test_versions_in_words(versions: list[int | None], words: str) -> None:
+    assert versions_words(versions) == words
