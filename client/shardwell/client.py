@@ -34,7 +34,7 @@ from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.cluster_status import ClusterStatus
 from shardwell.rpc.families import find_family
-from shardwell.rpc.members import ask_members, end_tenures
+from shardwell.rpc.members import ask_members, end_tenures, merged_members
 from shardwell.rpc.name_change import NameChange, delete_family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
@@ -602,21 +602,21 @@ class Client(Connected, Closing):
         self._close_handles(name, kind)
 
     def members(self, name: str, *, timeout_s: float | None = None) -> tuple[MemberStatus, ...]:
-        """The workers with seats in a parameter or table, as all shards together have them.
+        """The workers with seats in a parameter, table or family, as all shards have them together.
 
         Those that take part first, by worker id. Counts of chunks are sums over the shards; the
         next step is the lowest of any, the state the one that is nearest to the end.
 
         Args:
-            name: Of the parameter or table.
+            name: Of the parameter, table or family.
             timeout_s: See `Client`.
 
         Raises:
             UnknownParameterError: no shard has anything of that name.
             ShardUnavailableError, DeadlineError: a shard does not answer.
         """
-        (found,) = self._calls.run(partial(ask_members, self._shards.channels, name), timeout_s)
-        return found.members
+        found = self._calls.run(partial(ask_members, self._shards.channels, name), timeout_s)
+        return merged_members(found)  # of a family, those of its fragments
 
     def drain(
         self, worker_id: str, name: str | None = None, *, timeout_s: float | None = None
@@ -630,7 +630,7 @@ class Client(Connected, Closing):
 
         Args:
             worker_id: The member.
-            name: The parameter or table; None: all in which it takes part.
+            name: The parameter, table or family; None: all in which it takes part.
             timeout_s: See `Client`.
 
         Returns:

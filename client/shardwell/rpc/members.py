@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from shardwell.errors import ArgumentError, UnknownParameterError, UnknownTableError
+from shardwell.rpc.families import find_family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
@@ -52,8 +53,8 @@ class Members:
         return any(m.worker_id == worker_id and m.state not in _GONE for m in self.members)
 
 
-def merged_members(parts: Iterable[_Status]) -> tuple[MemberStatus, ...]:
-    """What all shards say of the workers with seats in one parameter or table.
+def merged_members(parts: Iterable[_Status | Members]) -> tuple[MemberStatus, ...]:
+    """What all shards say of the workers with seats in one parameter, table or family.
 
     Those that take part first, by worker id.
     """
@@ -84,7 +85,7 @@ def _whole(of_shards: Sequence[MemberStatus]) -> MemberStatus:
 def ask_members(
     channels: Sequence[ShardChannel], name: str | None, attempts: Attempts
 ) -> list[Members]:
-    """Members of one parameter or table, or of all, by kind and name.
+    """Members of one parameter or table, of each fragment of a family, or of all, by kind and name.
 
     Raises:
         UnknownParameterError: no shard has anything of that name.
@@ -102,6 +103,9 @@ def ask_members(
         check_name("name", name)
         ask = partial(_ask_one, name, attempts)
         parts = list(itertools.chain(*ask_all(channels, ask)))
+        family = None if parts else find_family(name, channels, attempts)
+        if family is not None:
+            parts = list(itertools.chain(*family.parts.values()))
         if not parts:
             raise UnknownParameterError(
                 f"no shard has a parameter or table {name!r}; shardwell status lists what there is",
@@ -151,7 +155,7 @@ def end_tenures(
     Args:
         channels: All shards, in order.
         worker_id: The member.
-        name: The parameter or table; None: all in which it takes part.
+        name: The parameter, table or family; None: all in which it takes part.
         attempts: Bounds the calls.
         drains: Whether it is asked to leave after its step; else no step awaits it any more.
 
@@ -166,14 +170,15 @@ def end_tenures(
     """
     check_name("worker_id", worker_id)
     found = ask_members(channels, name, attempts)
+    kind = "family" if found and found[0].name != name else found[0].kind if found else ""
     if name is not None and not any(each.is_elastic for each in found):
         raise ArgumentError(
-            f"{found[0].kind} {name!r} has {found[0].crew}, whom each step needs: none of them can "
+            f"{kind} {name!r} has {found[0].crew}, whom each step needs: none of them can "
             "be sent away; workers come and go where it is made with members=shardwell.Elastic(...)"
         )
     joined = [each for each in found if each.is_elastic and each.has(worker_id)]
     if not joined:
-        what = "any parameter or table" if name is None else f"{found[0].kind} {name!r}"
+        what = "any parameter or table" if name is None else f"{kind} {name!r}"
         present = sorted(
             {
                 member.worker_id

@@ -44,7 +44,7 @@ def members() -> None:
 @shards_option
 @_timeout_option
 def list_members(*, name: str | None, prints_json: bool, target: str, timeout_s: float) -> None:
-    """List the members of NAME, or of all parameters and tables.
+    """List the members of NAME, or of all parameters, tables and families.
 
     Counts of chunks are sums over the shards, since the member joined and the shard began.
 
@@ -98,7 +98,9 @@ def _of_all(statuses: Sequence[ShardStatus]) -> dict[str, Sequence[MemberStatus]
     parts: dict[str, list[ParameterStatus | TableStatus]] = {}
     for status in statuses:
         for parameter in status.parameters:
-            parts.setdefault(parameter.spec.name, []).append(parameter)
+            fragment = parameter.spec.fragment
+            name = parameter.spec.name if fragment is None else fragment.family
+            parts.setdefault(name, []).append(parameter)
         for found in status.tables:
             parts.setdefault(found.spec.name, []).append(found)
     return {name: merged_members(each) for name, each in parts.items()}

@@ -293,3 +293,44 @@ def test_a_fragment_of_another_deal_is_refused(cluster: Any, connect: Any) -> No
     other = shardwell.Fragment(family="net", index=5, count=6, assignment="strided")
     with pytest.raises(shardwell.SpecMismatchError, match="'strided' into 4 fragments"):
         client.parameter(other.parameter, size=3, optimizer=shardwell.SGD(1.0), fragment=other)
+
+
+# Members.
+
+
+def test_members_of_a_family(cluster: Any, connect: Any) -> None:
+    """Listed as one, asked to leave all fragments, and taken out of all."""
+    running = cluster(2)
+    elastic = shardwell.Elastic(min_count=1, max_count=4)
+    trainings = []
+    for number in range(2):
+        client = connect(running, f"w{number}")
+        outer = learner(client, worker_count=None, members=elastic)
+        trainings.append(Training(outer))
+        trainings[-1].run(4)
+        outer.leave()
+    trainings[0].run(4)  # alone, and takes part anew
+    ops = connect(running, "ops")
+    states = {each.worker_id: each.state for each in ops.members("net")}
+    assert states == {"w0": "awaited", "w1": "over"}
+    code, output = run(running, "members")
+    assert code == 0
+    rows = [line.split()[:3] for line in output.splitlines() if " w" in line and "net" in line]
+    assert rows == [["net", "w0", "awaited"], ["net", "w1", "over"]]
+    assert "fragment-" not in output
+    with pytest.raises(shardwell.ArgumentError, match="no member of family 'net'"):
+        ops.drain("w9", "net")
+    assert ops.drain("w0", "net") == NAMES
+    trainings[0].run(4)
+    assert trainings[0].outer.is_draining
+    assert ops.remove_member("w0", "net") == NAMES
+    assert {each.state for each in ops.members("net")} <= {"over", "lost"}
+    with pytest.raises(shardwell.UnknownParameterError, match="parameter or table 'nothing'"):
+        ops.members("nothing")
+
+
+def test_learners_of_a_fixed_crew_are_not_sent_away(cluster: Any, connect: Any) -> None:
+    running = cluster(1)
+    begin(connect(running, "w0"))
+    with pytest.raises(shardwell.ArgumentError, match="family 'net' has 1 worker"):
+        connect(running, "ops").remove_member("w0", "net")
