@@ -158,7 +158,19 @@ def main() -> None:
             args.json.write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n")
 
 
+def with_one_thread() -> None:
+    """Goes on with one thread for NumPy's and torch's products: learners are threads already.
+
+    Such libraries look at their variables when they are loaded, which they are by now.
+    """
+    missing = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} - set(os.environ)
+    if missing:
+        own = dict.fromkeys(missing, "1")
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **own})
+
+
 if __name__ == "__main__":
+    with_one_thread()
     signals.break_off()
     try:
         main()
