@@ -8,14 +8,14 @@ mixed with `alpha` of the local weights. (Douillard et al., DiLoCo, 2023; Stream
 
 States of a fragment in a learner:
 
-    image is there -> offered      its next outer step has this learner's gradient, or will have it
-          offered  -> taken        that is, the image is there, of a later version
-          offered  -> failed       the call has ended with an error; `take` makes it again
+    taken   -> offered      its next outer step has this learner's gradient, or will have it
+    offered -> taken        the learner has the image of a later version
+    offered -> failed       the call has ended with an error; `take` makes it again
 
 Invariants:
   - A gradient is offered for the outer step that this learner has not given, with the same values
     until it is taken, so it counts once, whatever was killed.
-  - Work is lost nowhere: where the shards did not count an offer, the local weights keep it.
+  - What the shards did not count of an offer stays in the local weights, so the next one has it.
   - The fragment that is offered next is the one with the fewest outer steps (schedule.py).
 """
 
@@ -113,7 +113,7 @@ class _Offer:
     since_count: int = 0
     """Samples that were trained on since."""
     is_overdue: bool = False
-    is_told: bool = False
+    was_raised: bool = False
     """Whether the caller has got the error of the last call."""
 
     @property
@@ -128,7 +128,7 @@ class _Offer:
 
     def begin(self, call: Future[NamedArrays]) -> None:
         """It has a call from now on."""
-        self.call_began_s, self.ended_s, self.is_told = time.monotonic(), 0.0, False
+        self.call_began_s, self.ended_s, self.was_raised = time.monotonic(), 0.0, False
         self.call = call
         call.add_done_callback(self._note_end)
 
@@ -530,14 +530,14 @@ class Outer(Connected, Closing):
             self._take(fragment, weights, changed, refreshes=True)
 
     def _has_come(self, fragment: int, offer: _Offer) -> bool:
-        """Whether the result of an offer is here; its error is told once, and then it goes again.
+        """Whether the result of an offer is here; an error is raised once, then it goes again.
 
         Raises:
             ShardwellError: the offer's call has failed.
         """
         error = offer.error
-        if error is not None and not offer.is_told:
-            offer.is_told = True
+        if error is not None and not offer.was_raised:
+            offer.was_raised = True
             raise error
         if error is not None or offer.call is None:
             self._send(fragment, offer)
@@ -678,7 +678,7 @@ class Outer(Connected, Closing):
         # One that ended for want of time while nobody waited for it has a wait of its own.
         if (
             offer.call is None
-            or offer.is_told
+            or offer.was_raised
             or isinstance(error, DeadlineError | ShardUnavailableError)
         ):
             self._send(index, offer)
@@ -695,7 +695,7 @@ class Outer(Connected, Closing):
                     )
                 # In pieces, as a signal that another thread receives wakes nobody.
                 concurrent.futures.wait([offer.call], timeout=SIGNAL_INTERVAL_S)
-            offer.is_told = offer.error is not None
+            offer.was_raised = offer.error is not None
             image = offer.call.result()
         except DivergedError:  # the step has ended with it
             del self._offers[index]

@@ -58,7 +58,7 @@ def deal_fragments(
 def assignment_name(fragments: int | Patterns, assignment: str = STRIDED) -> str:
     """What a family's spec calls the way in which its tensors were dealt.
 
-    Patterns are told apart by a digest of them: "patterns:0123456789abcdef".
+    Other patterns have another digest: "patterns:0123456789abcdef".
     """
     if isinstance(fragments, int):
         return assignment

@@ -130,7 +130,7 @@ def test_outer_steps_are_means_by_samples(cluster, connect) -> None:
 
 
 def test_int8_learners_hold_the_same_bits(cluster, connect) -> None:
-    """What rounding takes off is sent later: in the end the mean of all moves is there."""
+    """At each version; what rounding takes off stays to be sent."""
     target, draw = cluster(2).target, np.random.default_rng(3)
     options = {"worker_count": 2, "codec": "int8", "fragments": 2, "overlap": 1}
     outers = [learner(connect(target, f"w{n}"), **options) for n in range(2)]
