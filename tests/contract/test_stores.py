@@ -98,7 +98,7 @@ class StoreContract:
         made.close()
 
     @pytest.mark.parametrize("slice_size", [0, 1, 7, 1024, 100_003])
-    @pytest.mark.parametrize("slot_count", [0, 1, 2])
+    @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])
     @pytest.mark.parametrize("with_sum", [False, True])
     def test_arrays_are_as_promised(
         self, store: Store, slice_size: int, slot_count: int, with_sum: bool
@@ -225,7 +225,7 @@ class StoreContract:
         for chunk_index in range(chunk_count):
             storage.verify(chunk_index)
 
-    @pytest.mark.parametrize("slot_count", [0, 1, 2])
+    @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])
     def test_what_is_committed_is_as_it_was_written(self, store: Store, slot_count: int) -> None:
         storage = store.create(layout("p", 1300, slot_count=slot_count, with_sum=True))
         assert storage.gradient_sum is not None
@@ -312,7 +312,7 @@ class TestMmapStore(StoreContract):
         return storage
 
     @pytest.mark.parametrize("slice_size", [0, 1, 512, 1300])
-    @pytest.mark.parametrize("slot_count", [0, 1, 2])
+    @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])
     def test_all_is_there_again(
         self, store: Store, tmp_path: Path, slice_size: int, slot_count: int
     ) -> None:
@@ -321,13 +321,13 @@ class TestMmapStore(StoreContract):
             slice_size=slice_size,
             chunk_element_count=CHUNK_ELEMENT_COUNT,
             with_sum=True,
-            initial_slots=(0.0, 0.1)[:slot_count],
+            initial_slots=(0.0, 0.1, 0.2)[:slot_count],
             description={"any": ["thing", 1, 0.1]},
         )
         storage = store.create(asked)
         ((layout_again, fresh),) = self.make(tmp_path).recover()
         assert layout_again == asked
-        for value, slot in zip((0.0, 0.1), fresh.slots, strict=False):
+        for value, slot in zip((0.0, 0.1, 0.2), fresh.slots, strict=False):
             assert (slot == np.float32(value)).all()
         for number in range(3):
             add_seat(storage, f"w{number}")

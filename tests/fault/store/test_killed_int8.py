@@ -21,7 +21,7 @@ from harness.oracles.int8 import BLOCK, Int8Weights, rounded
 from harness.stories.crash import OtherStart, SameMachine
 from harness.stories.images import Image, image_of, in_memory, restore
 from harness.stories.parameter import CONFIG, contribute, deadline, initialize, state_of
-from shardwell import SGD, AdamW, ParameterSpec
+from shardwell import SGD, AdamW, ParameterSpec, StorageError
 from shardwell.numerics import elementwise
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import messages as framing
@@ -188,3 +188,22 @@ def test_killed_after_each_write(tmp_path: Path, durability: str, boot: type[Sam
             assert state_of(shard) == states[-1], number
             for name in WORKERS:
                 np.testing.assert_array_equal(whole(shard, name), whole(undisturbed, name))
+
+
+@pytest.mark.parametrize("name", ["weights", "slot-0", "slot-1", "slot-2"])
+def test_a_damaged_array_is_named(tmp_path: Path, name: str) -> None:
+    """Of three beside the weights, of which the last is the image."""
+    store = tmp_path / "store"
+    store.mkdir()
+    shard = on_files(store, "process", SameMachine, lambda _: None)
+    told(shard, lambda: None)
+    (directory,) = [
+        path.parent for path in store.rglob("slot-2") if (path.parent / "slot-1").exists()
+    ]
+    contents = bytearray((directory / name).read_bytes())
+    contents[17] ^= 4
+    (directory / name).write_bytes(contents)
+    again = on_files(store, "process", SameMachine, lambda _: None)
+    with pytest.raises(StorageError, match=name):
+        again.parameters.get("async").weights_message(0, 0, deadline())
+    assert whole(again, "sync").size == SIZE
