@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,6 +75,11 @@ def lost_s(steps_at_s: Sequence[float], kill_s: float, until_s: float, step_s: f
     if not after:
         return until_s - kill_s
     return max(after[-1] - before[-1] - len(after) * step_s, 0.0)
+
+
+def opened(worker: Worker) -> bool:
+    """Whether a worker has said that it could begin."""
+    return any(said["kind"] == "opened" for said in list(worker.events))
 
 
 def loopback_bytes(network: Network) -> int:
@@ -156,16 +163,21 @@ def theirs(python: str) -> Found:
         all_ = stack.enter_context(started([]))
         all_.append(Worker({"serve": LIGHTHOUSE_PORT, "worker_id": ""}, prefix, replica))
         wait_until(lambda: all_[0].steps(0, 1e12), START_LIMIT_S)
+        gate = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "gate"
         options = {"lighthouse": f"127.0.0.1:{LIGHTHOUSE_PORT}", "size": SIZE, "step_s": STEP_S}
         for index in range(LEARNER_COUNT):
-            own = {**options, **OUTER, "worker_id": f"w{index}"}
+            own = {**options, **OUTER, "worker_id": f"w{index}", "gate": str(gate)}
             all_.append(Worker(own, prefix, replica))
+        # Replicas that begin apart stay so: they are healed at each step, and count in none.
+        wait_until(lambda: all(opened(each) for each in all_[1:]), START_LIMIT_S)
+        gate.touch()
         return watch(network, all_[1:])
 
 
 def rows_of(own: Found, other: Found) -> list[Row]:
     """The rows of both."""
     lost = statistics.mean(own.lost_s), statistics.mean(other.lost_s)
+    ratio = lost[0] / lost[1] if lost[1] else math.inf
     both = [", ".join(f"{each:.1f}" for each in found.lost_s) for found in (own, other)]
     return [
         Row(
@@ -179,7 +191,7 @@ def rows_of(own: Found, other: Found) -> list[Row]:
         Row(
             "seconds lost to a kill / torchft's",
             f"{LOST_GOAL:g}",
-            f"{lost[0] / lost[1]:.3f}: {both[0]} s of {both[1]} s by those not killed; an outer "
+            f"{ratio:.3f}: {both[0]} s of {both[1]} s by those not killed; an outer "
             f"step each {own.step_s:.2f} s, and {other.step_s:.2f} s",
         ),
     ]

@@ -1,7 +1,8 @@
 """A replica of torchft's DiLoCo over gloo, or its lighthouse; needs torch and torchft alone.
 
 Run as `python replica.py --worker OPTIONS`, OPTIONS being JSON: lighthouse (an address), worker_id,
-step_s, size, sync_every, fragments, overlap. With `serve`, a port, it is the lighthouse.
+gate (a file; it begins once that exists), step_s, size, sync_every, fragments, overlap. With
+`serve`, a port, it is the lighthouse.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def work(options: dict[str, Any]) -> None:
         connect_timeout=timedelta(seconds=TIMEOUT_S),
     )
     say(kind="opened")
+    while not os.path.exists(options["gate"]):
+        time.sleep(0.01)
     delay = {"fragment_sync_delay": options["overlap"]}
     with DiLoCo(manager, fragments, inner, outer, sync_every=options["sync_every"], **delay):
         step = manager.current_step()

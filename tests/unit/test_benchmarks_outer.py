@@ -81,6 +81,48 @@ class TestTraffic:
 
 
 @pytest.mark.usefixtures("benchmark_path")
+class TestRowsBesideAPeer:
+    def test_ratios_are_ours_over_theirs(self) -> None:
+        peer = part("peer")
+        own = peer.Found(2e6, 0.5, [0.0, 1.0], 8.0)
+        other = peer.Found(8e6, 0.5, [5.0, 15.0], 7.5)
+        found = [row.found for row in peer.rows_of(own, other)]
+        assert found[0].startswith("0.250: 2.00 of 8.00 MB")
+        assert "7.5 took part" in found[0]
+        assert found[1].startswith("0.050: 0.0, 1.0 s of 5.0, 15.0 s")
+
+    def test_a_peer_that_loses_nothing_is_infinitely_better(self) -> None:
+        peer = part("peer")
+        own = peer.Found(1.0, 0.5, [1.0], 8.0)
+        assert peer.rows_of(own, own._replace(lost_s=[0.0]))[1].found.startswith("inf: ")
+
+
+@pytest.mark.usefixtures("benchmark_path")
+def test_the_hidden_part_is_of_the_time_between_both_looks_at_counters() -> None:
+    links, step = part("links"), importlib.import_module("peers.turns").Step
+    before = step(
+        1.0, 0.0, [{"hidden_s": 5.0, "waited_s": 9.0}, {"hidden_s": 1.0, "waited_s": 1.0}]
+    )
+    after = step(
+        1.0, 0.0, [{"hidden_s": 8.0, "waited_s": 10.0}, {"hidden_s": 2.0, "waited_s": 1.0}]
+    )
+    assert links.hidden_part(before, after) == pytest.approx((0.75 + 1.0) / 2)
+
+
+@pytest.mark.usefixtures("benchmark_path")
+def test_a_rate_without_a_synchronous_step_has_a_row_that_says_so() -> None:
+    links, step = part("links"), importlib.import_module("peers.turns").Step
+    rate = links.Rate(10, 0.0, 1, 0, 1)
+    told = [{"hidden_s": 0.0, "waited_s": 0.0}], [{"hidden_s": 1.0, "waited_s": 3.0}]
+    outer = step(1.0, 0.0, told[0]), step(26.0, 0.0, told[1])
+    row = links.row_of(rate, outer, {})
+    assert row.goal == "finishes"
+    assert row.found.startswith("a synchronous step did not end within ")
+    assert "260.0 ms, hidden 0.25" in row.found
+    assert links.row_of(rate, outer, {"20 ms": 52.0}).found.startswith("200.0 times the 52.00 s")
+
+
+@pytest.mark.usefixtures("benchmark_path")
 def test_a_relay_has_room_for_what_a_link_carries_in_two_delays() -> None:
     relay = part("relay")
     assert relay.room_bytes(0.01, 1000) == 2_500_000
