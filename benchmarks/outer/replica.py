@@ -27,10 +27,16 @@ def say(**fields: Any) -> None:
 
 
 def serve(options: dict[str, Any]) -> None:
-    """The lighthouse, with what is its default but for replicas that must be there."""
+    """The lighthouse, with the settings of torchft's README."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind=f"{HOST}:{options['serve']}", min_replicas=1)
+    # By its default of 100 ms, who comes later than five of eight is in no quorum, step after step.
+    server = LighthouseServer(
+        bind=f"{HOST}:{options['serve']}",
+        min_replicas=1,
+        quorum_tick_ms=100,
+        join_timeout_ms=10_000,
+    )
     say(kind="step", address=server.address())
     while True:
         time.sleep(60)
