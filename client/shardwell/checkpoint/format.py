@@ -28,7 +28,7 @@ from shardwell.checkpoint.tensor_files import (
 )
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.html_table import html_table
-from shardwell.specs.fragments import deals_of, versions_words
+from shardwell.specs.fragments import check_whole, deals_of, versions_words, with_fragments
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 
@@ -98,19 +98,6 @@ class CheckpointFamily:
     def size(self) -> int:
         """Number of float32 elements."""
         return sum(each.size for each in self.parameters)
-
-    def check_whole(self, path: Path) -> None:
-        """Refuses a family that is not all there.
-
-        Raises:
-            ArgumentError: a fragment is missing, or one is of another deal.
-        """
-        (deal,) = deals_of(each.spec.fragment for each in self.parameters).values()
-        if deal.damage:
-            raise ArgumentError(
-                f"{path} {deal.damage} of family {self.name!r}; take another checkpoint, or name "
-                f"what is to be taken of it, such as {self.parameters[0].name!r}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,18 +221,17 @@ class Checkpoint:
             ArgumentError: there is no such parameter, or a fragment of a family is missing.
         """
         by_name = {entry.name: entry for entry in self.parameters}
-        families = {each.name: each for each in self.families}
-        chosen: dict[str, CheckpointParameter] = {}
-        for name in [*by_name, *families] if names is None else names:
-            if name in by_name:
-                chosen[name] = by_name[name]
-            elif name in families:
-                families[name].check_whole(self.path)
-                chosen |= {each.name: each for each in families[name].parameters}
-            else:
-                known = sorted({*by_name, *families})
+        fragments = {entry.name: entry.spec.fragment for entry in self.parameters}
+        if names is None:
+            for deal in deals_of(fragments.values()).values():
+                check_whole(deal, str(self.path))
+            return self.parameters
+        chosen = with_fragments(names, fragments, str(self.path))
+        for name in chosen:
+            if name not in by_name:
+                known = sorted({*by_name, *deals_of(fragments.values())})
                 raise ArgumentError(f"{self.path} has no parameter {name!r:.140}; it has {known}")
-        return tuple(chosen.values())
+        return tuple(by_name[name] for name in chosen)
 
     def select_tables(self, names: Sequence[str] | None) -> tuple[CheckpointTable, ...]:
         """The tables of these names; None: all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,13 @@ from shardwell.process.local_paths import local_path
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.specs.fragments import Deal, deals_of, first_fragment
+from shardwell.specs.fragments import (
+    Deal,
+    check_whole,
+    deals_of,
+    first_fragment,
+    with_fragments,
+)
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all, batches
@@ -289,20 +295,19 @@ def _specs(
                     parameter=name,
                 )
     specs = {name: ParameterSpec.from_proto(entry.spec) for name, entry in entries.items()}
-    deals = deals_of(spec.fragment for spec in specs.values())
-    begun = {
-        spec.fragment.family
-        for name, spec in specs.items()
-        if spec.fragment is not None and entries[name].initialized
-    }
+    fragments = {name: spec.fragment for name, spec in specs.items()}
+    deals = deals_of(fragments.values())
+    begun = [name for name, entry in entries.items() if entry.initialized]
     if names is None:
-        names = [name for name, entry in entries.items() if entry.initialized]
-        families = sorted(begun)
+        families = [*deals_of(fragments[name] for name in begun)]
+        for family in families:
+            check_whole(deals[family], "shard 0")
+        names = begun
     else:
         families = [name for name in names if name in deals and name not in entries]
-        names = [each for name in names for each in _meant(name, families, deals)]
+        names = with_fragments(names, fragments, "shard 0")
     for family in families:
-        _check_whole(deals[family], entries)
+        _check_begun(deals[family], begun)
     for name in names:
         if name not in entries:
             raise UnknownParameterError(
@@ -315,35 +320,21 @@ def _specs(
                 f"parameter {name!r} has no first weights; there is nothing to save",
                 parameter=name,
             )
-    return [specs[name] for name in dict.fromkeys(names)]
+    return [specs[name] for name in names]
 
 
-def _meant(name: str, families: Sequence[str], deals: Mapping[str, Deal]) -> Sequence[str]:
-    """The parameters that a name stands for."""
-    return deals[name].names if name in families else [name]
-
-
-def _check_whole(deal: Deal, entries: Mapping[str, pb.ParameterStatus]) -> None:
-    """Refuses a family of which not all fragments can be saved.
+def _check_begun(deal: Deal, begun: Sequence[str]) -> None:
+    """Refuses a family of which only some fragments have first weights.
 
     Raises:
-        ArgumentError: shard 0 lacks one.
-        NotInitializedError: one has no first weights.
+        NotInitializedError: it is one.
     """
-    where = first_fragment(deal.family)
-    if deal.damage:
-        raise ArgumentError(
-            f"shard 0 {deal.damage} of family {deal.family!r}; nothing was saved; delete the "
-            "family and restore it from a checkpoint, or name what is to be saved",
-            shard_index=0,
-            parameter=where,
-        )
-    empty = [each.index for each in deal.fragments if not entries[each.parameter].initialized]
+    empty = [each.index for each in deal.fragments if each.parameter not in begun]
     if empty:
         raise NotInitializedError(
             f"fragment {', '.join(map(str, empty))} of family {deal.family!r} has no first weights "
             "yet; nothing was saved; save again once a learner's init has returned",
-            parameter=where,
+            parameter=first_fragment(deal.family),
         )
 
 

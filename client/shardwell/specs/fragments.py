@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
@@ -124,6 +124,43 @@ def deals_of(fragments: Iterable[Fragment | None]) -> dict[str, Deal]:
         family: Deal(family, tuple(sorted(own, key=lambda each: (each.index, each.count))))
         for family, own in sorted(found.items())
     }
+
+
+def with_fragments(
+    names: Iterable[str], fragments: Mapping[str, Fragment | None], where: str
+) -> list[str]:
+    """Names of parameters, where a family's name stands for all of its fragments.
+
+    Args:
+        names: Of parameters or families; each counts once.
+        fragments: Of which family each parameter is, by its name; None: of none.
+        where: What has them, for an error.
+
+    Raises:
+        ArgumentError: a family is not whole; names it.
+    """
+    deals = deals_of(fragments.values())
+    found: dict[str, None] = {}
+    for name in names:
+        own = [name]
+        if name in deals and name not in fragments:
+            check_whole(deals[name], where)
+            own = deals[name].names
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
+def check_whole(deal: Deal, where: str) -> None:
+    """Refuses a family that is not whole.
+
+    Raises:
+        ArgumentError: a fragment is missing, or one is of another deal.
+    """
+    if deal.damage:
+        raise ArgumentError(
+            f"{where} {deal.damage} of family {deal.family!r}; restore it from a checkpoint that "
+            f"has all of it, or name what is to be taken of it, such as {deal.names[0]!r}"
+        )
 
 
 def versions_words(versions: Sequence[int | None]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from shardwell import SGD, Fragment, ParameterSpec
 from shardwell.errors import ArgumentError
-from shardwell.specs.fragments import deals_of, first_fragment, versions_words
+from shardwell.specs.fragments import deals_of, first_fragment, versions_words, with_fragments
 from shardwell.v1 import types_pb2
 
 
@@ -104,3 +104,34 @@ def test_a_deal_says_what_is_wrong_with_it() -> None:
 )
 def test_versions_in_words(versions: list[int | None], words: str) -> None:
     assert versions_words(versions) == words
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["net"], ["net.fragment-0", "net.fragment-1"]),
+        (["m", "net"], ["m", "net.fragment-0", "net.fragment-1"]),
+        (["net.fragment-1", "net"], ["net.fragment-1", "net.fragment-0"]),
+        (["gone", "m", "m"], ["gone", "m"]),
+        (["plain.fragment-0"], ["plain.fragment-0"]),
+        ([], []),
+    ],
+)
+def test_a_family_s_name_stands_for_its_fragments(names: list[str], found: list[str]) -> None:
+    known = {
+        "net.fragment-1": fragment(index=1, count=2),
+        "m": None,
+        "net.fragment-0": fragment(index=0, count=2),
+        "plain.fragment-0": None,
+    }
+    assert with_fragments(names, known, "here") == found
+
+
+def test_a_parameter_counts_before_a_family_of_its_name() -> None:
+    known = {"net": None, "net.fragment-0": fragment(index=0)}
+    assert with_fragments(["net"], known, "here") == ["net"]
+
+
+def test_a_family_that_lacks_a_fragment_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="here lacks fragment 1, 2 of 3 of family 'net'"):
+        with_fragments(["net"], {"net.fragment-0": fragment(index=0, count=3)}, "here")
