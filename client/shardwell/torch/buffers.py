@@ -46,8 +46,14 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Returns if a parameter can hold the tensor.
 
     Raises:
-        ArgumentError: its values are no real numbers, or it has no memory that can be read.
+        ArgumentError: its values are no real numbers, or it has no memory that can be read, or not
+            all of it is in this process.
     """
+    if hasattr(tensor, "full_tensor"):  # DTensor's
+        raise ArgumentError(
+            f"tensor {name!r} is a DTensor, as of FSDP or tensor parallelism: a part of it is in "
+            "each of several processes, and a worker has all of its model; leave the model whole"
+        )
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         raise ArgumentError(
             f"tensor {name!r} has no shape yet, being of a lazy layer; run the model once before"

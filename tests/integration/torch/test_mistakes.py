@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardwell
+from harness.programs.commands import Program
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -59,3 +60,35 @@ def test_weights_that_diverged_advise_what_everybody_has(cluster, connect) -> No
     with pytest.raises(shardwell.DivergedError, match="restore a checkpoint from before") as caught:
         optimizer.step()
     assert "allow_non_finite" not in caught.value.message
+
+
+IN_PARTS = """
+import sys
+import shardwell, torch, torch.distributed as dist
+import shardwell.torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 1)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+with shardwell.connect(sys.argv[1], worker_id="w0") as client:
+    for make in (
+        lambda: shardwell.torch.ServerOptimizer(model, client, shardwell.SGD(lr=0.1)),
+        lambda: shardwell.torch.DiLoCo(model, inner, client),
+    ):
+        try:
+            make()
+        except shardwell.ArgumentError as error:
+            print(error.message)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_in_parts_is_refused_by_name(cluster) -> None:
+    with Program("-c", IN_PARTS, cluster(1).target) as program:
+        assert program.end(120.0) == 0, program.log
+    assert len(program.lines) == 2
+    words = "tensor 'weight' is a DTensor, as of FSDP"
+    assert all(line.startswith(words) for line in program.lines), program.lines
