@@ -312,6 +312,30 @@ def test_a_gradient_of_no_samples_neither_takes_nor_leaves_anything(cluster, con
     assert_bits(net.residual, worker.residual)
 
 
+def test_a_quorum_of_all_has_the_same_bits(cluster, connect) -> None:
+    """Where each step begins with another chunk."""
+    running = cluster(2)
+    nets = [
+        opened(connect(running, f"w{rank}"), worker_count=2, min_contributors=2)
+        for rank in range(2)
+    ]
+    workers, weights = [Int8Worker(SIZE) for _ in nets], Int8Weights(first_weights())
+    for step in range(5):
+        sent = [each.sent(gradient_of(rank, step)) for rank, each in enumerate(workers)]
+        mean = (sent[0] + sent[1]) / np.float32(2)
+        expected = weights.update(sgd(RATE)(weights.weights, mean))
+        found = together(
+            [
+                lambda rank=rank, net=net: net.exchange(gradient_of(rank, step))  # noqa: B023
+                for rank, net in enumerate(nets)
+            ]
+        )
+        for net, worker, each in zip(nets, workers, found, strict=True):
+            assert net.outcome.counted == "all"
+            assert_bits(each, expected)
+            assert_bits(net.residual, worker.residual)
+
+
 # Readers.
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Average, Optimizer
 from shardwell.numerics import native
-from shardwell.numerics.codec import SUMMED_CODECS
+from shardwell.numerics.codec import CODECS, SUMMED_CODECS
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.update_rules import TensorRules
 from shardwell.numerics.weighted_mean import shift_for
@@ -34,13 +34,15 @@ from shardwell_server.store import ChunkRecord, Layout, Transition
 from shardwell_server.store.memory.store import MemoryStore
 
 NAMES = sorted(SUMMED_CODECS)
+ALL_NAMES = sorted(CODECS)
 LAYOUT = Layout(name="p", slice_size=1, chunk_element_count=1, with_sum=False)
 CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
 
 
 def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
     payload, exponent = encoded(name, values)
-    return Contribution(payload, exponent, sample_count)
+    made, codec = Contribution(payload, exponent, sample_count), CODECS[name]
+    return made if codec.summed is codec else made.summed(codec)
 
 
 def shifted(each: Contribution, total: Total, shift: int, worker_count: int) -> tuple[Total, int]:
@@ -92,7 +94,7 @@ def _stepped(
         total, shift = shifted(each, total, shift, len(sent))
         total = add_to_sum(
             each,
-            SUMMED_CODECS[name],
+            CODECS[name].summed,
             state.gradient_sum,
             total,
             CHANGE,
@@ -102,7 +104,7 @@ def _stepped(
     total, shift = shifted(sent[-1], total, shift, len(sent))
     close_step(
         sent[-1],
-        SUMMED_CODECS[name],
+        CODECS[name].summed,
         state,
         rule,
         CHANGE,
@@ -146,7 +148,7 @@ def test_the_mean_of_integers_is_correctly_rounded(
         assert found[element] == want
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize(
     "sample_counts",
     [[1, 1], [32, 32, 32, 32], [1, 2, 3], [0, 5], [5, 0], [7, 0, 0], [2**24, 2**24], [2**24, 1, 0]],
@@ -162,7 +164,7 @@ def test_the_mean_over_several_blocks(name: str, sample_counts: list[int]) -> No
     np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("sample_count", [1, 3, 32, 100, 2**24])
 def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
     values = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
@@ -171,7 +173,7 @@ def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
     assert stepped(name, [values], [sample_count]).tobytes() == received.tobytes()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("worker_count", [1, 2, 3])
 def test_no_samples_make_a_mean_of_zero(name: str, worker_count: int) -> None:
     gradients = [np.full(10, 3.0, np.float32)] * worker_count
@@ -217,7 +219,7 @@ def test_the_mean_goes_to_the_optimizer(name: str) -> None:
     assert found.tolist() == [-(1 + 2 + 18) / 4 / 2] * 6
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("counts", [[1000, 1001], [512, 512], [2**24 - 1, 1], [1, 2**24, 0, 3]])
 @pytest.mark.parametrize("value", [1e37, 3e38, -3e38])
 def test_a_mean_that_float32_holds_does_not_overflow_on_the_way(
