@@ -23,7 +23,7 @@ SIZE = 1_000_000
 STEP_S = 0.031
 OUTER: dict[str, Any] = {"sync_every": 100, "fragments": 4, "overlap": 12}
 ROUND_S = STEP_S * OUTER["sync_every"]
-CALM_S = 5 * ROUND_S
+CALM_STEP_COUNT = 5 * OUTER["fragments"]
 KILL_COUNT = 2
 WINDOW_S = 30.0
 """After a kill, in which the others are watched; the victim is started again at once."""
@@ -47,9 +47,11 @@ class Found(NamedTuple):
     """Who took part in an outer step, undisturbed, at the mean; who lives may not."""
 
 
-def steps_made(workers: Sequence[Worker], since_s: float, until_s: float) -> float:
-    """Outer steps of fragments, by the mean of workers."""
-    return statistics.mean(len(each.steps(since_s, until_s)) for each in workers)
+def after_step(worker: Worker, count: int) -> float:
+    """Waits until a worker has made so many outer steps of fragments more; when it said so."""
+    wanted = len(worker.steps(0, 1e12)) + count
+    wait_until(lambda: len(worker.steps(0, 1e12)) >= wanted, START_LIMIT_S)
+    return float(worker.steps(0, 1e12)[wanted - 1]["at_s"])
 
 
 def last_members(worker: Worker) -> int:
@@ -94,11 +96,10 @@ def watch(network: Network, workers: Sequence[Worker]) -> Found:
     with contextlib.suppress(RuntimeError):  # said with the figures
         wait_until(lambda: min(map(last_members, workers)) == len(workers), TOGETHER_LIMIT_S)
     time.sleep(ROUND_S)
-    since_s, before = time.monotonic(), loopback_bytes(network)
-    time.sleep(CALM_S)
-    until_s, after = time.monotonic(), loopback_bytes(network)
-    count = steps_made(workers, since_s, until_s)
-    step_s = (until_s - since_s) / count
+    # From the end of a step to that of another: between them nothing is on its way.
+    since_s, before = after_step(workers[-1], 1), loopback_bytes(network)
+    until_s, after = after_step(workers[-1], CALM_STEP_COUNT), loopback_bytes(network)
+    step_s = (until_s - since_s) / CALM_STEP_COUNT
     lost = []
     for number in range(KILL_COUNT):
         victim = workers[number]
@@ -123,7 +124,7 @@ def watch(network: Network, workers: Sequence[Worker]) -> Found:
         for each in workers
         for said in each.steps(since_s, until_s)
     ]
-    return Found((after - before) / count, step_s, lost, statistics.mean(calm))
+    return Found((after - before) / CALM_STEP_COUNT, step_s, lost, statistics.mean(calm))
 
 
 @contextlib.contextmanager
