@@ -17,8 +17,8 @@ import threading
 import time
 from collections import deque
 
-PIECE_BYTES = 16 * 1024
-ROOM_BYTES_MIN = 2 * PIECE_BYTES
+PIECE_BYTES_MIN, PIECE_BYTES_MAX = 16 * 1024, 256 * 1024
+ROOM_BYTES_MIN = 2 * PIECE_BYTES_MIN
 
 
 def room_bytes(delay_s: float, mbit: float) -> int:
@@ -33,6 +33,7 @@ class Flow:
         self, source: socket.socket, target: socket.socket, delay_s: float, room: int
     ) -> None:
         self._source, self._target, self._delay_s, self._room = source, target, delay_s, room
+        self._piece_bytes = min(max(room // 8, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._byte_count = 0
         """On their way."""
@@ -47,7 +48,7 @@ class Flow:
                 while self._byte_count >= self._room:
                     self._changed.wait()
             try:
-                piece = self._source.recv(PIECE_BYTES)
+                piece = self._source.recv(self._piece_bytes)
             except OSError:
                 piece = b""
             with self._changed:
@@ -95,8 +96,8 @@ def serve(listener: socket.socket, target: tuple[str, int], delay_s: float, room
         far.settimeout(None)
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Small, for the same reason: a loopback's buffers are those of a fast link.
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM_BYTES_MIN)
+        # Not more, for the same reason: a loopback's buffers are those of a fast link.
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         Flow(near, far, delay_s, room)
         Flow(far, near, delay_s, room)
 
