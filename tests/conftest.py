@@ -37,6 +37,13 @@ _DESCRIPTOR_COUNT_MAX = 100
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, lambda *_: None)
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Ctrl-C is Python's own again: a command that a test ran in this process has a handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # How long an example takes says something about the machine, nothing about the code. The same
 # examples each time, so that a failure is of the change that is tested; `make fuzz` draws others.
 hypothesis.settings.register_profile("shardwell", deadline=None, derandomize=True)
