@@ -264,7 +264,7 @@ def _characters_synchronous(text: npt.NDArray[np.int64]) -> float:
 
 
 def _characters_outer(text: npt.NDArray[np.int64], codec: Any) -> float:
-    from shardwell.torch import DiLoCo
+    import shardwell.torch
 
     losses: list[float] = [0.0] * _CHARACTER_LEARNER_COUNT
     models = [_model(0) for _ in range(_CHARACTER_LEARNER_COUNT)]
@@ -275,7 +275,7 @@ def _characters_outer(text: npt.NDArray[np.int64], codec: Any) -> float:
         batches = _batches(text, index)
         with (
             shardwell.connect(cluster.target, worker_id=f"w{index}", timeout_s=300) as client,
-            DiLoCo(
+            shardwell.torch.DiLoCo(
                 model,
                 optimizer,
                 client,
