@@ -37,7 +37,24 @@ _HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")
 """Commands that ask for signals where they can stop; the others are broken off."""
 
 
-class _LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """Answers a wrong command with the one that was most likely meant."""
+
+    def resolve_command(  # noqa: D102 (click's)
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(context, args)
+        except click.UsageError as error:
+            from shardwell.specs.names import neighbour  # not before commands say what they need
+
+            meant = neighbour(args[0], self.list_commands(context))
+            if not meant:
+                raise
+            raise click.UsageError(f"{error.message.rstrip('.')}{meant}", context) from None
+
+
+class _LazyGroup(SuggestingGroup):
     """Imports a command's module when the command is used: `shardwell health` needs little."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -67,6 +84,7 @@ def _tell_version(context: click.Context) -> NoReturn:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option(
+    "-V",
     "--version",
     is_flag=True,
     expose_value=False,

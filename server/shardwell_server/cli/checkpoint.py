@@ -10,12 +10,13 @@ import click
 
 import shardwell
 from shardwell.specs.fragments import versions_words
+from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import GivenPath, connected, shards_option
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.terminal import console, table
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def checkpoint() -> None:
     """Save parameters and tables to a directory, restore them into a cluster, or look at them."""
 

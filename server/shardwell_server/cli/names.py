@@ -9,6 +9,7 @@ import click
 from shardwell.checkpoint.export import check_format
 from shardwell.errors import ShardwellError
 from shardwell.rpc.name_change import KINDS
+from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import size
@@ -82,7 +83,7 @@ def rename(
     click.echo(f"renamed {name} to {new_name}")
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def table() -> None:
     """Export tables."""
 

@@ -16,6 +16,7 @@ import click
 from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import check_name
+from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -84,7 +85,7 @@ def _quota_options(command: Any) -> Any:
     return command
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def token() -> None:
     """Make, renew and revoke tokens, and show those that there are.
 

@@ -493,3 +493,25 @@ class TestCluster:
         code, _, log = run_command("cluster", f"--shard-count={count}")
         assert code in (1, 2)
         assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("statsu",), "No such command 'statsu'; did you mean 'status'?"),
+        (("checkpoint", "sav", "x"), "No such command 'sav'; did you mean 'save'?"),
+        (("token", "revok"), "No such command 'revok'; did you mean 'revoke'?"),
+        (("zzz",), "No such command 'zzz'."),
+    ],
+)
+def test_a_wrong_command_is_answered_with_the_nearest(
+    arguments: tuple[str, ...], meant: str
+) -> None:
+    code, output, log = run_command(*arguments)
+    assert (code, output) == (2, "")
+    assert log.splitlines()[-1] == f"Error: {meant}"
+
+
+def test_the_version_in_short() -> None:
+    assert run_command("-V") == run_command("--version")
+    assert run_command("-V")[1].startswith(f"shardwell, version {shardwell.__version__}, ")
