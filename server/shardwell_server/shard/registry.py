@@ -35,7 +35,7 @@ from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
 from shardwell.process.spans import Spans
 from shardwell.rpc.session import Session
-from shardwell.specs.fragments import Fragment
+from shardwell.specs.fragments import first_fragment
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
@@ -691,18 +691,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         return made
 
     def has_family(self, name: str) -> bool:
-        return self._fragment_of(name) is not None
-
-    def _fragment_of(self, family: str) -> Fragment | None:
-        """One that is here, of any index: a restore may have brought only some."""
-        return next(
-            (
-                part.spec.fragment
-                for part in list(self._by_name.values())
-                if part.spec.fragment is not None and part.spec.fragment.family == family
-            ),
-            None,
-        )
+        first = self._by_name.get(first_fragment(name))
+        return first is not None and first.spec.fragment is not None
 
     def _check_family_is_free(self, spec: ParameterSpec) -> None:
         own = spec.fragment
@@ -714,7 +704,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
                 "fragments can't have the same name; choose another one, or delete that first",
                 **self._where(spec.name),
             )
-        there = self._fragment_of(own.family)
+        first = self._by_name.get(first_fragment(own.family))
+        there = own if first is None else first.spec.fragment
         if there is not None and (there.count, there.assignment) != (own.count, own.assignment):
             raise SpecMismatchError(
                 f"family {own.family!r} is dealt {there.assignment!r} into {there.count} fragments "

@@ -295,22 +295,6 @@ def test_a_fragment_of_another_deal_is_refused(cluster: Any, connect: Any) -> No
         client.parameter(other.parameter, size=3, optimizer=shardwell.SGD(1.0), fragment=other)
 
 
-def test_a_family_without_its_first_fragment_is_one_too(cluster: Any, connect: Any) -> None:
-    """As a restore of one fragment by its own name leaves it."""
-    client = connect(cluster(2), "w0")
-    sgd = shardwell.SGD(1.0)
-    own = shardwell.Fragment(family="net", index=1, count=3, assignment="strided")
-    client.parameter(own.parameter, size=3, optimizer=sgd, fragment=own)
-    with pytest.raises(shardwell.SpecMismatchError, match="'net' is a family of fragments"):
-        client.parameter("net", size=3, optimizer=sgd)
-    with pytest.raises(shardwell.SpecMismatchError, match="'net' is a family of fragments"):
-        client.table("net", row_count=3, dim=2, optimizer=sgd)
-    other = shardwell.Fragment(family="net", index=0, count=2, assignment="balanced")
-    with pytest.raises(shardwell.SpecMismatchError, match="'strided' into 3 fragments"):
-        client.parameter(other.parameter, size=3, optimizer=sgd, fragment=other)
-    assert held(client) == [{own.parameter}] * 2
-
-
 # Members.
 
 
