@@ -90,6 +90,18 @@ def done(client: shardwell.Client) -> list[str]:
     return [name for each in client.status()[0].parameters for name in each.done_worker_ids]
 
 
+def joined_at(client: shardwell.Client, worker_id: str) -> int:
+    """The first step that awaits a member; 0: none does."""
+    return next(
+        (
+            each.joined_at or 0
+            for each in client.members("model")
+            if (each.worker_id, each.state) == (worker_id, "awaited")
+        ),
+        0,
+    )
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_loop_that_does_not_ask_is_ended_by_the_step_after(cluster, connect, work, mode) -> None:
     running = cluster(2)
@@ -194,7 +206,16 @@ def test_the_other_members_go_on_without_it(cluster, connect, work) -> None:
         work(running.target, "staying", mode="elastic") as staying,
         work(running.target, "leaving", mode="elastic") as leaving,
     ):
-        for _ in range(3):
+        staying.step()
+        assert staying.read_line() == "made 1"
+        leaving.step()  # it takes part from one of the next steps on, whose weights it waits for
+        observer = connect(running, "observer")
+        joined = eventually("it takes part", lambda: joined_at(observer, "leaving"))
+        for _ in range(1, max(joined, 2)):
+            staying.step()
+            assert staying.read_line().startswith("made ")
+        assert leaving.read_line().startswith("made ")
+        for _ in range(2):
             staying.step()
             leaving.step()
             assert staying.read_line().startswith("made ")
@@ -208,7 +229,6 @@ def test_the_other_members_go_on_without_it(cluster, connect, work) -> None:
             staying.step()
             assert staying.read_line().startswith("made ")
         assert leaving.end() == 128 + signal.SIGTERM, leaving.log
-        observer = connect(running, "observer")
         assert "leaving" in done(observer)
 
 
