@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found
 
 
-class LearnerBench(Bench):
+class LearnerBench(Bench, ABC):
     """See Bench.
 
     Orders: `do` ("train", or "settle": open offers are taken), `steps`.
@@ -66,9 +67,9 @@ class LearnerBench(Bench):
     def compute(self) -> None:
         """What an inner step does besides sleeping."""
 
+    @abstractmethod
     def exchange(self) -> None:
         """What it sends."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Takes what is open."""

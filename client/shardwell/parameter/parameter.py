@@ -590,7 +590,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             step: Which step they are of; default: `next_step`, whose gradient they came with.
             figures: Numbers by name; up to 16 names a parameter.
 
-        A shard that refuses it is told of in the log, once for each reason.
+        A shard that refuses it is named in the log, once for each reason.
 
         Raises:
             ArgumentError: a figure is no number, its name is none, or there is none.
@@ -614,7 +614,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._reporting.add_done_callback(self._note_report)
 
     def report_learner(self, progress: LearnerProgress) -> None:
-        """Tells whoever looks at the cluster how far a learner in outer training has come.
+        """Reports to the cluster how far a learner in outer training has come.
 
         For loops with a schedule of their own, on the parameter of their family's fragment 0;
         `Outer` calls it. `shardwell status` and the status page show what each worker said last.

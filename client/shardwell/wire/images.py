@@ -43,7 +43,7 @@ def whole_message(
 def change_message(
     version: int, where: Slice, chunk_index: int, payload: Bytes, image: pb.Image, context: int
 ) -> bytes:
-    """A payload that is there, or of IMAGE_FORM_SAME nothing, as a sealed message."""
+    """A payload of changes, or of IMAGE_FORM_SAME none, as a sealed message."""
     header = pb.ExchangeResponse(version=version, image=image)
     chunk: Any = header.chunk
     chunk.chunk_index, chunk.element_offset = chunk_index, where.offset
