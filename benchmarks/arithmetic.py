@@ -1,4 +1,4 @@
-"""Passes over memory: native code beside NumPy with numkong, in turns, on one thread.
+"""Passes over memory: native code beside NumPy, in turns, on one thread.
 
     python benchmarks/arithmetic.py [--megabytes 64] [--rounds 15]
 

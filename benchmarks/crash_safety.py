@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numkong
 import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.elementwise import blocks
+from shardwell.numerics.elementwise import Code, Operation, add_scaled, blocks, run
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 RATE = -0.01
+UPDATE = (Operation(Code.COPY, 2, 1), *add_scaled(2, 0, RATE))
 CHUNK_ELEMENT_COUNT = 8 * BLOCK_ELEMENT_COUNT
 """As many as 1 MiB of fp16."""
 
@@ -37,7 +37,7 @@ def mapped(path: Path, count: int) -> Float32:
 
 
 def update(weights: Float32, gradient: Float32, into: Float32) -> None:
-    numkong.blend(gradient, weights, alpha=RATE, beta=1.0, out=into)
+    run(UPDATE, (gradient, weights, into), 0, into.size)
 
 
 def main() -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
-import numkong
 import numpy as np
 
 from shardwell.errors import (
@@ -185,22 +183,14 @@ class CallMaker:
             NonFiniteError: a value is not; of several, the first is named.
         """
         entering = set(plan.entering)
+        looked_at = range(len(plan.chunks)) if plan.operation.reduces else plan.entering
         if self._threads.count < 2 or call.array.size < _SPREAD_ELEMENT_COUNT:
-            for index, (where, _, _) in enumerate(plan.chunks):
-                enters = index in entering
-                # A sum costs half of finding the largest; what is not finite, it is not either.
-                if enters or (
-                    plan.operation.reduces
-                    and not isfinite(numkong.sum(call.array[where.offset : where.stop]))
-                ):
-                    self._look_at(call, plan, index, enters=enters)
+            for index in looked_at:
+                self._look_at(call, plan, index, enters=index in entering)
             return
-        # No sum here: numkong keeps Python's lock while it adds.
         with self._threads.spread() as spread:
-            for index in range(len(plan.chunks)):
-                enters = index in entering
-                if enters or plan.operation.reduces:
-                    spread.give(partial(self._look_at, enters=enters), call, plan, index)
+            for index in looked_at:
+                spread.give(partial(self._look_at, enters=index in entering), call, plan, index)
 
     def _look_at(self, call: Call, plan: Plan, index: int, *, enters: bool) -> None:
         """The same of one chunk, on any thread."""

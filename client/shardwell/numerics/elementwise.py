@@ -2,7 +2,7 @@
 
 What is computed is written once, as operations on places; who computes it is native code where it
 could be built (see native/), which keeps a block in the core's first cache from one operation to
-the next, and NumPy with numkong and fastcrc elsewhere. Both give the same bits, NaN's own aside:
+the next, and NumPy with fastcrc elsewhere. Both give the same bits, NaN's own aside:
 every product and every sum is rounded by itself, to nearest, so that a result depends neither on
 the machine nor on how an array is cut.
 """
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numkong
 import numpy as np
 import numpy.typing as npt
 from fastcrc import crc32
@@ -186,8 +185,8 @@ def _packed_one(operation: Operation) -> bytes:
 # Without native code.
 
 
-_PRODUCT = -1
-"""A place of our own."""
+_PRODUCT, _ROUNDED = -1, -2
+"""Places of our own."""
 
 
 def _at(arrays: Arrays, place: int) -> Array | None:
@@ -230,11 +229,6 @@ _Block: TypeAlias = Callable[[int], Array]
 _Payload: TypeAlias = Callable[[int, Any], Array]
 
 
-def _as_bfloat16(stored: Array) -> Any:
-    """A numkong tensor: NumPy has no bfloat16."""
-    return numkong.from_pointer(stored.ctypes.data, stored.size, "bfloat16", owner=stored)
-
-
 def _product(values: Array, factor: float) -> Array:
     """Values times a factor, in memory of this thread; the values themselves where that is 1."""
     if factor == 1.0:
@@ -256,13 +250,15 @@ def _read_fp32(each: Operation, block: _Block, payload: _Payload) -> None:
 
 def _read_fp16(each: Operation, block: _Block, payload: _Payload) -> None:
     values = block(each.to)
-    numkong.astype(payload(each.source, np.float16), "float32", out=values)
+    np.copyto(values, payload(each.source, np.float16))
     _scale(values, each.factor)
 
 
 def _read_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
     values = block(each.to)
-    numkong.astype(_as_bfloat16(payload(each.source, np.uint16)), "float32", out=values)
+    bits = values.view(np.uint32)  # a bfloat16 is the upper half of a float32
+    np.copyto(bits, payload(each.source, np.uint16))
+    np.left_shift(bits, 16, out=bits)
     _scale(values, each.factor)
 
 
@@ -272,25 +268,36 @@ def _write_fp32(each: Operation, block: _Block, payload: _Payload) -> None:
 
 def _write_fp16(each: Operation, block: _Block, payload: _Payload) -> None:
     values = _product(block(each.source), each.factor)
-    numkong.astype(values, "float16", out=payload(each.to, np.float16))
+    written = payload(each.to, np.float16)
+    np.copyto(written, values)
+    bits = values.view(np.uint32)
+    if _magnitude(bits) > INFINITY_BITS:  # processors make a NaN quiet and keep its upper bits
+        is_nan = np.isnan(values)
+        found = bits[is_nan]
+        written.view(np.uint16)[is_nan] = found >> 16 & 0x8000 | 0x7E00 | found >> 13 & 0x1FF
 
 
 def _write_bf16(each: Operation, block: _Block, payload: _Payload) -> None:
     values = _product(block(each.source), each.factor)
-    written = payload(each.to, np.uint16)
-    numkong.astype(values, "bfloat16", out=_as_bfloat16(written))
-    bits = values.view(np.uint32)
-    if _magnitude(bits) > INFINITY_BITS:  # numkong rounds NaN as numbers: to infinity, or zero
+    bits, rounded = values.view(np.uint32), thread_scratch().temporary(_ROUNDED).view(np.uint32)
+    rounded = rounded[: bits.size]
+    # To nearest, to even between two: half of the last place, less one where that is even.
+    np.right_shift(bits, 16, out=rounded)
+    np.bitwise_and(rounded, 1, out=rounded)
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
+    np.right_shift(rounded, 16, out=rounded)
+    if _magnitude(bits) > INFINITY_BITS:  # rounding would take NaN to infinity, or zero
         is_nan = np.isnan(values)
-        written[is_nan] = bits[is_nan] >> 16 | 0x40
+        rounded[is_nan] = bits[is_nan] >> 16 | 0x40
+    np.copyto(payload(each.to, np.uint16), rounded, casting="same_kind")
 
 
 def _add_scaled(each: Operation, block: _Block, payload: _Payload) -> None:
     to, factor = block(each.to), _float32(each.factor)
     if factor == 0.0:
         return
-    # With a factor of its own for `to` numkong would round a block's last elements otherwise.
-    numkong.blend(block(each.source), to, alpha=factor, beta=1.0, out=to)
+    to += _product(block(each.source), factor)
 
 
 def _add_constant(values: Array, constant: float) -> None:

@@ -493,6 +493,11 @@ def _rows_under_sanitizers(
         looks = count if dtype is np.float32 else 0
         assert library.gather(rows, stride, places, others, looks, 0) >= 0
         assert library.scatter(rows, stride, places, others, count % 2) == 0
+    sums = memory(np.zeros((count, 4), np.uint32))
+    for start, size in ((0, 4 * dim), (3, 4 * dim - 3)):
+        factors = memory(np.ones((4, size), np.int16))
+        hashed = memory(np.ones((count, 4 * dim), np.uint8))
+        assert library.hash_rows(hashed, 4 * dim, start, size, factors, sums) == 0
     rows = np.ones((count, dim), np.float32)
     levels, group_count = memory(np.zeros((12, dim), np.float32)), -(-count // 70)
     sums = memory(rows[:group_count])

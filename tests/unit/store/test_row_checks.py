@@ -6,11 +6,14 @@ store/mmap/row_checks.py in Python's integers, and checks of an earlier day, whi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwell.numerics import native
 from shardwell_server.store import FREE, TableLayout
 from shardwell_server.store.mmap.row_checks import RowChecks, _ArrayHash, _Words
 
@@ -35,7 +38,15 @@ def some_rows(n: int, dim: int = 5, slot_widths: tuple[int, ...] = (5, 1)) -> li
     return [*ints, *floats]
 
 
-@pytest.mark.parametrize("width", [1, 3, 64, 8192, 8193, 20_000])
+@pytest.fixture(params=["native", "NumPy"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of computing: files that one of them wrote are read by the other."""
+    if request.param == "NumPy":
+        monkeypatch.setattr(native, "LIBRARY", None)
+
+
+@pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize("width", [1, 3, 64, 65, 8192, 8193, 20_000])
 def test_products_are_exact(width: int) -> None:
     """All bytes as large as they get, too; pieces of a row are found again in its words."""
     hashed = _ArrayHash(width, _Words(SALT, "x"))
@@ -56,6 +67,32 @@ def test_products_are_exact(width: int) -> None:
             expected[number] += first * x + second * y
     found = hashed.of(rows.view(np.float32))
     assert [int(check) for check in found] == [value % 2**64 for value in expected]
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="this process has no native code")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"stride": 0},
+        {"stride": 7},
+        {"start": 9},
+        {"start": 2**64 - 4},
+        {"size": 9},
+        {"size": 2**64 - 1},
+        {"factors": np.ones(31, np.int16)},
+        {"factors": np.ones(65, np.uint8)[1:]},
+        {"sums": np.zeros(11, np.uint32)},
+        {"sums": np.zeros(49, np.uint8)[1:]},
+    ],
+)
+def test_native_code_refuses_rows_that_do_not_fit(changed: dict[str, Any]) -> None:
+    assert native.LIBRARY is not None
+    rows, factors = np.ones((3, 8), np.uint8), np.ones((4, 8), np.int16)
+    fits = {"rows": rows, "stride": 8, "start": 0, "size": 8, "factors": factors,
+            "sums": np.zeros((3, 4), np.uint32)}  # fmt: skip
+    assert native.LIBRARY.hash_rows(*fits.values()) == 0
+    assert (fits["sums"] == 8).all()
+    assert native.LIBRARY.hash_rows(*{**fits, **changed}.values()) < 0
 
 
 def test_checks_of_files_that_are_there() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 4
+INTERFACE = 5
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent
@@ -38,6 +38,7 @@ class Library(NamedTuple):
     spread: Any
     add_up: Any
     update: Any
+    hash_rows: Any
     look_over: Any
     """This and `move`: see tensors.c."""
     move: Any
@@ -59,6 +60,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
         *(ctypes.c_char_p, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
         *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
     ),
+    "hash_rows": (_OBJECT, _NUMBER, _NUMBER, _NUMBER, _OBJECT, _OBJECT),
     "look_over": (_OBJECT, _OBJECT, _OBJECT, _OBJECT),
     "move": (_OBJECT, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _NUMBER),
 }

@@ -11,7 +11,7 @@
 #include "kernels.h"
 #include "objects.h"
 
-enum { INTERFACE = 4 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 5 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 
@@ -23,6 +23,15 @@ static run_block *const VARIANTS[] = {
   shardwell_avx512, shardwell_avx2, NULL,
 #else
   NULL, NULL, shardwell_neon,
+#endif
+};
+
+static run_hash *const HASHES[] = {
+  NULL,
+#if defined(__x86_64__)
+  shardwell_avx512_hash, shardwell_avx2_hash, NULL,
+#else
+  NULL, NULL, shardwell_neon_hash,
 #endif
 };
 
@@ -82,6 +91,8 @@ static run_crc *chosen_crc(void) {
 }
 
 run_block *shardwell_chosen(void) { return VARIANTS[chosen()]; }
+
+run_hash *shardwell_chosen_hash(void) { return HASHES[chosen()]; }
 
 run_crc *shardwell_chosen_crc(void) { return chosen_crc(); }
 

@@ -279,3 +279,24 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
   }
   return 0;
 }
+
+#define HASH_OF(VARIANT_NAME) VARIANT_NAME##_hash
+#define HASH(VARIANT_NAME) HASH_OF(VARIANT_NAME)
+
+/* Bytes as numbers of 16 bits, so that a compiler takes pairs of products in one instruction. */
+void HASH(VARIANT)(const uint8_t *bytes, const int16_t *factors, size_t size,
+                   uint32_t sums[HASH_COLUMNS]) {
+  const int16_t *second = factors + size, *third = second + size, *fourth = third + size;
+  int32_t a = 0, b = 0, c = 0, d = 0;
+  for (size_t i = 0; i < size; i++) {
+    const int16_t value = bytes[i];
+    a += value * factors[i];
+    b += value * second[i];
+    c += value * third[i];
+    d += value * fourth[i];
+  }
+  sums[0] = (uint32_t)a;
+  sums[1] = (uint32_t)b;
+  sums[2] = (uint32_t)c;
+  sums[3] = (uint32_t)d;
+}

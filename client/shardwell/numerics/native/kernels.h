@@ -44,6 +44,14 @@ typedef uint32_t run_block(const struct operation *operation, void *to, const vo
 
 run_block shardwell_avx512, shardwell_avx2, shardwell_neon;
 
+enum { HASH_COLUMNS = 4 };
+
+/* Sums of products of `size` bytes with as many factors of each column: exact while below 2^31. */
+typedef void run_hash(const uint8_t *bytes, const int16_t *factors, size_t size,
+                      uint32_t sums[HASH_COLUMNS]);
+
+run_hash shardwell_avx512_hash, shardwell_avx2_hash, shardwell_neon_hash;
+
 /* A CRC32C that goes on over bytes; before and after, as it is inside: not inverted. */
 typedef uint32_t run_crc(uint32_t crc, const uint8_t *from, size_t size);
 
@@ -51,6 +59,7 @@ run_crc shardwell_crc_512, shardwell_crc_128;
 
 /* What it runs on this processor; NULL: nothing. */
 run_block *shardwell_chosen(void);
+run_hash *shardwell_chosen_hash(void);
 run_crc *shardwell_chosen_crc(void);
 
 #endif

@@ -521,3 +521,27 @@ PUBLIC int64_t shardwell_add_up(void *rows_object, uint64_t dim, void *places_ob
   over(state);
   return ended(&objects, largest);
 }
+
+/* Sets the sums of products of bytes [start, start + size) of each row, of `stride` bytes, with each
+   column of factors: see row_checks.py. Sums are HASH_COLUMNS numbers of 4 bytes a row. */
+PUBLIC int64_t shardwell_hash_rows(void *rows_object, uint64_t stride, uint64_t start, uint64_t size,
+                                   void *factors_object, void *sums_object) {
+  struct objects objects = {.count = 0};
+  run_hash *hash = shardwell_chosen_hash();
+  uint64_t byte_count, factor_count, sum_count;
+  const uint8_t *rows = memory_of(&objects, rows_object, 1, 0, &byte_count);
+  if (rows == NULL) return ended(&objects, RAISED);
+  const int16_t *factors = memory_of(&objects, factors_object, 2, 0, &factor_count);
+  if (factors == NULL) return ended(&objects, RAISED);
+  uint32_t *sums = memory_of(&objects, sums_object, 4, WRITABLE, &sum_count);
+  if (sums == NULL) return ended(&objects, RAISED);
+  if (hash == NULL || stride == 0 || start > stride || size > stride - start ||
+      byte_count % stride != 0 || sum_count / HASH_COLUMNS < byte_count / stride ||
+      factor_count / HASH_COLUMNS < size || !is_aligned(factors, 2) || !is_aligned(sums, 4))
+    return ended(&objects, MISFIT);
+  void *state = begun(byte_count, 0);
+  for (uint64_t i = 0; i < byte_count / stride; i++)
+    hash(rows + i * stride + start, factors, size, sums + i * HASH_COLUMNS);
+  over(state);
+  return ended(&objects, 0);
+}

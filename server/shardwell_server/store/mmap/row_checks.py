@@ -1,8 +1,9 @@
 """A check of 64 bits for each row of a table, computed for whole batches of rows. Pure.
 
 All modulo 2^64, with odd constants C that the table's salt gives. The bytes of a row of an array
-are multiplied by 4 rows of random bytes, exactly, in integers (a multilinear hash, by SIMD kernels
-of numkong); with d0..d3 the sums, and x, y = d0 + 2^32 d1, d2 + 2^32 d3:
+are multiplied by 4 rows of random bytes, exactly, in integers: a multilinear hash. Native code
+computes it, or NumPy in pieces whose sums float32 holds exactly. With d0..d3 the sums, and
+x, y = d0 + 2^32 d1, d2 + 2^32 d3:
 
     values of a row    C0 place + C1 key + C2 update_count + C3 last_step
                        + the sum over weights and slots of C x + C' y
@@ -16,10 +17,10 @@ multiplication a value in NumPy takes 31 (uint64, which misses two flipped signs
 
 from __future__ import annotations
 
-import numkong
 import numpy as np
 import numpy.typing as npt
 
+from shardwell.numerics import native
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import mix
 from shardwell_server.store.contract import FREE, Int64, Places, TableLayout
@@ -28,6 +29,8 @@ Checks = npt.NDArray[np.uint64]
 """(n,) uint64."""
 _PIECE_BYTES = 1 << 15
 """Bytes whose sums of products stay below 2^31."""
+_EXACT_BYTES = 256
+"""Bytes whose sums of products float32 holds exactly: 256 * 255 * 255 is below 2^24."""
 _COLUMN_COUNT = 4
 
 
@@ -59,19 +62,35 @@ class _ArrayHash:
             size = min(_PIECE_BYTES, 4 * width - start)
             factors = words.take(-(-_COLUMN_COUNT * size // 8)).view(np.uint8)
             factors = np.maximum(factors[: _COLUMN_COUNT * size], 1).reshape(_COLUMN_COUNT, size)
-            packed = numkong.dots_pack(factors)
             constants = np.array(words.odd(_COLUMN_COUNT // 2), np.uint64)
-            self._pieces.append((slice(start, start + size), packed, constants))
+            self._pieces.append((slice(start, start + size), factors.astype(np.int16), constants))
 
     def of(self, rows: Float32) -> Checks:
         """(n,) of (n, width) C-contiguous rows."""
         found = np.zeros(len(rows), np.uint64)
         if len(rows):
             data = rows.view(np.uint8)
-            for part, packed, constants in self._pieces:
-                sums = np.asarray(numkong.dots_packed(data[:, part], packed))
-                found += sums.view(np.uint64) @ constants
+            for part, factors, constants in self._pieces:
+                found += _sums_of_products(data, part, factors).view(np.uint64) @ constants
         return found
+
+
+def _sums_of_products(
+    data: npt.NDArray[np.uint8], part: slice, factors: npt.NDArray[np.int16]
+) -> npt.NDArray[np.uint32]:
+    """(n, 4) of a part of each of (n, bytes) with each of (4, bytes of the part) factors."""
+    if native.LIBRARY is not None:
+        sums = np.empty((len(data), _COLUMN_COUNT), np.uint32)
+        count = part.stop - part.start
+        result = native.LIBRARY.hash_rows(data, data.shape[1], part.start, count, factors, sums)
+        assert result == 0, (data.shape, part, factors.shape)
+        return sums
+    sums = np.zeros((len(data), _COLUMN_COUNT), np.uint32)
+    for first in range(0, factors.shape[1], _EXACT_BYTES):
+        piece = factors[:, first : first + _EXACT_BYTES].T.astype(np.float32)
+        start = part.start + first
+        sums += (data[:, start : start + len(piece)].astype(np.float32) @ piece).astype(np.uint32)
+    return sums
 
 
 class RowChecks:
