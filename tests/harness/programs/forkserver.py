@@ -1,7 +1,9 @@
 """Programs and calls in processes that start in milliseconds: forked from one that has imported
 what they need.
 
-To import gRPC, NumPy and the service costs more processor time than most programs of tests do. A
+To import gRPC, NumPy and the service costs more processor time than most programs of tests do, and
+frameworks cost ten times as much: what a program's text imports of those is imported before it is
+forked, and stays for the next. A
 program here is a process as others are, with arguments, environment, streams and an end of its own;
 what it lacks is the start of Python and the first import. Others have these: signals that come
 then, commands as users type them, all that `cluster` and `demo` start (test_signals.py,
@@ -13,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
+import importlib
 import os
 import pickle
+import re
 import runpy
 import select
 import signal
@@ -23,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,14 +45,37 @@ _MODULES = (
     *(f"shardwell_server.cli.{name}" for name in ("checkpoint", "health", "serve", "status")),
     "shardwell_server.local_cluster",
 )
+_FRAMEWORKS = {
+    "torch": ("shardwell.torch", "torch.nn.functional", "torch.optim"),
+    "transformers": ("transformers.trainer",),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+    "jax": ("shardwell.jax", "jax.numpy"),
+    "optax": ("optax",),
+    "sklearn": ("sklearn.datasets",),
+}
+"""What is imported for a program whose text imports a framework."""
+_READ_AT_IMPORT = ("JAX_", "XLA_", "KERAS_")
+"""Variables that frameworks read as they are imported: nothing is, before a program with one."""
 _MESSAGE_BYTES_MAX = 200 * 1024
 _PR_SET_PDEATHSIG = 1
 _TESTS = str(Path(__file__).resolve().parents[2])
 _PATH = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
 _LINE_COUNT_KEPT = 60
 
-Asked: TypeAlias = tuple[Sequence[str], Mapping[str, str], str]
-"""Arguments behind `python`, environment, working directory."""
+Asked: TypeAlias = tuple[Sequence[str], Mapping[str, str], str, Sequence[str]]
+"""Arguments behind `python`, environment, working directory, modules to import before."""
+
+
+def modules_of(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The modules that a program imports of frameworks, by its text: a script, or behind `-c`."""
+    if arguments[0] == "-m" or any(name.startswith(_READ_AT_IMPORT) for name in environment):
+        return []
+    text = arguments[1] if arguments[0] == "-c" else Path(arguments[0]).read_text()
+    imported = re.findall(r"^\s*(?:import|from) (.*)$", text, re.M)
+    named = {word for line in imported for word in re.findall(r"[\w.]+", line)}
+    roots = {name.partition(".")[0] for name in named} | ({"torch", "jax"} & named)
+    return [module for root, found in _FRAMEWORKS.items() if root in roots for module in found]
 
 
 class ForkedProgram:
@@ -108,7 +137,13 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 # One thread, so that a fork has all of them.
-                env={**os.environ, "PYTHONPATH": _PATH, "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": _PATH,
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                },
             )
         self._lock = threading.Lock()
 
@@ -128,7 +163,7 @@ class ForkServer:
         """Starts `python ARGUMENTS`.
 
         Args:
-            arguments: "-m" and a module, or a script; then its own.
+            arguments: "-m" and a module, "-c" and a program, or a script; then its own.
             environment: All of it.
             stdin: subprocess.PIPE; else there is none.
             has_errors_apart: Whether what it writes to stderr has a pipe of its own.
@@ -147,7 +182,8 @@ class ForkServer:
             reading, writing = os.pipe2(os.O_CLOEXEC)
             mine.append(writing if number == 0 else reading)
             theirs.append(reading if number == 0 else writing)
-        asked: Asked = (list(arguments), dict(environment), os.getcwd())
+        modules = modules_of(arguments, environment)
+        asked: Asked = (list(arguments), dict(environment), os.getcwd(), modules)
         try:
             pid = self._ask(pickle.dumps(asked), theirs)
         finally:
@@ -279,6 +315,10 @@ def _serve() -> Callable[[], None] | None:
                 code = os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1])
                 requests.send(str(code).encode())
                 continue
+            for module in asked[3]:
+                with contextlib.suppress(ImportError):  # of which the program itself will say more
+                    importlib.import_module(module)
+            gc.freeze()  # what programs share is neither looked through nor written to in each
             thread_count = len(os.listdir("/proc/self/task"))
             assert thread_count == 1, f"{thread_count} threads, of which a fork would keep one"
             parent_pid = os.getpid()
@@ -299,7 +339,7 @@ def _serve() -> Callable[[], None] | None:
 
 def _become(asked: Asked) -> None:
     """The program, in this process."""
-    arguments, environment, directory = asked
+    arguments, environment, directory, _ = asked
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
@@ -309,6 +349,11 @@ def _become(asked: Asked) -> None:
         sys.path[:] = [directory, *paths, *known]
         sys.argv[:] = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.path[:] = ["", *paths, *known]
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
     else:
         sys.path[:] = [str(Path(arguments[0]).parent), *paths, *known]
         sys.argv[:] = list(arguments)

@@ -190,10 +190,13 @@ class Reader:
                 raise AssertionError(f"nobody knows how to run {step.text!r}")
 
     def _started(self, words: list[str]) -> Program:
-        return self._stack.enter_context(Program(*_arguments(words), environment=self._environment))
+        arguments, is_script = _arguments(words), words[0] == "python"
+        program = Program(*arguments, environment=self._environment, is_forked=is_script)
+        return self._stack.enter_context(program)
 
     def _run(self, name: str, arguments: list[str], **environment: str) -> None:
-        with Program(*arguments, environment=self._environment | environment) as program:
+        variables, is_script = self._environment | environment, arguments[0] != "-m"
+        with Program(*arguments, environment=variables, is_forked=is_script) as program:
             assert program.end(END_TIMEOUT_S) == 0, (name, program.lines, program.log)
         if name in PRINTED:
             printed = "\n".join(program.lines)

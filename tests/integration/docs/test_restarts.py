@@ -101,7 +101,9 @@ def test_a_killed_worker_goes_on(
                 "SHARDWELL_SAME_HOST": "off",  # else messages would not go through the proxies
                 "OMP_NUM_THREADS": "1",
             }
-            return stack.enter_context(Program("program.py", *arguments, environment=environment))
+            return stack.enter_context(
+                Program("program.py", *arguments, environment=environment, is_forked=True)
+            )
 
         for proxy in proxies:
             proxy.slow_down(delay_s=STEP_DELAY_S)

@@ -25,7 +25,8 @@ END_TIMEOUT_S = 250.0
 
 def output_of(*arguments: str, target: str = "") -> list[str]:
     environment = {"SHARDWELL_SHARDS": target} if target else {}
-    with Program(*arguments, environment=environment) as program:
+    is_script = arguments[0] != "-m"
+    with Program(*arguments, environment=environment, is_forked=is_script) as program:
         assert program.end(END_TIMEOUT_S) == 0, program.log
     return program.lines
 
@@ -60,7 +61,7 @@ def test_the_example_of_workers_that_come_and_go() -> None:
     with LocalCluster(2) as cluster, contextlib.ExitStack() as stack:
         environment = {"SHARDWELL_SHARDS": cluster.target}
         workers = [
-            stack.enter_context(Program(program, f"w{n}", environment=environment))
+            stack.enter_context(Program(program, f"w{n}", environment=environment, is_forked=True))
             for n in range(3)
         ]
         assert [worker.end(END_TIMEOUT_S) for worker in workers] == [0] * 3
@@ -105,8 +106,8 @@ def accuracies_of_two(name: str, target: str, **environment: str) -> list[float]
     program = str(ROOT / "examples" / name)
     variables = {"SHARDWELL_SHARDS": target, **environment}
     with (
-        Program(program, "w0", environment=variables) as first,
-        Program(program, "w1", environment=variables) as second,
+        Program(program, "w0", environment=variables, is_forked=True) as first,
+        Program(program, "w1", environment=variables, is_forked=True) as second,
     ):
         assert first.end(END_TIMEOUT_S) == 0, first.log
         assert second.end(END_TIMEOUT_S) == 0, second.log

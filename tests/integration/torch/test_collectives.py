@@ -74,8 +74,8 @@ def test_ddp_trains_through_the_group(cluster, codec, tolerance) -> None:
     running, port = cluster(1), str(free_port())
     rendezvous = running.target
     with (
-        Program("-c", DDP, "0", rendezvous, port, codec) as first,
-        Program("-c", DDP, "1", rendezvous, port, codec) as second,
+        Program("-c", DDP, "0", rendezvous, port, codec, is_forked=True) as first,
+        Program("-c", DDP, "1", rendezvous, port, codec, is_forked=True) as second,
     ):
         assert second.end(150.0) == 0, second.log
         assert first.end(150.0) == 0, first.log

@@ -538,7 +538,7 @@ def work(tmp_path: Path):
     program.write_text(WORKER)
 
     def start(target: str, name: str, crew: str = "elastic") -> Program:
-        return Program(str(program), target, name, crew, stdin=subprocess.PIPE)
+        return Program(str(program), target, name, crew, stdin=subprocess.PIPE, is_forked=True)
 
     return start
 

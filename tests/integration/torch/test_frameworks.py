@@ -10,6 +10,7 @@ bit for bit. Skipped where the frameworks are not installed (`make test-torch` i
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -25,14 +26,19 @@ from harness.programs.commands import Program
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
-accelerate = pytest.importorskip("accelerate", reason="make test-torch installs it")
-lightning = pytest.importorskip("lightning", reason="make test-torch installs it")
-transformers = pytest.importorskip("transformers", reason="make test-torch installs it")
 from sklearn.datasets import load_digits  # noqa: E402
 
 import shardwell.torch  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks, which have many
+MISSING = [
+    name
+    for name in ("accelerate", "lightning", "transformers")
+    if importlib.util.find_spec(name) is None
+]
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of the frameworks, which have many
+    pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them"),
+]
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, BATCH_SIZE = 8, 8
 RATE, MOMENTUM = 0.1, 0.9
@@ -45,6 +51,8 @@ EXAMPLES = [
 
 
 def bert() -> Any:
+    import transformers  # here, as each process that collects tests would take seconds for it
+
     torch.manual_seed(1)
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(
@@ -68,6 +76,8 @@ def schedule_of(optimizer: Any) -> Any:
 def by_trainer(
     make: MakeOptimizer, folder: Path, *, steps: int, precision: str, resumes: bool = False
 ) -> Any:
+    import transformers
+
     model = bert()
     optimizer = make(model)
     arguments = transformers.TrainingArguments(
@@ -100,6 +110,8 @@ def by_trainer(
 def by_accelerate(
     make: MakeOptimizer, folder: Path, *, steps: int, precision: str, resumes: bool = False
 ) -> Any:
+    import accelerate
+
     model = bert()
     accelerator = accelerate.Accelerator(
         cpu=True,
@@ -137,28 +149,28 @@ def by_accelerate(
     return model
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, make: MakeOptimizer) -> None:
-        super().__init__()
-        self.model = bert()
-        self.make = make
-
-    def training_step(self, batch: Any, _: int) -> Any:
-        return self.model(**batch).loss
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        self.model(**batch)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make(self.model)
-        schedule = schedule_of(optimizer)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
 def by_lightning(
     make: MakeOptimizer, folder: Path, *, steps: int, precision: str, resumes: bool = False
 ) -> Any:
-    module = Module(make)
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bert()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.model(**batch).loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.model(**batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = make(self.model)
+            schedule = schedule_of(optimizer)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -304,7 +316,7 @@ def test_a_worker_of_the_docs_is_killed_and_started_again(
 
     def started(running: Any, worker_id: str) -> Program:
         environment = {"SHARDWELL_SHARDS": running.target, "OMP_NUM_THREADS": "1"}
-        return Program(file, worker_id, environment=environment)
+        return Program(file, worker_id, environment=environment, is_forked=True)
 
     clusters = [cluster(2, chunk_size_bytes=1024) for _ in range(2)]
     clients = [connect(running, "reader") for running in clusters]

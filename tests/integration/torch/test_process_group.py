@@ -314,6 +314,7 @@ def programs(text: str, size: int) -> list[Program]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
+            is_forked=True,
         )
         for rank in range(size)
     ]
