@@ -144,8 +144,8 @@ _LATER = {
     "merge_updates": "training.batches",
     "split_batch": "training.batches",
 }
-"""Where what is above for type checkers alone is. It is imported when it is asked for: whoever
-trains with shards needs none of it, and it is a tenth of what an import takes."""
+"""The modules of the names that type checkers alone see above. They are imported on first use:
+training with shards needs none of them, and they are a tenth of what an import takes."""
 
 __all__ = [
     "FTRL",

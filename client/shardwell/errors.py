@@ -111,7 +111,7 @@ class UnknownTableError(ShardwellError):
 
 
 class NotInitializedError(ShardwellError):
-    """Nobody has given the parameter its first weights yet."""
+    """No worker has given the parameter its first weights yet."""
 
     retryable = True
 
@@ -152,7 +152,7 @@ class WorkerIdInUseError(ShardwellError):
 
 
 class MembersAliveError(ShardwellError):
-    """What is to be deleted has workers that are connected; nothing was deleted.
+    """The parameter or table to delete has connected workers; nothing was deleted.
 
     The message names their processes; `member_worker_ids` are those that the shards know, of very
     many the first. `delete(force=True)` deletes it all the same.

@@ -15,9 +15,9 @@ class Traffic:
         self.received_bytes = 0
         """Messages of weights and rows."""
         self.sent_value_bytes = 0
-        """What was sent, as float32."""
+        """Bytes of the sent values as float32."""
         self.received_value_bytes = 0
-        """What was received, as float32."""
+        """Bytes of the received values as float32."""
         self.shared_bytes = 0
         """What of the bytes sent and received went through memory that is shared with shards or
         ranks of this machine, instead of over the network."""

@@ -1,9 +1,9 @@
 """Takes a checkpoint of a cluster: each parameter and table at one version, while training goes on.
 
-Of each, all shards begin a snapshot at one version (consistent_version.py). What has begun
-everywhere can be read at leisure: a parameter's slices in pieces of 1 MiB, each into its file. Rows
-of a table come in no order and nobody knows how many there will be, so a shard's are gathered until
-they fill a file.
+Of each, all shards begin a snapshot at one version (consistent_version.py). A snapshot that has
+begun everywhere can be read at leisure: a parameter's slices in pieces of 1 MiB, each into its
+file. Rows of a table come in no order and in unknown number, so a shard's are gathered until they
+fill a file.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         spec: What it is.
         channels: The shards that have some of it.
         newest_version: Asks for the newest version of any of it.
-        directory: Of the checkpoint.
+        directory: The checkpoint's directory.
         number: Its place there.
         traffic: Counts what comes.
-        attempts: Of the call that it is part of.
+        attempts: Attempts of the call that it is part of.
     """
 
     _kind: ClassVar[str]
@@ -169,7 +169,7 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
 
         Args:
             channel: The shard.
-            version: That was asked for.
+            version: The version that was asked for.
             message: The first answer; None: there is none.
             read: The next one; None at the end.
         """

@@ -14,7 +14,8 @@ from shardwell.errors import LimitError, StepOrderError, WorkersMissingError
 from shardwell.rpc.retry import Attempts
 
 _FIRST_WAIT_S = 1.0
-"""How long a version that nobody may ever reach is waited for; doubled each time."""
+"""How long the first wait for a version lasts, which training may never reach; doubled each
+time."""
 _LIMIT_PAUSE_S = 0.25
 _AHEAD_MAX = 2**20
 
@@ -42,7 +43,7 @@ def at_one_version(
         attempt: Takes a version, and how long it may be waited for.
         newest_version: Asks all shards.
         remaining_s: Until the deadline; raises DeadlineError when it has passed.
-        attempts: Of the call.
+        attempts: Attempts of the call.
 
     Raises:
         WorkersMissingError: some of the newest version waits for workers; names them.
@@ -56,7 +57,7 @@ def at_one_version(
             return attempt(version, min(wait_s, left_s / 2) if ahead else left_s)
         except StepOrderError:  # too late
             ahead, later = later, min(2 * later, _AHEAD_MAX)
-        except WorkersMissingError:  # perhaps too early: nobody trains any more
+        except WorkersMissingError:  # perhaps too early: training has ended
             if not ahead:
                 raise
             ahead, wait_s = 0, 2 * wait_s

@@ -3,7 +3,7 @@
 Such a directory has one name, `PATH.partial`: what a process that was killed left there is taken
 over by the next one that makes the same thing. A lock on it keeps two from making it at once. A
 mark in it, which comes first and goes last, tells it from a directory of the user's, which is
-refused and stays as it is; an empty directory is anybody's.
+refused and stays as it is; an empty directory may be taken.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _check_free(path: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(partial: Path) -> Iterator[int]:
-    """Makes a directory, or takes over one that nobody uses any more; a lock keeps others away.
+    """Makes a directory, or takes over one left by a dead process; a lock keeps others away.
 
     Gives a descriptor of it; a mark is in it.
     """
@@ -134,7 +134,7 @@ def _lock(directory: int, partial: Path) -> None:
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
             raise ArgumentError(f"{partial} is being written by another process") from None
-        # File systems without locks: whoever uses one must not make a directory twice at once.
+        # On file systems without locks, callers must not make a directory twice at once.
 
 
 def _mark(partial: Path) -> None:

@@ -83,7 +83,7 @@ def give_name(made: Path, path: Path) -> None:
         StorageError: it can't be.
     """
     try:
-        os.link(made, path)  # not a rename, which would replace what is there by now
+        os.link(made, path)  # not a rename, which would replace a file made meanwhile
         sync_directory(path.parent)
     except FileExistsError:
         raise ArgumentError(f"{path} exists already; remove it, or give another name") from None
@@ -110,7 +110,7 @@ def write_export(entry: CheckpointTable, directory: Path, path: Path) -> None:
         path: The export.
 
     Raises:
-        StorageError: a file can't be read or written; a row is there twice.
+        StorageError: a file can't be read or written; a row occurs twice.
         ArgumentError: `path` exists by now.
     """
     made = directory / path.name
@@ -137,7 +137,7 @@ def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:
     ids.sort()
     if (ids[1:] == ids[:-1]).any():
         twice = ids[1:][ids[1:] == ids[:-1]][0]
-        raise StorageError(f"table {entry.name!r}: row id {twice} is there twice")
+        raise StorageError(f"table {entry.name!r}: row id {twice} occurs twice")
     n, dim = ids.size, entry.spec.dim
     tensors = {"ids": ("I64", [n]), "rows": ("F32", [n, dim])}
     head, offsets = layout_of(tensors, {"format": "shardwell-export"})

@@ -266,7 +266,7 @@ class Checkpoint:
                     pass
 
     def _present(self, file: SliceFile | RowsFile) -> Path:
-        """The path of a file, which is there, as large as it was."""
+        """The path of a file, once it is known to exist with its size."""
         path = self.path / file.path
         try:
             found = os.stat(path)

@@ -184,7 +184,7 @@ def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
     for entries, what in ((parameters, "parameter"), (tables, "table")):
         names = [entry.name for entry in entries]
         if len(set(names)) != len(names):
-            raise ArgumentError(f"a {what} is there twice in {names}")
+            raise ArgumentError(f"a {what} occurs twice in {names}")
     return Checkpoint(
         path=path,
         cluster_id=check_name("cluster_id", fields["cluster_id"]),

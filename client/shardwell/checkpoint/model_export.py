@@ -24,7 +24,7 @@ _BLOCK_ELEMENT_COUNT = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelExport:
-    """What was written to a file."""
+    """The contents of an exported file."""
 
     name: str
     """Of the parameter, or of the family whose fragments it has."""
@@ -51,10 +51,10 @@ def export_checkpoint(
         path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
         target: The file, which ends in .safetensors. Must not exist; it appears when it is
             complete. Beside it there must be room for it.
-        parameter: Which, or which family; default: the only one.
+        parameter: Name of the parameter or family; default: the only one.
 
     Returns:
-        What was exported.
+        The contents of the file.
 
     Raises:
         ArgumentError: `target` exists or ends otherwise, or there is no such parameter.

@@ -107,7 +107,7 @@ def _remove(gone: Path, checkpoint: Checkpoint) -> None:
             if directory.exists():
                 directory.rmdir()
         (gone / MARK_NAME).unlink(missing_ok=True)
-        sync_directory(gone)  # so that the manifest is there as long as anything else is
+        sync_directory(gone)  # so that the manifest goes last
         (gone / MANIFEST_NAME).unlink()
         gone.rmdir()
     except OSError as error:

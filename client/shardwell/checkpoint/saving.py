@@ -80,7 +80,7 @@ class Checkpointing:
         *,
         keep: int | None = None,
     ) -> Checkpoint:
-        """See `Client.save_checkpoint`."""
+        """Saves a checkpoint, as `Client.save_checkpoint` says."""
         parameters, tables = _chosen(parameters, tables)
         target = Path(os.path.abspath(local_path(path)))
         steps = StepPaths.of(target)
@@ -164,7 +164,7 @@ class Checkpointing:
         parameters: Sequence[str] | None = None,
         tables: Sequence[str] | None = None,
     ) -> Checkpoint:
-        """See `Client.restore_checkpoint`."""
+        """Restores a checkpoint, as `Client.restore_checkpoint` says."""
         parameters, tables = _chosen(parameters, tables)
         checkpoint = inspect_checkpoint(path, verify=True)
         selected = checkpoint.select(parameters)
@@ -181,7 +181,7 @@ class Checkpointing:
     # Tables alone.
 
     def export_table(self, name: str, path: str | os.PathLike[str]) -> TableExport:
-        """See `Client.export_table`."""
+        """Exports a table, as `Client.export_table` says."""
         return self._tables.export(name, Path(os.path.abspath(local_path(path))))
 
     def _check_free(
@@ -274,7 +274,7 @@ def _size_bytes(entry: CheckpointParameter) -> int:
 def _specs(
     statuses: Sequence[pb.GetStatusResponse], names: Sequence[str] | None
 ) -> list[ParameterSpec]:
-    """What is to be saved: by default all that shard 0 has first weights of, by name.
+    """The parameters to save: by default all that shard 0 has first weights of, by name.
 
     The name of a family is that of all its fragments.
 

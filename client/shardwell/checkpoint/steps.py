@@ -1,6 +1,6 @@
 """Checkpoints of one training side by side, each named for its step: "ckpt/{step}".
 
-A name with `{step}` stands for all of them: saving gives the new one its place, reading takes the
+A name with `{step}` means all of them: saving gives the new one its place, reading takes the
 newest that is whole.
 """
 
@@ -47,7 +47,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
 
 
 class StepPaths:
-    """All checkpoints that a path with `{step}` stands for.
+    """All checkpoints that match a path with `{step}`.
 
     Raises:
         ArgumentError: `{step}` is not once in the last part of the path.
@@ -91,7 +91,7 @@ class StepPaths:
             raise file_error(self._path.parent, error, "reading it") from None
 
     def newest(self, *, verify: bool = False) -> Checkpoint:
-        """The newest one that can be used; others are told in the log.
+        """The newest usable checkpoint; the log names newer ones that are damaged.
 
         Args:
             verify: Whether all files are read, too.
@@ -110,12 +110,12 @@ class StepPaths:
         raise StorageError(f"there is no checkpoint that can be used at {self._path}{why}")
 
     def make_way(self, made: Checkpoint) -> Checkpoint | None:
-        """Before a checkpoint gets its place: the one that is there already, if it is the same.
+        """Frees the path of a new checkpoint; returns the one that has it, if it is the same.
 
         Another checkpoint of the same step is removed, whether or not its files are whole.
 
         Raises:
-            StorageError: something is there that no save made, or it can't be removed.
+            StorageError: the path has something that no save made, or it can't be removed.
         """
         if not os.path.lexists(made.path):
             return None
@@ -153,7 +153,7 @@ class StepPaths:
                     read_checkpoint(self.at(step))
                     whole_count += 1
                 except StorageError:
-                    continue  # newer than what is kept: somebody may want to look at it
+                    continue  # newer than what is kept: a user may want to look at it
         except StorageError as error:
             _LOG.warning("old checkpoints were not removed: %s", error.message)
 

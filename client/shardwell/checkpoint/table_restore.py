@@ -1,10 +1,10 @@
 """Puts a table of a checkpoint into a cluster of any number of shards.
 
 The files are read once, block by block, and each row goes to the stream of its shard. All shards
-have begun, and refuse gradients, before any is told to finish; none is told before all have been
-sent everything. When a shard fails, or whoever restored does, it is done again by whoever comes: on
-the shards that had not finished, if the others have finished this checkpoint, where workers may
-have gone on meanwhile; else on all, which take it as long as no gradient was counted.
+have begun, and refuse gradients, before the first finishes; the first finishes after all have all
+rows. When a shard or the restoring client fails, any client restores again: on the shards that had
+not finished, if the others have finished this checkpoint, where workers may have gone on meanwhile;
+else on all, which take it as long as no gradient was counted.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 _WAITING_COUNT_MAX = 4
 """Messages of up to 1 MiB that wait for a shard."""
 _LOOK_S = 0.2
-"""How often somebody who waits for a shard looks whether one has failed."""
+"""How often a thread that waits for a shard looks whether one has failed."""
 
 
 class TableRestore:
     """One table's, from files into all shards, on which it was created.
 
     Args:
-        path: Of the checkpoint.
+        path: The checkpoint's directory.
         entry: The table.
-        channels: Of the shards, in order.
-        worker_id: Whose call it is.
-        incarnation: Of the table; see OpenTableResponse.
+        channels: Channels of the shards, in order.
+        worker_id: The worker that restores.
+        incarnation: Incarnation of the table; see OpenTableResponse.
         status: Asks a shard what it has of the table.
         traffic: Counts it.
-        attempts: Of the call.
+        attempts: Attempts of the call.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class TableCheckpointing:
         return entries
 
     def export(self, name: str, path: Path) -> TableExport:
-        """See `Client.export_table`."""
+        """Exports a table, as `Client.export_table` says."""
         check_target(path)
         with working_directory(path) as partial:
             (entry,) = self.save(partial, [name], first_number=1)

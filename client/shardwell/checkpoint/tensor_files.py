@@ -46,7 +46,7 @@ _DATA_ALIGNMENT_BYTES = 64
 
 
 def file_error(path: Path, error: OSError, doing: str) -> StorageError:
-    """What a caller is told of a failed call of the system."""
+    """The error for a failed call of the operating system."""
     return StorageError(
         f"{path}: {doing} failed: {error.strerror}; check the disk's space and the permissions"
     )
@@ -160,7 +160,7 @@ class SliceWriter(TensorsWriter):
 
     Args:
         path: See TensorsWriter.
-        names: Of the tensors.
+        names: Names of the tensors.
         size: Elements of each.
         metadata: See TensorsWriter.
     """

@@ -53,7 +53,7 @@ class TokenFile:
         return f"TokenFile({self.path!r})"
 
     def authorization(self) -> str:
-        """What a call brings: the token that is there now, or else the last that was."""
+        """The metadata of a call: the token that the file has now, or else the last one."""
         return BEARER + self._file.now()
 
     def _read(self) -> str:
@@ -150,7 +150,7 @@ def insecure_setting(is_insecure: bool | None) -> bool:
 
 
 class SameToken:
-    """Lets in whoever brings this process's own token. Any thread may use it."""
+    """Lets in callers that bring this process's own token. Any thread may use it."""
 
     def __init__(self, token: TokenFile) -> None:
         self._token = token
@@ -184,7 +184,7 @@ def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str 
 
 
 def no_token() -> AuthenticationError:
-    """Whoever answers takes no calls without a token."""
+    """The refusal of a call without a token."""
     return AuthenticationError(
         f"a token is needed: give token_file=, or set ${TOKEN_FILE_VARIABLE}"
     )

@@ -165,7 +165,7 @@ def from_rpc_error(
     table: str | None = None,
     role: str | None = None,
 ) -> errors.ShardwellError:
-    """The exception that a failed call stands for.
+    """Returns the Shardwell error of a failed call.
 
     A Shardwell server says with every error which of ours it is. A status that does not, of
     whatever code, is gRPC's own, and tells of the connection: bytes that were damaged or lost on
@@ -173,11 +173,11 @@ def from_rpc_error(
 
     Args:
         error: What gRPC raised; it is a call with a status.
-        shard_index: Which shard was called; None: something else was.
+        shard_index: Index of the shard that was called; None: no shard was.
         address: Where, for the message.
         parameter: On behalf of which parameter.
         table: On behalf of which table.
-        role: What was called, for the message, if not "shard I".
+        role: Name of the server in the message, if not "shard I".
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)

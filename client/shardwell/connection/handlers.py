@@ -1,6 +1,6 @@
-"""How the handlers of a service end: with an answer, or with the status that stands for an error.
+"""How the handlers of a service end: with an answer, or with the status of an error.
 
-Whatever a handler raises reaches the caller as one of Shardwell's errors; what is none of them is a
+Whatever a handler raises reaches the caller as one of Shardwell's errors; any other exception is a
 defect, and is logged.
 """
 
@@ -27,9 +27,9 @@ class Handlers:
     """Makes handlers of one service. Any thread may use it and them.
 
     Args:
-        logger: Where refusals and defects are told.
-        shard_index: Which shard answers, for the errors; None: no shard does.
-        place: Whose log has the details of a defect, for the caller.
+        logger: The logger of refusals and defects.
+        shard_index: Index of the shard that answers, for the errors; None: no shard does.
+        place: Name of the process whose log has the details of a defect, for the caller.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Handlers:
         return handle
 
     def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
-        """Ends a call with the status that stands for `error`."""
+        """Ends a call with the status of `error`."""
         if not context.is_active():
             context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
         status = status_of(
@@ -94,7 +94,7 @@ class Handlers:
 def status_of(
     error: Exception, logger: logging.Logger, *, shard_index: int | None, place: str, peer: str
 ) -> Status:
-    """The status that stands for an error, which is logged with the caller's address, `peer`."""
+    """Returns the status of an error, and logs it with the caller's address, `peer`."""
     if isinstance(error, MemoryError):
         error = LimitError(f"the {place} has no memory left for this call; give it more")
     if not isinstance(error, ShardwellError):

@@ -1,4 +1,4 @@
-"""How connections behave, whoever is called: when a dead one is noticed, and a new one is tried."""
+"""How all connections behave: when a dead one is noticed, and a new one is tried."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ PROXY_VARIABLE = "SHARDWELL_USE_PROXY"
 """1: connections with TLS go through what $https_proxy or $grpc_proxy names."""
 _FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 _HANDSHAKE_S = 10.0
-"""How long whoever connects may take until the two sides speak."""
+"""How long a handshake may take, from connecting until the two sides speak."""
 _CONNECTION_END_S = 30.0
 """How long calls go on over a connection that has reached its age."""
 KEEPALIVE_S = 30.0
-"""After how long a server notices that a client vanished, unless it is told another time."""
+"""The default of how long a server takes to notice that a client vanished."""
 
 
 def server_options(

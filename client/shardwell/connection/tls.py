@@ -102,7 +102,7 @@ class TlsFiles:
         self._files = ChangingFiles(paths, partial(_read, tls), _LOG)
 
     def contents(self) -> Contents:
-        """What is to be used now: the same object as long as nothing has changed."""
+        """The current contents of the files: the same object as long as nothing has changed."""
         return self._files.now()
 
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
@@ -117,7 +117,7 @@ class TlsFiles:
         """
         if self.tls.cert is None:
             raise ArgumentError(
-                "whoever listens needs a certificate and its key: give both, or set "
+                "a server needs a certificate and its key: give both, or set "
                 f"${CERT_VARIABLE} and ${KEY_VARIABLE}"
             )
         used = [self._files.last]
@@ -164,7 +164,7 @@ def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float
         timeout_s: Bound of all that; without time, nothing is looked at.
 
     Raises:
-        AuthenticationError: a server is there, and the two sides will not come together.
+        AuthenticationError: a server answers, and the two sides will not come together.
     """
     call = current_call()
     look_s = min(_LOOK_S, timeout_s / 6)
@@ -220,7 +220,7 @@ def _distrust(address: str, files: TlsFiles | None, look_s: float) -> str | None
             f"{name!r} that {_shown(tls.ca) if tls.ca else 'a public authority'} vouches for"
         )
     except ssl.SSLError as error:
-        return _told_by_alert(tls, error.reason or "")
+        return _reason_of_alert(tls, error.reason or "")
     except OSError:
         return None
     return None
@@ -232,7 +232,7 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _told_by_alert(tls: Tls | None, reason: str) -> str | None:
+def _reason_of_alert(tls: Tls | None, reason: str) -> str | None:
     """The same, where TLS itself says it."""
     if tls is None:
         return None

@@ -1,7 +1,7 @@
 """Calls, made ready to be announced: what callers pass is checked here.
 
-What is wrong with a call is announced with it, because the other ranks wait for this one: so all
-fail with the same error, at once.
+A problem with a call is announced with it, because the other ranks wait for this one: so all fail
+with the same error, at once.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Started(Protocol):
 
     @property
     def array(self) -> Float32:
-        """What is reduced."""
+        """The caller's array, which is reduced."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """See `Call`."""
+        """Offset and length of the values in the caller's array."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """See `Call`."""
+        """The ranks that take part."""
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """See `Call`."""
+        """By rank, whether it has the group's state."""
 
 
 class CallMaker:
@@ -144,10 +144,10 @@ class CallMaker:
                 if not self._allow_non_finite:
                     self._look(call, call.plan)
         except ShardwellError as error:
-            told = error
+            announced = error
             if not isinstance(error, NonFiniteError):
-                told = CollectiveMismatchError(error.message)
-            announcement.problem.CopyFrom(failure_of(told))
+                announced = CollectiveMismatchError(error.message)
+            announcement.problem.CopyFrom(failure_of(announced))
         return call
 
     def state(self, *, has_state: bool, timeout_s: float | None) -> Call:

@@ -83,22 +83,22 @@ class PendingCall:
 
     @property
     def array(self) -> Float32:
-        """See `Call`."""
+        """The caller's array."""
         return self.made.array
 
     @property
     def place(self) -> tuple[int, int]:
-        """See `Call`."""
+        """The same of `made`."""
         return self.made.place
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """See `Call`."""
+        """The ranks that take part."""
         return self.made.ranks
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """See `Call`."""
+        """By rank, whether it has the group's state."""
         return self.made.have_state
 
     def restore(self) -> None:
@@ -126,7 +126,7 @@ class ElasticGroup(Group):
         self._pending: dict[int, PendingCall] = {}
         """By identity, in the order in which they were called."""
         self._standings: dict[int, Counts] = {}
-        """What is known of generations, for members that do not know it yet."""
+        """Counts by generation, for members that have not received them yet."""
         self._is_stateful = False
         self._is_expelled = False
         """Whether the others went on without this member."""

@@ -68,7 +68,7 @@ class Call:
     """One call of this rank."""
 
     announcement: pb.CollectiveCall
-    """What rank 0 is told."""
+    """The message to rank 0."""
     operation: Operation | None
     """None: a barrier, or a join."""
     array: Float32
@@ -186,7 +186,7 @@ class Engine:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             if not call.result.set_running_or_notify_cancel():
-                # The others count on this rank: it takes part, and nobody looks at the result.
+                # The others count on this rank: it takes part, and its result is dropped.
                 call.result = Future()
             try:
                 call.result.set_result(self._made(call))
@@ -231,8 +231,8 @@ class Engine:
                 ended = self._mailbox.await_end(0.0)
                 raise error if ended is None else ended() from None
             except Exception as error:
-                told = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
-                failed = InternalError(told, rank=self._rank)
+                message = f"rank {self._rank} failed in {_name(call)}: {error!r:.300}"
+                failed = InternalError(message, rank=self._rank)
                 raise self._given_up(failed, deadline_s) from error
         if self.is_elastic:
             self._await_others(call)
@@ -268,7 +268,7 @@ class Engine:
         self._note(call, Progress.ENDED)
 
     def _given_up(self, error: ShardwellError, deadline_s: float) -> ShardwellError:
-        """Ends the generation for all because of an error of this rank; what all are told."""
+        """Ends the generation for all because of this rank's error; returns all ranks' error."""
         self._agreement.give_up(failure_of(error))
         rest_s = max(deadline_s - time.monotonic(), 0.0)
         ended = self._mailbox.await_end(min(rest_s, _ENDING_S))

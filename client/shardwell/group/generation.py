@@ -3,7 +3,8 @@
     ready --a member is lost, or gives up--> over        all calls fail with the same error
     ready --close--> leaving --all is sent--> over       calls that were made are finished
 
-Whoever learns first that a rank is lost tells rank 0, which tells all: so that all name the same.
+The rank that first notices a loss reports it to rank 0, which reports it to all: so all name the
+same rank.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class Generation:
         self._agreement.give_up(failure_of(error))
 
     def end_for_all(self, failure: pb.Failure) -> None:
-        """Ends the generation here, and for all members who can be told."""
+        """Ends the generation here, and for all members that can be reached."""
         self._agreement.give_up(failure)
         self.end(failure)
 
@@ -252,8 +253,8 @@ class Generation:
             self._closing = True
         deadline_s = time.monotonic() + telling_s
         self._agreement.give_up(failure)
-        # Until rank 0 has told all: else they would find this rank's streams at their end, and
-        # take it for dead.
+        # Until rank 0 has reported it to all: else they would find this rank's streams at their
+        # end, and take it for dead.
         self._mailbox.await_end(telling_s)
         self.end(failure)
         self.engine.close()
@@ -329,7 +330,7 @@ class Generation:
         """
         with self._lock:
             link = self._outgoing.get(rank)
-            if link is None:  # what was sent before this rank closes is there for who is late
+            if link is None:  # a late rank still receives what was sent before
                 self._check_links()
                 link = self._outgoing[rank] = Outgoing(
                     self._traffic, lambda what: self._link_failed(rank, what)
@@ -365,7 +366,7 @@ class Generation:
     def _link_failed(self, rank: int, what: str) -> None:
         """Rank 0 decides which rank is lost, and tells all, this one included.
 
-        It may have told so already: its word comes over gRPC, which is slower than a socket's end.
+        Its report may be on its way: it comes over gRPC, which is slower than a socket's end.
         """
 
         def give_up() -> None:

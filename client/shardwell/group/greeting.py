@@ -1,8 +1,8 @@
 """Whether a worker reaches all other members of a generation that is being formed.
 
 A busy machine answers late, and that says nothing about the way to it: a member counts as
-unreachable when it certainly is (nobody listens at its address, or somebody else does), and else
-only when the worker that greets it has no time left.
+unreachable when its address certainly is not its own (no process listens there, or another member
+does), and else only when the worker that greets it has no time left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THREAD_COUNT_MAX = 16
 _PAUSE_S_MAX = 1.0
 """The longest pause before a member that did not answer is greeted again."""
 _PROBE_S = 1.0
-"""How long is looked whether anybody listens at an address."""
+"""How long a probe waits for a process to listen at an address."""
 _REASON_LENGTH_MAX = 200
 
 
@@ -37,7 +37,7 @@ class Greeting:
     Args:
         group: Name of the group.
         own_id: The member_id of the worker that greets.
-        members: Of the generation, by rank; the worker itself among them.
+        members: Members of the generation, by rank; the worker itself among them.
         deadline_s: When to give up, by `time.monotonic`.
         tls: What connections are made with; None: no TLS.
     """

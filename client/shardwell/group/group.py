@@ -279,7 +279,7 @@ class Group(Connected):
         """Fills the array with the segment of each rank, in place. Blocks.
 
         Rank r contributes `segment(array)`; an array of shape (size, ...) has row r as rank r's.
-        While ranks are in `join` it fails for all: nobody has their segments.
+        While ranks are in `join` it fails for all: their segments are missing.
         With a codec that rounds, a rank's own segment is rounded too. See `all_reduce`.
         """
         options = CallOptions(codec=codec, timeout_s=timeout_s)
@@ -410,7 +410,7 @@ class Group(Connected):
         Calls of an elastic group do it by themselves.
 
         Needs the meeting place: where rank 0 serves that (a list of addresses, torchrun), and rank
-        0 is lost, start the job again. All members that live must call it; if nobody is lost, the
+        0 is lost, start the job again. All members that live must call it; if no rank is lost, the
         others' calls fail and tell them to. Calls that are under way fail. Ranks close up: the
         order of those that live stays, a replacement has the rank that it asked for, or a free one
         where that is another's by now, and gaps are gone. Blocks until the new generation is ready.
@@ -452,12 +452,12 @@ class Group(Connected):
 
     def _abort(self, error: BaseException) -> None:
         """Leaves at once, and tells the others why."""
-        told = WorkerLostError(
+        failed = WorkerLostError(
             f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
         )
 
         def leave() -> None:
-            self._generation.abort(failure_of(told))
+            self._generation.abort(failure_of(failed))
             self._membership.close()
 
         self._leave(leave)
@@ -559,8 +559,8 @@ class _CallsUnderWay:
         """Gives a call to the generation's engine. Blocks while too many are under way.
 
         Args:
-            call: Its place is taken until its result is there.
-            generation: Whose ranks make it.
+            call: The call, which occupies a slot until its result has arrived.
+            generation: The generation whose ranks make the call.
             waits: Whether the caller waits for its result.
 
         Raises:

@@ -1,8 +1,8 @@
 """What comes over Unix sockets: the engine reads it while it moves chunks, and a thread between.
 
-While the engine computes, nobody waits for a socket: so what is sent to it wakes nobody, and takes
-no turn of the processor from whoever sends. Between calls, a thread reads, so that a rank that
-leaves is noticed. Whoever reads holds a lock, and never waits while it does.
+While the engine computes, no thread waits for a socket: so a message to it wakes no thread, and
+takes no turn of the processor from the sender. Between calls, a thread reads, so that a rank that
+leaves is noticed. The reader holds a lock, and never waits while it does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 IS_SUPPORTED = hasattr(os, "eventfd") and hasattr(select, "poll")
 _LINGER_S = 0.05
-"""After a call, nobody reads for so long: the next call is often there by then."""
+"""How long after a call no thread reads: the next call has often begun by then."""
 
 
 class Source(Protocol):
@@ -35,7 +35,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.is_taken = False
-        """Whether the engine reads, and nobody else."""
+        """Whether the engine reads, and no other thread."""
         self._sources: dict[int, Source] = {}
         """By descriptor."""
         self._paused: dict[int, Source] = {}
@@ -89,7 +89,7 @@ class Inbox:
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Within it, nobody but the engine reads, if it was open before."""
+        """Within it, only the engine reads, if the inbox was open before."""
         self.is_taken = bool(self._files)
         if self.is_taken:
             self._wake(1)

@@ -88,8 +88,8 @@ def join_group(
     in the environment: see `shardwell.group.launch.environment`.
 
     Args:
-        name: Of the group; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's job,
-            or "default".
+        name: The group's name; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's
+            job, or "default".
         rank: This worker's 0-based place. In an elastic group a wish, which need not be given.
         size: Number of workers, 1 to 256; the largest number in an elastic group.
         strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`; or its spelling, such as
@@ -116,10 +116,11 @@ def join_group(
             believes of the others and of the meeting place; members listen and call, so all three
             are needed. Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and
             $SHARDWELL_TLS_KEY name, and no TLS where none is set. False: no TLS.
-        token_file: Path of a file with this worker's token, for a meeting place that lets nobody in
-            without one; see `shardwell.connect`. A worker that serves the meeting place itself
-            lets in whoever brings the same token as its own. Default: $SHARDWELL_TOKEN_FILE.
-        insecure: Listen without TLS where other machines reach this one, so that whoever shares
+        token_file: Path of a file with this worker's token, for a meeting place that refuses
+            workers without one; see `shardwell.connect`. A worker that serves the meeting place
+            itself lets in workers that bring the same token as its own. Default:
+            $SHARDWELL_TOKEN_FILE.
+        insecure: Listen without TLS where other machines reach this one, so that anyone who shares
             the network may read and change what the group sums. Default: whether
             $SHARDWELL_INSECURE is 1; else that is refused.
         threads: Threads that a call may use for chunks beside each other: see `shardwell.connect`.
@@ -128,7 +129,7 @@ def join_group(
             on all ranks. The group begins when `size` workers have come, or when `min_size` have
             and `lease_s` has passed. A worker that comes later comes in at the members' next call,
             and this function returns then. The meeting place should outlive members: a shard.
-        min_size: Of an elastic group: with fewer members, calls wait for others, until their
+        min_size: Elastic groups only: with fewer members, calls wait for others, until their
             deadlines.
 
     Raises:
@@ -142,7 +143,7 @@ def join_group(
         GroupMismatchError: the group has another size, strategy, codec or allow_non_finite.
         RankTakenError: another worker has the rank, and lives.
         WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
-        ShardUnavailableError: nobody answers at the meeting place.
+        ShardUnavailableError: no server answers at the meeting place.
     """
     arguments = _arguments(name, rank, size, rendezvous, listen, elastic=elastic)
     min_size = check_integer("min_size", min_size, 1, arguments.size)
@@ -178,10 +179,11 @@ def join_group(
     files = credentials.tls
     if files is None and not (is_loopback(arguments.listen) or insecure_setting(insecure)):
         raise ArgumentError(
-            f"this worker would listen on {arguments.listen} without TLS, so that whoever reaches "
-            "it may read and change what the group sums: give tls=shardwell.Tls(ca=, cert=, key=), "
-            f"which `shardwell certs` makes; or insecure=True, or set ${INSECURE_VARIABLE}=1, if "
-            "nobody else is on that network"
+            f"this worker would listen on {arguments.listen} without TLS, so that anyone who "
+            "reaches it may read and change what the group sums: give tls=shardwell.Tls(ca=, "
+            "cert=, key=), which `shardwell certs` makes; or insecure=True, or set "
+            f"${INSECURE_VARIABLE}=1, if "
+            "that network is yours alone"
         )
     if files is not None and (files.tls.ca is None or files.tls.cert is None):
         raise ArgumentError(
@@ -205,7 +207,7 @@ def join_group(
         )
         try:
             membership.join(join_timeout_s)
-            # Made here, so that one which comes to nobody, after Ctrl-C, leaves by itself.
+            # Made here, so that a group which a Ctrl-C keeps from the caller leaves by itself.
             make = partial(ElasticGroup, min_size=min_size) if elastic else Group
             group = make(
                 arguments.name,
@@ -259,7 +261,7 @@ def _arguments(
     *,
     elastic: bool,
 ) -> _Arguments:
-    """What was given, and for the rest what the launcher says.
+    """The caller's arguments, and for the rest those of the launcher.
 
     Raises:
         ArgumentError: it can't be used, or is not enough.
@@ -453,7 +455,7 @@ class _Membership:
         """See `Membership` in generation.py."""
         self._end_lease()
         if self._has_joined:  # a join that fails has left
-            with contextlib.suppress(ShardwellError):  # where nobody answers, nobody need be told
+            with contextlib.suppress(ShardwellError):  # without an answer, no server needs to know
                 self._rendezvous.leave(self._spec.name, self._member.member_id)
         self._rendezvous.close()
         self._server.close()
@@ -486,7 +488,7 @@ class _Membership:
                     generation.end_for_all(rebuilding(member.rank))
                 elif member.expired:
                     generation.end_for_all(expired(member.rank, member.reason))
-                elif not member.left:  # who left has told rank 0, in order with its calls
+                elif not member.left:  # a leaving rank notifies rank 0, in order with its calls
                     generation.end_for_all(lost(member.rank, f"is gone: {member.reason}"))
 
         renewal = group_pb2.RenewLeaseRequest(

@@ -106,7 +106,7 @@ class Mailbox:
             return self._standings
 
     def end(self, make_error: MakeError, *, lets_finish: bool = False) -> None:
-        """Ends all waits with an error; the first of several stands.
+        """Ends all waits with an error; of several errors the first one counts.
 
         Args:
             make_error: Makes a new one for each wait.
@@ -182,7 +182,7 @@ class Mailbox:
     def _next(
         self, arrivals: queue.SimpleQueue[Arrival | None], timeout_s: float
     ) -> Arrival | None:
-        """What is next in a queue; None: the end, or nothing in time."""
+        """Takes the next arrival of a queue; None: the end, or nothing in time."""
         try:
             if not self.inbox.is_taken:
                 return arrivals.get(timeout=max(timeout_s, 0.0))

@@ -41,7 +41,7 @@ def on_host(
     """What a function of NumPy arrays returns, as JAX's arrays, inside `jit` and outside.
 
     Args:
-        function: Takes the operands, on the host, and returns arrays that nobody writes again.
+        function: Takes the operands, on the host, and returns arrays that no code changes again.
         results: What they look like.
         operands: Arrays on any device; of the function's, all are fetched at once.
     """
@@ -93,8 +93,8 @@ def named_errors() -> Iterator[None]:
 def _raised_as(text: str) -> BaseException | None:
     """The last error of a callback that a text tells of."""
     for error in reversed(_raised):
-        told = str(error)
-        if (f"{type(error).__name__}: {told}" if told else type(error).__name__) in text:
+        said = str(error)
+        if (f"{type(error).__name__}: {said}" if said else type(error).__name__) in text:
             return copy.copy(error)
     return None
 

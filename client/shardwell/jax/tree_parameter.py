@@ -57,7 +57,7 @@ class TreeParameter(Connected):
 
     Args:
         client: Made by `shardwell.connect`. It stays the caller's to close.
-        name: Of the parameter on the cluster.
+        name: Name of the parameter on the cluster.
         weights: First weights, of which the first worker's count, and what the tree looks like:
             floating point arrays. A worker that starts again goes on with the cluster's. Of a flax
             `nnx.State` the Params are trained and returned, as `nnx.grad` and `nnx.update` have
@@ -266,7 +266,7 @@ class TreeParameter(Connected):
         return TensorViews(self.parameter.spec.layout, flat)
 
     def _arrays(self, weights: NamedArrays) -> list[npt.NDArray[Any]]:
-        """The leaves in their dtypes. Nobody writes these weights again: each call has new ones."""
+        """The leaves in their dtypes. These weights do not change again: each call has new ones."""
         return self._shape.cast(list(weights.values()))
 
 

@@ -50,7 +50,7 @@ def as_array(what: str, values: Any) -> npt.NDArray[Any]:
             remedy = f"pass {'tensor.to_dense()' if is_sparse else 'tensor.detach().cpu()'}"
         raise ArgumentError(
             f"{what} must be a NumPy array of float32, or a tensor on the CPU; got "
-            f"{_told(values)}, which gives none: {error}; {remedy}"
+            f"{_described(values)}, which gives none: {error}; {remedy}"
         ) from None
 
 
@@ -130,7 +130,7 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
         return out.reshape(-1)
     given = out
     if hasattr(out, "detach"):
-        with contextlib.suppress(Exception):  # on another device, sparse: told below
+        with contextlib.suppress(Exception):  # on another device, sparse: refused below
             out = out.detach().numpy()
     if (
         not isinstance(out, np.ndarray)
@@ -145,7 +145,7 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
             f"{out.dtype} of shape {out.shape}, contiguous={out.flags.c_contiguous}, "
             f"writeable={out.flags.writeable}"
             if isinstance(out, np.ndarray)
-            else _told(given)
+            else _described(given)
         )
         length = "" if size is None else f" of {size} elements"
         raise ArgumentError(
@@ -164,8 +164,8 @@ def as_writable(what: str, array: Any) -> Float32:
     return as_output(array, None, what)
 
 
-def _told(values: Any) -> str:
-    """What is no NumPy array, for messages: its type, and its dtype if it has one."""
+def _described(values: Any) -> str:
+    """Describes an object for messages: its type, and its dtype if it has one."""
     kind, dtype = type(values).__name__, getattr(values, "dtype", None)
     return kind if dtype is None else f"{kind} of {dtype!s:.40}"
 

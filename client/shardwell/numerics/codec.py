@@ -252,7 +252,7 @@ class Codec:
             payload: (encoded_bytes(n),) uint8, aligned.
             exponent: See `Written`.
             values: (n,) float32, contiguous, overwritten.
-            copies: Of the payload's size, overwritten.
+            copies: Arrays of the payload's size, overwritten.
         """
         operations = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
         for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
@@ -271,7 +271,7 @@ class Codec:
             exponent: See `decode`.
             values: See `decode`; of no use where the CRC turns out to be another one.
             crc: A CRC32C.
-            may_change: Whether somebody else may write to the payload: what is read is what was
+            may_change: Whether another process may write to the payload: what is read is what was
                 checked nevertheless.
         """
         operations = self._checks + self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
@@ -294,7 +294,7 @@ class Codec:
 
         Args:
             payload: (encoded_bytes(n),) uint8, aligned.
-            into: As many, filled; None: it does not change.
+            into: Array of as many bytes, filled; None: the payload does not change.
             crc: A CRC32C.
 
         Returns:
@@ -322,9 +322,9 @@ class Codec:
 
         Args:
             payload: The codec's bytes.
-            factor: Of the written values: the scale and a weight.
+            factor: Factor of the written values: the scale and a weight.
             total: (n,) float32, contiguous.
-            total_factor: Of what is in `total`; what has the factor 0 is left out, whatever it is.
+            total_factor: Factor of the values in `total`; 0 leaves them out, whatever they are.
             out: (n,) float32, contiguous; may be `total`.
         """
         in_place = np.may_share_memory(out, total)
@@ -394,7 +394,7 @@ class Codec:
         """
         factor = math.ldexp(1.0, -exponent)
         writes: Operations = (Operation(self._write, _PAYLOAD, _VALUES, factor=factor),)
-        # Whoever looks at values first brings them into the cache for NumPy's conversions.
+        # The first look brings values into the cache for NumPy's conversions.
         writes = looks + writes if looks is _LOOKS else writes + looks
         if crc is not None:
             writes += self._checks
@@ -422,7 +422,7 @@ class Codec:
         return peak_bits < self._infinity
 
     def _value_of(self, bits: int) -> float:
-        """What was written, unscaled."""
+        """The written value, unscaled."""
         return float_of(bits << (32 - 8 * self.item_size))
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
@@ -507,7 +507,7 @@ class Bf16(Codec):
 class BlockCodec(Codec):
     """One that writes blocks of elements, which have a scale each: see `arithmetic`.
 
-    What is written has no sum and no operation of its own: it is read to float32 first.
+    Encoded blocks have no sum and no operation of their own: they are read to float32 first.
     """
 
     arithmetic: ClassVar[BlockArithmetic]

@@ -1,8 +1,8 @@
 """Elementwise arithmetic on float32: a few operations after each other, block by block. Pure.
 
-What is computed is written once, as operations on places; who computes it is native code where it
-could be built (see native/), which keeps a block in the core's first cache from one operation to
-the next, and NumPy with fastcrc elsewhere. Both give the same bits, NaN's own aside:
+A computation is written once, as operations on places; native code performs it where that could be
+built (see native/), and keeps a block in the core's first cache from one operation to the next;
+NumPy with fastcrc does elsewhere. Both give the same bits, NaN's own aside:
 every product and every sum is rounded by itself, to nearest, so that a result depends neither on
 the machine nor on how an array is cut.
 """

@@ -36,7 +36,7 @@ def reduce_block(
     Args:
         buffers: By rank, (n,) float32, contiguous; all get the same bits.
         reduction: One of REDUCTIONS.
-        weights: Of a mean.
+        weights: Weights of a mean.
         total: (n,) float32, overwritten.
     """
     with np.errstate(all="ignore"):

@@ -54,7 +54,7 @@ def sort_ids(ids: Ids, placement: RowPlacement) -> SortedIds:
 
     Args:
         ids: (n,) int64, contiguous, in range.
-        placement: Of the table.
+        placement: The table's placement.
     """
     library = native.LIBRARY
     if library is None:
@@ -138,7 +138,7 @@ def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
 
     Args:
         ids: (n,) int64, of this shard and in range; they may repeat.
-        placement: Of the table, with `row_count`.
+        placement: The table's placement, with `row_count`.
         marks: (local rows,) int32 or int64: a place plus 1, or 0, by number among the shard's rows.
     """
     library = native.LIBRARY

@@ -1,6 +1,6 @@
 """The optimizers of tables: rows, their mean gradients and their state, updated in place. Pure.
 
-As `update_rules`, in float32, and out of its parts. What is another here: a row has its own count
+As `update_rules`, in float32, and out of its parts. The differences: a row has its own count
 of updates, so that Adam corrects its bias by the row's count and momentum starts with the row's
 first gradient; and two rules look at rows, RowWiseAdagrad and (because nothing else needs it) FTRL.
 
@@ -102,11 +102,11 @@ class RowUpdateRule:
 
         Args:
             weights: (n, dim) float32, C-contiguous, updated.
-            gradients: The same of gradients; overwritten.
+            gradients: (n, dim) float32, C-contiguous, overwritten.
             slots: State: an array for each of `initial_slots`, (n, dim) or for RowWiseAdagrad
                 (n, 1), contiguous, updated.
             counts: (n,): 1 at a row's first update, and so on.
-            learning_rate: Of this update; with FTRL above 0.
+            learning_rate: Rate of this update; with FTRL above 0.
         """
         assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
         operations = self.operations(learning_rate)

@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """How arrays lie."""
 
     addresses: npt.NDArray[np.int64] | None
-    """(tensors,): where each begins, to be compared with others; None: nobody has asked each."""
+    """(tensors,): where each begins, to be compared with others; None: not asked for."""
     are_adjacent: bool
     """Whether each begins where the one before it ends, but for those without an element."""
     are_writable: bool
@@ -56,7 +56,7 @@ class Tensors:
     """Tensors that are one vector, one behind the other. Any thread may use it.
 
     Args:
-        shapes: Of each, in order.
+        shapes: Shapes of the tensors, in order.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -121,7 +121,7 @@ class Tensors:
         """(size,) float32, a view: what arrays are where they are one array's; None: they are not.
 
         Args:
-            arrays: Of the tensors' shapes.
+            arrays: Arrays of the tensors' shapes.
             found: How they lie.
         """
         if not found.are_adjacent:
@@ -143,7 +143,7 @@ class Tensors:
         """The addresses of each that has elements: the first one, and behind the last.
 
         Args:
-            arrays: Of the tensors' shapes.
+            arrays: Arrays of the tensors' shapes.
             found: How they lie.
         """
         addresses = found.addresses
@@ -157,8 +157,8 @@ class Tensors:
         """A copy of a run of arrays, one behind the other; what overflows float32 is infinite.
 
         Args:
-            arrays: Of the tensors' shapes, floating point.
-            run: Which of them.
+            arrays: Arrays of the tensors' shapes, floating point.
+            run: The range of tensors.
             found: How they lie.
         """
         library = native.LIBRARY
@@ -175,7 +175,7 @@ class Tensors:
 
         Args:
             values: (n,), C-contiguous.
-            arrays: Of the tensors' sizes, C-contiguous and writable.
+            arrays: Arrays of the tensors' sizes, C-contiguous and writable.
             start: The first.
         """
         library = native.LIBRARY
@@ -205,6 +205,6 @@ def joined(arrays: Sequence[npt.NDArray[Any]]) -> Float32:
 
 
 def _check(result: Any) -> None:
-    """Refuses what native code has found not to fit: somebody has changed an array meanwhile."""
+    """Refuses arrays that native code found not to fit: they were changed meanwhile."""
     if result < 0:
         raise ValueError("arrays that do not fit their tensors")

@@ -108,9 +108,9 @@ class TensorRules:
     def __init__(self, optimizer: optimizers.Optimizer, layout: TensorLayout | None = None) -> None:
         rule = UpdateRule(optimizer)
         self.initial_slots = rule.initial_slots
-        """See UpdateRule."""
+        """The first value of each array of state."""
         self.learning_rate = rule.learning_rate
-        """See UpdateRule."""
+        """The spec's learning rate; None: it has none."""
         self.decay_into_state = decay_into_state(optimizer)
         """How much of a weight is added to its gradient before optimizer state sees it, at most."""
         self._starts: list[int] = []

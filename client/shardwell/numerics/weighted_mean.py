@@ -33,7 +33,7 @@ def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.f
     Args:
         total: (n,) or any shape, contiguous; infinities stay.
         divisor: Not 0. What float32 can't hold divides in float64.
-        out: The same shape, other memory.
+        out: Array of the same shape, in other memory.
     """
     overflows: list[str] = []
     is_float32 = float(np.float32(divisor)) == divisor
@@ -69,7 +69,7 @@ class MeanFactors:
     def factor(self, rank: int) -> float:
         """w_i / 2^e: float32 holds it exactly. 0.0: leave the rank's values out, whatever they are.
 
-        All are 0.0 where nobody has samples: the mean is zeros.
+        All are 0.0 where no rank has samples: the mean is zeros.
         """
         return self._factors[rank]
 

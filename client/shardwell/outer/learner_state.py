@@ -34,7 +34,7 @@ def checked_state(
     """The inner steps and fragments of a state.
 
     Args:
-        state: What was loaded.
+        state: The loaded state.
         name: The family that it is to be of.
         fragments: Names of the tensors, and elements, of each fragment.
 

@@ -149,8 +149,8 @@ class Outer(Connected, Closing):
 
     Args:
         client: Made by `shardwell.connect`; the caller's to close.
-        name: Of the family on the cluster; its fragments are parameters `NAME.fragment-0` and so
-            on.
+        name: Name of the family on the cluster; its fragments are parameters `NAME.fragment-0` and
+            so on.
         tensors: Shapes by name, or what has shapes, as the weights have; all learners give the
             same.
         outer: The update rule of outer gradients on the shards. Default: the paper's,
@@ -364,7 +364,7 @@ class Outer(Connected, Closing):
         """Gives first weights, unless the family has some, and takes the newest that it has.
 
         Of several learners, the first decides them for all fragments. A learner that comes while
-        the others train gets their weights, for which nobody waits.
+        the others train gets their weights, and they do not wait for it.
 
         Args:
             weights: Arrays by name.
@@ -407,13 +407,13 @@ class Outer(Connected, Closing):
     def reload(self) -> NamedArrays:
         """Takes the newest weights of every fragment, and forgets what the learner moved since.
 
-        Offers that are open are waited for, as they count. Nobody waits for this learner meanwhile.
+        Waits for open offers, as they count. Other learners do not wait for this one meanwhile.
 
         Returns:
             The weights to train on, float32.
 
         Raises:
-            NotInitializedError: nobody has given first weights.
+            NotInitializedError: no learner has given first weights.
             ShardwellError: as `Parameter.get_weights`, and as `take`.
         """
         for index in list(self._offers):
@@ -553,7 +553,7 @@ class Outer(Connected, Closing):
         For loops with a schedule of their own; `after_step` calls it.
 
         Args:
-            fragment: Which, from 0.
+            fragment: Index of the fragment, from 0.
             weights: The local weights by name; the fragment's at least.
             sample_count: Weight in the outer step's mean, 0 to 2^24; default: what `after_step` has
                 counted since the fragment was taken, or 1.
@@ -620,7 +620,7 @@ class Outer(Connected, Closing):
         """Waits for the result of an offer; returns the fragment's new local weights.
 
         Args:
-            fragment: Which, from 0.
+            fragment: Index of the fragment, from 0.
             weights: The local weights by name as they are now; None: as they were offered.
 
         Raises:
@@ -675,7 +675,7 @@ class Outer(Connected, Closing):
         """The image that comes of an offer; blocks. What fails leaves the offer open."""
         offer, began_s = self._offers[index], time.monotonic()
         error = offer.error
-        # One that ended for want of time while nobody waited for it has a wait of its own.
+        # A call whose time ended before anything waited for it has a wait of its own.
         if (
             offer.call is None
             or offer.was_raised
@@ -693,7 +693,7 @@ class Outer(Connected, Closing):
                         "again",
                         parameter=self._parameters[index].name,
                     )
-                # In pieces, as a signal that another thread receives wakes nobody.
+                # In pieces, as a signal that another thread receives does not wake this one.
                 concurrent.futures.wait([offer.call], timeout=SIGNAL_INTERVAL_S)
             offer.was_raised = offer.error is not None
             image = offer.call.result()
@@ -759,7 +759,7 @@ class Outer(Connected, Closing):
             )
             self._images[index] = new
 
-    # What is checked.
+    # Checks.
 
     def _check_begun(self) -> None:
         if not self._images:
@@ -936,7 +936,7 @@ class Outer(Connected, Closing):
         if version > newest or self._steps[index] > newest:
             return True  # of weights that are gone; or in the outer step that is open
         if version == newest or not parameter.spec.has_open_sets:
-            return version != newest  # nobody else's offers end an outer step of a fixed crew
+            return version != newest  # a fixed crew's outer step needs this learner's offer
         worker_id, size = self._client.worker_id, self._layouts[index].size
         for step in range(version, newest):
             try:
@@ -975,7 +975,7 @@ class Outer(Connected, Closing):
 
     @override
     def __exit__(self, kind: object = None, *_: object) -> None:
-        """Leaves, so that nobody awaits this learner, and closes; waits for offers a few seconds.
+        """Leaves, so that no learner awaits this one, and closes; waits for offers a few seconds.
 
         They count if they have left, whatever becomes of this learner.
         """

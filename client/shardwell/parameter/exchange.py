@@ -114,7 +114,7 @@ class Progress:
     version_max: int = 0
     """The most."""
     counted_shards: set[int] = field(default_factory=set)
-    """Shards that have told that they counted the whole gradient."""
+    """Shards that have confirmed the whole gradient."""
 
 
 Line: TypeAlias = transfer.Line[ShardSlice]
@@ -157,7 +157,7 @@ class Transfer(StepTransfer[ShardSlice]):
         spec: The parameter.
         pool: Streams of its exchanges.
         spans: What they are timed in.
-        worker_id: Whose calls they are.
+        worker_id: The worker that calls.
         traffic: The client's, which counts them.
         threads: What takes pieces of their work.
     """
@@ -272,7 +272,7 @@ class Transfer(StepTransfer[ShardSlice]):
                 )
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
-        """Sends a gradient to all shards that have not told yet that they counted all of it.
+        """Sends a gradient to all shards that have not confirmed all of it.
 
         Raises:
             NonFiniteError: some of it is not finite; nothing was sent.
@@ -362,8 +362,8 @@ class Transfer(StepTransfer[ShardSlice]):
             work: The gradient.
             weights: (size,), filled.
             progress: See `_receive`.
-            ranges: Which chunks of each part; None: all.
-            attempts: Of the call.
+            ranges: Indexes of the chunks of each part; None: all.
+            attempts: Attempts of the call.
 
         Raises:
             NonFiniteError: some of these chunks is not finite; nothing of them was sent.
@@ -420,9 +420,9 @@ class Transfer(StepTransfer[ShardSlice]):
     ) -> None:
         """Sends each line's chunks of a gradient, all of them finite.
 
-        Where everything is shared, or short, the messages are made here: whoever encodes looks at
-        the values in the same pass, and nothing has left by then. Elsewhere all values are looked
-        at, and messages made as they leave.
+        Where everything is shared, or short, the messages are made here: the encoder looks at the
+        values in the same pass, and nothing has left by then. Elsewhere all values are looked at
+        first, and messages made as they leave.
         """
         are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in lines)
         are_made_here = are_short or all(line.is_shared for line in lines)
@@ -511,7 +511,7 @@ class Transfer(StepTransfer[ShardSlice]):
             line: The shard, and its chunks.
             work: The gradient.
             common: What the chunks have in common.
-            trace_parent: Of the call.
+            trace_parent: Id of the call's span.
             stretch: The first chunk that is made, and the one behind the last; None: all.
             leaves: Whether each is sent when it is made: its values were looked at before.
         """

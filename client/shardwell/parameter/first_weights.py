@@ -35,7 +35,7 @@ _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 
 class FirstValues(Protocol):
-    """What is to be set, read piece by piece."""
+    """The values to set, read piece by piece."""
 
     size: int
     """Elements of the parameter."""
@@ -121,7 +121,7 @@ class FirstWeights:
                     self.is_own = True
                     return version
                 except InitSupersededError as error:
-                    # Somebody was granted a later claim; shard 0 may have forgotten that.
+                    # Another worker was granted a later claim; shard 0 may have forgotten that.
                     self._above_epoch = max(self._above_epoch, error.init_epoch)
             # Not all at once: those who take turns in claiming would take it from one another.
             self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
@@ -238,7 +238,7 @@ def confirm(
         channels: All shards, in order.
         epoch: The epoch that shard 0 committed; 0: there is nothing to commit.
         attempts: Bounds the calls.
-        incarnation: Of the parameter that is meant; 0: whatever has the name.
+        incarnation: Incarnation of the parameter that is meant; 0: whatever has the name.
     """
     if epoch == 0:
         return

@@ -31,7 +31,7 @@ class Image:
 
     Args:
         spec: The parameter.
-        context: Of its weights: see checksum.py.
+        context: Checksum context of its weights: see checksum.py.
     """
 
     def __init__(self, spec: ParameterSpec, context: int) -> None:
@@ -68,8 +68,8 @@ class Image:
         Args:
             number: The chunk's in the parameter.
             where: Its range.
-            header: What came.
-            payload: The same.
+            header: The message's header.
+            payload: The message's payload.
             out: (where.size,), filled; undefined after an error.
 
         Raises:

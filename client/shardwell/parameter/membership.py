@@ -1,4 +1,4 @@
-"""Opens a parameter on all shards of a cluster, and tells whether they agree on where it stands."""
+"""Opens a parameter on all shards of a cluster, and checks that they agree on its step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         answers = attempts.run(join)
         unconfirmed: StepOrderError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
-            # Whoever set the first weights, or restored them, did not come so far, or not yet.
+            # The worker that set the first weights, or restored them, did not come so far, or not
+            # yet.
             confirmed = partial(
                 confirm,
                 self._spec.name,
@@ -110,7 +111,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
         if is_strict and max(next_steps) - min(next_steps) > 1:
             raise StepOrderError(
-                f"shards disagree on where parameter {self._spec.name!r} stands: this worker's "
+                f"shards disagree on the step of parameter {self._spec.name!r}: this worker's "
                 f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
                 "lost its memory; start the training again under another name",
                 parameter=self._spec.name,

@@ -105,12 +105,12 @@ class OpenExchange(Generic[ValuesT]):
         self._pieces: list[Piece] = []
         """Those that were begun, in order: each begins in a slice where the one before ends."""
         self._rest: Piece | None = None
-        """What was left when `finish` was called first."""
+        """The rest when `finish` was called first."""
         self._under_way_count = 0
         self._is_closed = self._has_failed = False
         self._announced: queue.SimpleQueue[tuple[int, int] | Piece] = queue.SimpleQueue()
-        """Elements that are there, and pieces whose calls have ended."""
-        # Taken by nobody who would wait for it: what others announce meanwhile, its owner does.
+        """Ranges of computed elements, and pieces whose calls have ended."""
+        # No thread waits for it: its owner handles what others announce meanwhile.
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class OpenExchange(Generic[ValuesT]):
 
     def _exchange_rest(self, attempts: Attempts) -> int:
         """Exchanges what is left; returns the fewest updates that a chunk has seen."""
-        is_locked = self._lock.acquire(timeout=_CLOSE_S)  # nobody begins a piece from here on
+        is_locked = self._lock.acquire(timeout=_CLOSE_S)  # no thread begins a piece from here on
         if is_locked:
             self._lock.release()
         has_failed = any(
@@ -259,7 +259,7 @@ class OpenExchange(Generic[ValuesT]):
     def _send_again(self, attempts: Attempts) -> None:
         """Exchanges all behind the first gap in what came through, if there is one.
 
-        What is under way or came through behind the gap goes again, too, and counts once.
+        Parts under way or through behind the gap go again, too, and count once.
         """
         again = Piece(self._not_through())
         if not again.is_empty:

@@ -61,8 +61,8 @@ from shardwell.transport.stream_pool import IdleStreams, StreamPool
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _TRIED_COUNT_MAX = 3
-"""Gradients of a step that are told apart by what rounding takes off them. Of more it is unknown
-which of them was counted, as it is of two beside the one that ends the step."""
+"""How many gradients of a step are kept apart by what rounding takes off them. With more it is
+unknown which of them was counted, as it is of two beside the one that ends the step."""
 _REPORT_S = 10.0
 """After so long a report is given up."""
 _REPORT_ERROR_COUNT = 10
@@ -97,13 +97,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     """Made by `Client.parameter`. A context manager, which closes the parameter in this worker.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
-    each of its shape. What is passed is read and written where it lies; tensors do so a little
+    each of its shape. Arrays are read and written in place; tensors a little
     faster one behind the other in one buffer, as those are that were returned.
     """
 
     kind = "parameter"
     next_step: int = 0
-    """See `Handle.next_step`."""
+    """The step that this worker's next gradient joins."""
     _opening: ParameterOpening
 
     def __init__(
@@ -147,9 +147,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._report_errors: set[str] = set()
         """Why reports were refused, as it was logged."""
         self._progress: LearnerProgress | None = None
-        """What is to be said of this learner next."""
+        """This learner's next report of progress."""
         self._saying: Future[None] | None = None
-        """The call that says what was said of it last."""
+        """The call that sends its last report."""
         self._closes_by_norm = spec.closes_by_norm
         self._clips = bool(spec.optimizer.clip_norm) and not spec.closes_by_norm
         """Whether the worker knows the norm of the mean, and clips it."""
@@ -211,10 +211,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return [slice_of(self.size, i, shard_count, block_size) for i in range(shard_count)]
 
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
-        """Sets the first weights; whoever calls first, in the whole cluster, decides them.
+        """Sets the first weights; the first caller in the whole cluster decides them.
 
         All workers may call it, each with its own values: one of them wins, as a whole, and the
-        others return when its weights stand. They travel as float32 and stand exactly.
+        others return when its weights are set. They travel as float32 and are kept exactly.
 
         Args:
             weights: Values; see `put_gradient` for what is taken.
@@ -324,7 +324,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             timeout_s: See `Client`.
 
         Raises:
-            NotInitializedError: nobody has called `init` yet.
+            NotInitializedError: no worker has called `init` yet.
             DivergedError: weights became NaN or infinite.
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
@@ -414,8 +414,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         Args:
             gradient: See `put_gradient`. None: this worker has none for the step, which counts for
-                it with the weight 0, so that nobody waits. A step without any gradient changes no
-                weight, and none of an optimizer's state. Asynchronous mode: nothing counts.
+                it with the weight 0, so that no worker waits. A step without any gradient changes
+                no weight, and none of an optimizer's state. Asynchronous mode: nothing counts.
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
             out: See `get_weights`. It must not overlap the gradient's memory.
@@ -479,8 +479,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def abandon_step(self, *, timeout_s: float | None = None) -> int:
         """Ends this worker's next step without a gradient; returns the step.
 
-        After a call that failed, say, because a shard refused a part of a gradient. What was
-        counted of the step stays counted, and `outcome` has the ranges; the rest of this worker's
+        For use after a call that failed, say, because a shard refused a part of a gradient. Parts
+        that were counted stay counted, and `outcome` has the ranges; the rest of this worker's
         contribution is zeros with the weight 0. Safe to repeat.
 
         Args:
@@ -509,9 +509,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> OpenExchange[ValuesT]:
         """An exchange of a gradient that is still being computed, such as by a backward pass.
 
-        What is there is told by `OpenExchange.ready`, and exchanged while the rest is computed;
-        `OpenExchange.finish` waits for all. Until then no other gradient joins the step. What is
-        not finite is found when it is sent: what lies before it has been counted by then.
+        Call `OpenExchange.ready` for each part that is computed; it is exchanged while the rest is
+        computed; `OpenExchange.finish` waits for all. Until then no other gradient joins the step.
+        NaN and infinity are found part by part; earlier parts have already been counted.
 
         Args:
             gradient: See `put_gradient`; it must lie in one buffer, which is read until `finish`
@@ -519,7 +519,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
             out: See `exchange`; written while the gradient is computed.
-            timeout_s: Of each piece that is exchanged before `finish`, and of that.
+            timeout_s: Bound of each piece that is exchanged before `finish`, and of `finish`.
 
         Raises:
             ArgumentError: see `exchange`; or the gradient would have to be copied.
@@ -580,14 +580,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return begun
 
     def report(self, *, step: int | None = None, **figures: float) -> None:
-        """Tells whoever looks at the cluster figures of a step: `net.report(loss=0.3)`.
+        """Reports figures of a step, for the status page and metrics: `net.report(loss=0.3)`.
 
         They are shown as curves on the status page, the mean of all workers' for each step, and as
         a metric; training does not depend on them. Never blocks and never fails for want of a
         shard: what can't be sent now, or comes while the last report is under way, is left out.
 
         Args:
-            step: Which step they are of; default: `next_step`, whose gradient they came with.
+            step: The step of the figures; default: `next_step`, whose gradient they came with.
             figures: Numbers by name; up to 16 names a parameter.
 
         A shard that refuses it is named in the log, once for each reason.
@@ -624,7 +624,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Args:
             progress: All of it, not what was added.
 
-        A shard that refuses it is told of in the log, once for each reason.
+        A shard that refuses it is named in the log, once for each reason.
 
         Raises:
             ArgumentError: it is none, or this is not the parameter of a family's fragment 0.
@@ -794,7 +794,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self.next_step = max(self.next_step, version)
 
     def reopen(self) -> None:
-        """Asks the shards again where this worker stands, and goes on at that `next_step`."""
+        """Asks the shards again for this worker's step, and goes on at that `next_step`."""
 
         def reopened(attempts: Attempts) -> None:
             self._has_seat = False  # another process may have taken it over

@@ -19,7 +19,7 @@ _STOP = operator.itemgetter(1)
 
 
 class Pieces:
-    """What is in one piece is never copied, so that it is moved once: from its place or to it.
+    """The ranges of arrays; one within a single array is moved without a copy.
 
     Any thread may read, and write what no other one does.
 
@@ -34,9 +34,9 @@ class Pieces:
         self._tensors: tuple[Tensors, Found] | None = None
         """What arrays that are to be written are, and where."""
         self._copies: dict[tuple[int, int], Float32] = {}
-        """What was read of several arrays, by range."""
+        """Copies of ranges that several arrays share, by range."""
         self._given = arrays
-        """Which are somebody else's memory."""
+        """The caller's arrays; not copied."""
 
     @staticmethod
     def to_read(
@@ -45,7 +45,7 @@ class Pieces:
         """Of tensors, of which small neighbours are copied into one piece.
 
         Args:
-            arrays: Of the tensors' shapes, floating point of any strides.
+            arrays: Arrays of the tensors' shapes, floating point of any strides.
             tensors: What they are.
             found: What `tensors.look_over` has found of them.
         """
@@ -66,7 +66,7 @@ class Pieces:
         """Of tensors that are written where they lie.
 
         Args:
-            arrays: Of the tensors' shapes, writable.
+            arrays: Arrays of the tensors' shapes, writable.
             tensors: What they are.
             found: What `tensors.look_over` has found of them.
         """
@@ -123,7 +123,7 @@ class Pieces:
         return False
 
     def _spans(self) -> Iterable[tuple[int, int]]:
-        """The addresses that are somebody else's."""
+        """The addresses of the caller's memory."""
         if self._tensors is not None:
             tensors, found = self._tensors
             return tensors.spans(self._given, found)

@@ -1,7 +1,7 @@
 """A parameter whose calls move one shard's slice alone: for measuring that shard, not for training.
 
 A gradient that one shard has and the others have not is a step that is not whole. So this is for
-asynchronous parameters that nobody trains, made to be measured with.
+asynchronous parameters without training, made to be measured with.
 """
 
 from __future__ import annotations

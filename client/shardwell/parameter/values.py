@@ -76,7 +76,7 @@ class TensorViews(dict[str, Float32]):
     Copies are plain dicts, whose arrays may be anywhere.
 
     Args:
-        layout: Of the tensors.
+        layout: The tensors' layout.
         flat: The buffer, (size,).
     """
 

@@ -15,7 +15,7 @@ from shardwell.errors import ArgumentError
 from shardwell.placement.slices import Slice
 
 PIECE_COUNT_MAX = 16
-"""Pieces that a gradient leaves in before all of it is there: each has at least this part of the
+"""Pieces of a gradient that leave before all of it is computed: each has at least this part of the
 elements, so that it is large beside what a call costs."""
 
 Ranges: TypeAlias = list[tuple[int, int]]
@@ -73,7 +73,7 @@ class ReadyChunks:
     def take(self) -> Ranges | None:
         """Begins a piece of all that is ready; None: it would be too small.
 
-        The last chunk of each slice is left: what is small does not leave before all is there.
+        The last chunk of each slice stays: small slices leave when all is computed.
         """
         ranges = [
             (begun, max(begun, min(ready, len(chunks) - 1)))

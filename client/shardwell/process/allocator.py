@@ -1,4 +1,4 @@
-"""The C library's allocator, told to keep the buffers that messages of 1 MiB come and go in.
+"""Tunes the C library's allocator, so that it keeps the buffers of messages of 1 MiB.
 
 By default glibc gives every such buffer back to the kernel and takes it anew, page by page, which
 costs a third of the time of a gRPC stream on loopback (docs/adr/0001-wire.md). With it tuned, the

@@ -1,4 +1,4 @@
-"""What is read from files, and again whenever they change.
+"""Contents of files, which are read again whenever the files change.
 
 States: good, as it was read; changed, the files' times or sizes differ; then good again, or unfit,
 in which case the last that was good stays in use, a warning says why, and the next change is looked
@@ -44,11 +44,11 @@ class ChangingFiles(Generic[ReadT]):
 
     @property
     def last(self) -> ReadT:
-        """What was good when somebody looked last."""
+        """The contents that the last call of `now` found good."""
         return self._last
 
     def now(self) -> ReadT:
-        """What is good now: the same object as long as nothing has changed."""
+        """The contents that are good now: the same object as long as nothing has changed."""
         stamps = self._found()
         with self._lock:
             if stamps != self._stamps:

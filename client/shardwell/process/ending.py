@@ -32,7 +32,7 @@ def named(error: BaseException, what: str) -> BaseException:
     """The same error; ClosedError where it says that the interpreter ends.
 
     Args:
-        error: What was raised.
+        error: The exception that was raised.
         what: What can't be done any more, such as "a call of this client".
     """
     if isinstance(error, RuntimeError) and _END_WORDS in str(error):

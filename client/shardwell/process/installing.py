@@ -13,6 +13,6 @@ def install_command(*arguments: str) -> str:
     been installed from a checkout or a wheel.
 
     Args:
-        arguments: Of `pip install`, such as "torch>=2.1".
+        arguments: Arguments of `pip install`, such as "torch>=2.1".
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *arguments])

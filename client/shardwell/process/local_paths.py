@@ -26,7 +26,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         advice = (
             f"give {own!r}"
             if scheme == "file"
-            else "give a local path, and copy what is there with the tools of that store, or mount "
+            else "give a local path, and copy the files with the tools of that store, or mount "
             "the store as a directory"
         )
         raise ArgumentError(

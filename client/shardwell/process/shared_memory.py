@@ -41,11 +41,11 @@ class SharedMemoryError(Exception):
 
 
 class SharedMemory:
-    """Mapped memory. It is unmapped when nobody holds it or a view of it.
+    """Mapped memory. It is unmapped when the last reference to it, or to a view of it, is gone.
 
     Args:
         file: A descriptor, which may be closed then.
-        size_bytes: Of the memory.
+        size_bytes: Size of the memory.
 
     Raises:
         OSError: it can't be mapped.
@@ -104,7 +104,7 @@ class OwnMemory:
             os.posix_fallocate(self.file, 0, size_bytes)
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
             self.memory = SharedMemory(self.file, size_bytes)
-            """What is mapped here."""
+            """The mapping in this process."""
         except BaseException:
             os.close(self.file)
             raise

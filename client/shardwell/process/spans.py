@@ -39,7 +39,7 @@ class Spans:
             kind: A SpanKind of trace.proto.
             subject: Name of the parameter or table.
             step: Its step, or NO_STEP.
-            chunk: Which one, or ALL_CHUNKS.
+            chunk: Index of the chunk, or ALL_CHUNKS.
             peer: With whom, see trace.proto; may be empty.
             begin_ns: When it began.
         """

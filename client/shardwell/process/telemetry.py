@@ -1,7 +1,7 @@
 """OpenTelemetry's spans of calls and steps, where this process uses it: docs/adr/0021-trace.md.
 
-Whoever wants them has imported opentelemetry.trace and set up its SDK; nothing is imported here.
-What a call is spent on is made of the spans that are kept anyway (spans.py).
+A program that wants them has imported opentelemetry.trace and set up its SDK; this module imports
+nothing of it. The spans of calls are made from those that are kept anyway (spans.py).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) ->
     """A span for a block, with what is noted in it, in the caller's context; None: none is wanted.
 
     Args:
-        verb: What is called: "exchange"; empty: nothing that is to have a span.
+        verb: Name of the call: "exchange"; empty: it gets no span.
         spans: The client's.
-        worker_id: Whose call it is.
+        worker_id: The worker that calls.
         where: {"parameter": its name}, or {"table": its name}.
     """
     otel = sys.modules.get(_MODULE) if verb else None
@@ -60,7 +60,7 @@ def _apart() -> Iterator[None]:
 
 
 class CallSpan:
-    """See `call_span`."""
+    """The OpenTelemetry span of one call, made by `call_span`; a context manager."""
 
     def __init__(
         self, otel: Any, verb: str, spans: Spans, worker_id: str, where: dict[str, str]
@@ -76,7 +76,7 @@ class CallSpan:
         self._span: Any = None
         self._begin_ns = 0
         self.trace_parent = ""
-        """What tells others whose doing theirs is; empty: nobody's."""
+        """The span's id for the shards, whose spans become its children; empty: no span."""
 
     def __enter__(self) -> CallSpan:
         with _apart():
@@ -146,8 +146,8 @@ class StepSpans:
 
     Args:
         spans: The shard's.
-        shard_index: Which shard.
-        worker_id: Whose stream it is.
+        shard_index: Index of the shard.
+        worker_id: The worker whose stream it is.
         where: See `call_span`.
     """
 

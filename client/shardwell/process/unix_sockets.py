@@ -54,7 +54,7 @@ def listening(address: str, kind: socket.SocketKind) -> Listener:
     """A socket that listens there, and does not block; what a killed process left there is removed.
 
     Raises:
-        OSError: it can't be, or somebody listens there.
+        OSError: it can't be, or another process listens there.
     """
     _forget(address, kind)
     listener = Listener(socket.AF_UNIX, kind)
@@ -71,7 +71,7 @@ def connected(address: str, kind: socket.SocketKind, timeout_s: float) -> socket
     """A connection to who listens there, with that timeout.
 
     Raises:
-        OSError: nobody does, or a process of another user.
+        OSError: no process listens, or one of another user.
     """
     connection = socket.socket(socket.AF_UNIX, kind)
     try:

@@ -67,7 +67,7 @@ class CallScope:
     Args:
         shards: The cluster.
         timeout_s: Bound of calls that say nothing else.
-        what: What is called, for messages: "parameter 'model'".
+        what: Name of the called thing, for messages: "parameter 'model'".
         where: What errors carry of it: `parameter`, `table`.
     """
 

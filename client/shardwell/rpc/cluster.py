@@ -41,7 +41,7 @@ _END_S = 1.0
 """For telling the shards that a client has ended; one that does not answer learns it otherwise."""
 _LOG = logging.getLogger("shardwell")
 _SILENCE_S_MAX = 2.0
-"""Who waits longer than this is told what for: shards on their way are there sooner."""
+"""A call that waits longer logs for which shard: shards that are starting answer sooner."""
 
 
 _MADE: weakref.WeakSet[Shards] = weakref.WeakSet()
@@ -53,8 +53,8 @@ _NUMBERS = itertools.count()
 class Shards:
     """The channels in the order of the shards, and waiting for one. Any thread may use it.
 
-    Whoever holds it keeps the connections. When nobody does, they end as by `close`: threads hold
-    none but what runs on them.
+    Connections close when the last reference to this object is dropped, as by `close`: threads hold
+    none but those of the calls that run on them.
 
     Args:
         addresses: HOST:PORT of each shard, in order.
@@ -110,10 +110,10 @@ class Shards:
         return self.channels[0].worker_id
 
     now_s = staticmethod(time.monotonic)
-    """See `Surroundings`."""
+    """The clock of deadlines, in seconds."""
 
     def jitter(self) -> float:
-        """See `Surroundings`."""
+        """A random factor of pauses, from 0 to 1."""
         return random.random()  # noqa: S311 (a pause)
 
     def pause(self, duration_s: float) -> None:
@@ -139,7 +139,7 @@ class Shards:
         many calls wait, the shards are asked once in a while.
 
         Args:
-            what: Which call.
+            what: Name of the call.
             waited_s: How long it has waited.
         """
         now_s = time.monotonic()
@@ -169,7 +169,7 @@ class Shards:
                     )
 
     def describe(self, shard_index: int) -> str:
-        """See `Surroundings`."""
+        """Names a shard in messages."""
         return f"shard {shard_index} at {self.channels[shard_index].address}"
 
     def replace_older(self) -> bool:
@@ -273,7 +273,7 @@ def connect_shards(
 
     Raises:
         ArgumentError: no such addresses can be, or a token would go there in the clear.
-        AuthenticationError: a shard is there, and TLS keeps the two sides apart, or it does not
+        AuthenticationError: a shard answers, but TLS keeps the two sides apart, or it does not
             believe the token.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard, count or cluster.
@@ -337,7 +337,7 @@ def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None
 
     timer = threading.Timer(_SILENCE_S_MAX, tell)
     timer.name, timer.daemon = "shardwell-waiting", True
-    with contextlib.suppress(RuntimeError):  # without a further thread nothing is told
+    with contextlib.suppress(RuntimeError):  # without a further thread nothing is logged
         timer.start()
     try:
         yield
@@ -353,7 +353,7 @@ def _check(
     cluster_id: str | None,
     attempts: Attempts,
 ) -> None:
-    """Asks a shard who it is; the first one's cluster id stands where none is expected."""
+    """Checks a shard's identity; where no cluster id is expected, takes the first one's."""
 
     def ask(*, waits: bool) -> pb.GetStatusResponse:
         return channel.call(

@@ -74,7 +74,7 @@ class Family:
         return [found[worker_id] for worker_id in sorted(found)]
 
     def versions_words(self) -> str:
-        """See `fragments.versions_words`."""
+        """The versions of its fragments, for a person to read."""
         return versions_words(self.versions)
 
 

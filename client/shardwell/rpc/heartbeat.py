@@ -4,7 +4,7 @@ That they live, and which tenures they know to be over; each answer has those th
 So all shards come to know what one has found, and this client when a tenure of its own is over.
 
 The heartbeats have connections of their own, whose sockets no gradient fills. One thread sends
-them; it ends when no tenure is left, or nobody holds the channels any more.
+them; it ends when no tenure is left, or the channels are no longer in use.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Heartbeats:
         self._own: dict[Membership, float] = {}
         """Tenures of this worker's that go on, and how often they ask for a heartbeat."""
         self._ended: dict[Membership, float] = {}
-        """Tenures that are known to be over, anybody's, and since when they are known to be."""
+        """Tenures of all workers that are known to be over, and since when they are known to be."""
         self._asked: dict[int, Any] = {}
         """Heartbeats under way, by shard."""
         self.members: weakref.WeakSet[TakesPart] = weakref.WeakSet()

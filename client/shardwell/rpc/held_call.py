@@ -1,9 +1,9 @@
 """A call to one shard that stays open: by which the shard knows that its client lives, say.
 
 The call is made when the client connects, and made again when it broke: by gRPC's thread, at once,
-as gRPC holds it back until there is a connection; or by whoever needs it, see `ensure`. Nothing
-waits for it: a shard that does not know the session yet says so, and the call that needs it is
-attempted again. See docs/adr/0012-sessions.md.
+as gRPC holds it back until there is a connection; or by the caller that needs it, see `ensure`.
+Nothing waits for it: a shard that does not know the session yet says so, and the call that needs it
+is attempted again. See docs/adr/0012-sessions.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeldCall:
 
     Args:
         call: Makes the call without waiting for anything.
-        translate: The Shardwell error that the end of a call stands for.
+        translate: Makes a Shardwell error of the end of a call.
         answered: Called with a call that has ended well, before it is made again; it never waits.
             None: the call does not end by itself.
     """
@@ -154,7 +154,7 @@ class HeldCall:
         return self._is_distrusted and time.monotonic() - self._began_s < _LIFE_S_MIN
 
 
-# gRPC and timers keep what they are to call. That must not keep a client that nobody uses, nor a
+# gRPC and timers keep what they are to call. That must not keep an unused client, nor a
 # call, which ends when nothing keeps it.
 
 

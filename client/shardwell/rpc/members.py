@@ -188,7 +188,7 @@ def end_tenures(
                 if each.has(member.worker_id)
             }
         )
-        rest = f"these are: {', '.join(map(repr, present[:20]))}" if present else "nobody is"
+        rest = f"these are: {', '.join(map(repr, present[:20]))}" if present else "it has none"
         raise ArgumentError(f"{worker_id!r} is no member of {what}; {rest}")
     for each in joined:
         where: dict[str, Any] = {each.kind: each.name}

@@ -58,7 +58,7 @@ class NameChange:
         name: The name.
         kind: "parameter" or "table"; None: that of what has the name.
         channels: All shards, in order.
-        worker_id: Who changes it.
+        worker_id: The worker that changes it.
         force: Although workers use it.
         to: The name that it gets; None: it is deleted.
         family: What it is a fragment of, for messages.
@@ -319,8 +319,8 @@ def delete_family(
 ) -> int:
     """Deletes all fragments that there are, the first one last; returns how many bytes were freed.
 
-    Who opens the family meanwhile finds fragment 0 with the weights of before, so that nobody
-    begins a new one on what is left. Safe to repeat.
+    A client that opens the family meanwhile finds fragment 0 with the weights of before, and so
+    begins no new family on the remaining fragments. Safe to repeat.
 
     Raises:
         MembersAliveError: workers use it; nothing was deleted.

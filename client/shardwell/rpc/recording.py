@@ -37,7 +37,7 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
 
     Args:
         channel: gRPC's, to the shard.
-        shard: Who that is.
+        shard: Identity of the shard.
         timeout_s: For each answer.
 
     Raises:
@@ -68,7 +68,7 @@ def record(
 
     Args:
         channel: gRPC's, to the shard.
-        shard: Who that is.
+        shard: Identity of the shard.
         wait_s: How long clients have to give theirs; 0: they are not asked.
         timeout_s: For all of it.
 
@@ -85,13 +85,13 @@ def record(
 
 
 class SpanGiver:
-    """Gives a client's spans to whoever records on shard 0. Any thread may use it.
+    """Gives a client's spans to the recording on shard 0. Any thread may use it.
 
     Args:
         spans: The client's.
         channel: gRPC's to shard 0, the one that is used now.
         who: What the shard is to be asked with; once the client attends.
-        translate: The Shardwell error that the end of a call stands for.
+        translate: Makes a Shardwell error of the end of a call.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SpanGiver:
                 thread.start()
 
     def _give(self, recording: int) -> None:
-        with contextlib.suppress(grpc.RpcError, ShardwellError, ValueError):  # nobody depends on it
+        with contextlib.suppress(grpc.RpcError, ShardwellError, ValueError):  # it may lack them
             channel, who = self._channel(), self._who()
             offset = clock_offset(channel, who.shard, _GIVE_S)
             process = self._spans.to_proto()

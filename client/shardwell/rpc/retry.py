@@ -1,8 +1,8 @@
 """The attempts of one call: again after a shard went away, until the call's deadline has passed.
 
-Pure: clock, randomness and waiting are passed in. It decides when another attempt is made and what
-the caller is told at the end; it knows neither shards nor messages. What an attempt repeats must be
-safe to repeat, which everything that a client asks of a shard is.
+Pure: clock, randomness and waiting are passed in. It decides when another attempt is made and which
+error the caller gets; it knows neither shards nor messages. An attempt repeats only requests that
+are safe to repeat, as all requests of a client to a shard are.
 
 Between two attempts it pauses and then waits until the shard that failed answers again, so that the
 other shards are not troubled meanwhile. Pauses are drawn from 0 to a bound that doubles ("full
@@ -25,7 +25,7 @@ from shardwell.errors import (
 )
 
 PAUSE_S_FIRST = 0.05
-"""The bound of the first pause; a shard that dropped one stream is there at once."""
+"""The bound of the first pause; a shard that dropped one stream answers at once."""
 PAUSE_S_MAX = 2.0
 """The bound of later ones; only a shard that answers and fails again is paused for so long."""
 UNKNOWN_PAUSE_S_MAX = 0.2
@@ -83,7 +83,7 @@ class Attempts:
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
         self.trace_parent = ""
-        """What shards are told of the call's span, see `process.telemetry`."""
+        """Id of the call's span, for the shards: see `process.telemetry`."""
 
     def beside(self) -> Attempts:
         """Attempts of a part of the call on another thread, with the same deadline."""
@@ -111,7 +111,7 @@ class Attempts:
 
         Raises:
             ShardUnavailableError: a shard went away and did not come back before the deadline.
-            DeadlineError: it is there, and did not answer.
+            DeadlineError: a shard is up, and did not answer.
             AuthenticationError: it does not believe this client's token; where it did before, it
                 was asked until the deadline, as another token may come.
             CorruptChunkError: chunks were damaged, again and again.
@@ -136,7 +136,7 @@ class Attempts:
                 continue
             except DeadlineError as error:
                 if type(error) is DeadlineError and error.shard_index is not None:
-                    raise self._told(error) from None
+                    raise self._with_wait(error) from None
                 raise  # because of other workers, which it names
             self._await(lost)
 
@@ -167,16 +167,16 @@ class Attempts:
                 return
             if self._surroundings.await_shard(lost.shard_index, timeout_s):
                 return
-        self._surroundings.pause(0.0)  # an end because of `close` is told as that
-        raise self._told(lost) from None
+        self._surroundings.pause(0.0)  # raises ClosedError after `close`
+        raise self._with_wait(lost) from None
 
     def _next_pause_s(self) -> float:
         bound_s = self._pause_bound_s
         self._pause_bound_s = min(2 * bound_s, PAUSE_S_MAX)
         return self._surroundings.jitter() * bound_s
 
-    def _told(self, error: ShardwellError) -> Exception:
-        """The same error, with how long was waited for what."""
+    def _with_wait(self, error: ShardwellError) -> Exception:
+        """Returns the error with the time waited appended."""
         message = error.message
         if error.shard_index is not None:
             where = self._surroundings.describe(error.shard_index)
@@ -185,7 +185,7 @@ class Attempts:
         waited_s = self._now_s() - self._began_s
         is_said = "timeout_s" in message or isinstance(error, AuthenticationError)
         advice = "" if is_said else "; raise timeout_s to wait longer"
-        told = type(error)(
+        waited = type(error)(
             f"waited {waited_s:.3g} s: {message}{advice}",
             shard_index=error.shard_index,
             worker_id=error.worker_id,
@@ -193,5 +193,5 @@ class Attempts:
             table=error.table,
             rank=error.rank,
         )
-        told.retryable = error.retryable
-        return told
+        waited.retryable = error.retryable
+        return waited

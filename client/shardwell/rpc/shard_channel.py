@@ -79,7 +79,7 @@ class ShardChannel(ShardEndpoint):
         """Whether the client may have taken a seat on the shard."""
         self._attended_with = ""
         """What the call brought by which it attends."""
-        self._told_s = -SAID_S
+        self._logged_s = -SAID_S
         """When it was logged last that the shard does not answer."""
         self._bind()
         self._attendance = HeldCall(self._attended, super().translate)
@@ -334,9 +334,9 @@ class ShardChannel(ShardEndpoint):
         """Whether to log that it does not answer: not again for a minute, however many wait."""
         now_s = time.monotonic()
         with self._lock:
-            is_due = now_s >= self._told_s + SAID_S
+            is_due = now_s >= self._logged_s + SAID_S
             if is_due:
-                self._told_s = now_s
+                self._logged_s = now_s
         return is_due
 
     def answers(self, timeout_s: float) -> bool:

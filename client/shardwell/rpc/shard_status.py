@@ -82,7 +82,7 @@ class MemberStatus:
     next_step: int
     """The step that it is to contribute next, in its own count."""
     lag_s: float | None
-    """In the last step that it contributed to, seconds from the first contribution of anybody to
+    """In the last step that it contributed to, seconds from any worker's first contribution to
     its last; None: asynchronous mode, or it has not since the shard's process began."""
     idle_s: float | None
     """Seconds since its last contribution; None: the same."""
@@ -183,10 +183,10 @@ class ParameterStatus:
     members: tuple[MemberStatus, ...]
     """Workers with seats; of very many, those that lag most."""
     ended: bool
-    """Whether all workers have left in order, so that nobody is waited for."""
+    """Whether all workers have left in order, so that no step waits for any."""
     abandoned_for_s: float | None
     """Seconds for which none of its workers has been connected, though not all left in order; None:
-    less than the shard's `abandoned_after_s`. Nobody is waited for."""
+    less than the shard's `abandoned_after_s`. No step waits for them."""
     marked: bool
     """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
     new_name: str
@@ -276,10 +276,10 @@ class TableStatus:
     members: tuple[MemberStatus, ...]
     """Workers with seats; of very many, those that lag most."""
     ended: bool
-    """Whether all workers have left in order, so that nobody is waited for."""
+    """Whether all workers have left in order, so that no step waits for any."""
     abandoned_for_s: float | None
     """Seconds for which none of its workers has been connected, though not all left in order; None:
-    less than the shard's `abandoned_after_s`. Nobody is waited for."""
+    less than the shard's `abandoned_after_s`. No step waits for them."""
     marked: bool
     """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
     new_name: str
@@ -328,7 +328,7 @@ class Trouble:
     name: str
     """Of the group that it is about; empty: the shard."""
     words: str
-    """What is wrong and what to do."""
+    """The problem, and what to do about it."""
 
     @staticmethod
     def from_proto(message: pb.Trouble) -> Trouble:
@@ -367,7 +367,7 @@ class ShardStatus:
     tables: tuple[TableStatus, ...]
     """What it holds of each table, by name."""
     troubles: tuple[Trouble, ...]
-    """What is wrong with it, or stands still at it: a full disk, damaged files, somebody who was
+    """Its problems, and what waits there: a full disk, damaged files, clients that were
     turned away, groups that wait."""
 
 
@@ -425,7 +425,7 @@ def ask_tables(
         channel: The shard.
         timeout_s: Bounds the call.
         name: Name of the table; "": all tables.
-        incarnation: Of the table that is meant; 0: whatever has the name.
+        incarnation: Incarnation of the table that is meant; 0: whatever has the name.
 
     Raises:
         UnknownTableError: it has none of that name, or the one that is meant was deleted.

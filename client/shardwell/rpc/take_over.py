@@ -76,10 +76,10 @@ def check_next_step(
     Args:
         what: "parameter 'm'", for the message.
         next_step: This worker's, now that it has its seat.
-        opened_at: The same when it was opened.
+        opened_at: The worker's next step when it was opened.
         took_over: Whether the seat was another session's.
         lost_seat: Whether the worker had a seat then, of another tenure.
-        where: As errors carry it.
+        where: `parameter` or `table`, and its name, for errors.
 
     Raises:
         StepOrderError: steps were counted meanwhile, or the seat was given away.

@@ -1,4 +1,4 @@
-"""Checks that the fields of specs share, and how their values are told."""
+"""Checks that the fields of specs share, and their values in messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwell.errors import ArgumentError
 
-_TOLD_MAX = 200
+_BRIEF_MAX = 200
 """Characters: twice those of the longest optimizer's repr."""
 _NUMBER_MAX = float(2**1023)  # what comes here is turned into a float
 
@@ -47,9 +47,9 @@ def check_whole_number(what: str, value: int, low: int, high: int) -> None:
 
 
 def brief(value: Any) -> str:
-    """Its repr for a message, cut off where nobody would read on."""
-    told = repr(value)
-    return told if len(told) <= _TOLD_MAX else f"{told[: _TOLD_MAX - 3]}..."
+    """Returns the repr for a message, cut off at a length that is still read."""
+    text = repr(value)
+    return text if len(text) <= _BRIEF_MAX else f"{text[: _BRIEF_MAX - 3]}..."
 
 
 def name_of(names: dict[str, Any], what: str, value: int) -> str:

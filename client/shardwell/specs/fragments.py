@@ -129,11 +129,11 @@ def deals_of(fragments: Iterable[Fragment | None]) -> dict[str, Deal]:
 def with_fragments(
     names: Iterable[str], fragments: Mapping[str, Fragment | None], where: str
 ) -> list[str]:
-    """Names of parameters, where a family's name stands for all of its fragments.
+    """Names of parameters, with all fragments in place of a family's name.
 
     Args:
-        names: Of parameters or families; each counts once.
-        fragments: Of which family each parameter is, by its name; None: of none.
+        names: Names of parameters or families; each counts once.
+        fragments: The family of each parameter, by its name; None: it belongs to none.
         where: What has them, for an error.
 
     Raises:

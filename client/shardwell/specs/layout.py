@@ -99,8 +99,8 @@ class TensorGroup:
         learning_rate_factor: Their learning rate is the parameter's, times this.
         weight_decay: In place of the optimizer's; None: that.
         frozen: Whether they stay as they are.
-        rate_group: Which factor of a `GroupedRate`, given as `learning_rate` with a step, their
-            rate has, too, from 1; 0: none. So the ratio of groups' rates may change.
+        rate_group: Number of the factor of a `GroupedRate`, given as `learning_rate` with a step,
+            that their rate has, too, from 1; 0: none. So the ratio of groups' rates may change.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -190,7 +190,7 @@ class TensorLayout:
             raise _too_large(len(self.tensors), f"at most {TENSOR_COUNT_MAX}")
         if len(self.by_name) != len(self.tensors):
             counts = collections.Counter(tensor.name for tensor in self.tensors)
-            raise ArgumentError(f"tensor {counts.most_common(1)[0][0]!r} is there twice")
+            raise ArgumentError(f"tensor {counts.most_common(1)[0][0]!r} occurs twice")
         check_whole_number("size (of all tensors)", self.size, 1, SIZE_MAX)
         self._checked_proto  # noqa: B018 (made, and so checked)
 

@@ -35,7 +35,7 @@ class GroupedRate(float):
     """By group."""
 
     def __new__(cls, learning_rate: float, factors: Sequence[float]) -> Self:
-        """See the class."""
+        """Makes the rate, and checks the factors."""
         if not 0 < len(factors) <= RATE_GROUP_COUNT_MAX:
             raise ArgumentError(
                 f"factors of a learning rate must be 1 to {RATE_GROUP_COUNT_MAX}; got "

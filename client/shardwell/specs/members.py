@@ -34,7 +34,7 @@ class Elastic:
     `member_return_s`."""
     reference_count: int = 0
     """The optimizer's learning rate is that of so many members: a step of n gradients has the rate
-    times n / reference_count. 0: the rate is the same, whoever takes part."""
+    times n / reference_count. 0: the rate does not depend on the members."""
 
     def __post_init__(self) -> None:
         check_whole_number("max_count", self.max_count, 1, MEMBER_COUNT_MAX)

@@ -59,7 +59,7 @@ def parse_target(target: str) -> list[str]:
     """The addresses in "host:port,host:port", in the order of the shards.
 
     Raises:
-        ArgumentError: it is empty, or an entry is no HOST:PORT, or one is there twice.
+        ArgumentError: it is empty, or an entry is no HOST:PORT, or one occurs twice.
     """
     if not isinstance(target, str):
         kind, remedy = type(target).__name__, ""
@@ -81,7 +81,7 @@ def parse_target(target: str) -> list[str]:
     if not addresses or len(addresses) > SHARD_COUNT_MAX:
         raise ArgumentError(f"a target has 1 to {SHARD_COUNT_MAX} addresses; got {target!r:.200}")
     if len(set(addresses)) != len(addresses):
-        raise ArgumentError(f"an address is there twice in {target!r:.200}")
+        raise ArgumentError(f"an address occurs twice in {target!r:.200}")
     return addresses
 
 

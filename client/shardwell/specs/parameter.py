@@ -29,7 +29,7 @@ CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4", "int8"]
 ModeName = Literal["sync", "async"]
 
 _OF_LAYOUT = ("size:", "layout:")
-"""How differences begin that are told tensor by tensor."""
+"""Beginnings of differences that are listed tensor by tensor."""
 BLOCK_SIZES = {"int8": 4096}
 """Elements that have one scale, of codecs that write in blocks."""
 WORKER_COUNT_MAX = 2**16
@@ -106,7 +106,7 @@ class TrainingSpec:
         if not isinstance(self.members, Elastic):
             raise ArgumentError(f"members must be shardwell.Elastic; got {brief(self.members)}")
         if self.mode != "sync":
-            raise ArgumentError("members are of sync mode: in async mode nobody is waited for")
+            raise ArgumentError("members= needs mode='sync': async steps wait for no worker")
         if self.worker_count != self.members.max_count:
             raise ArgumentError(
                 f"worker_count must be left out where members= says who makes a step, or be its "
@@ -219,7 +219,7 @@ class ParameterSpec(TrainingSpec):
     min_contributors: int = 0
     """A chunk's step closes `grace_s` after so many gradients at the latest; 0: it has all."""
     grace_s: float = 0.0
-    """See min_contributors."""
+    """How long after that a chunk's step closes, in seconds."""
     fragment: Fragment | None = None
     """Of which family it is a fragment; None: it is none."""
 
@@ -290,7 +290,7 @@ class ParameterSpec(TrainingSpec):
 
         A chunk that closes by the norm of all gradients leaves no version before every worker's
         gradient is counted whole; asynchronous steps have no version that all workers read; and
-        where a step may close without a worker, nobody needs its gradient again.
+        where a step may close without a worker, no shard needs its gradient again.
         """
         return self.mode == "sync" and not self.closes_by_norm and not self.has_open_sets
 

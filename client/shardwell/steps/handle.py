@@ -91,9 +91,9 @@ class Handle(Connected, Closing, Generic[SpecT]):
     def join(self, *, waits: bool = True, timeout_s: float | None = None) -> int:
         """Takes part as an elastic member, ahead of its first gradient; returns the step of that.
 
-        Waits until the steps before that one have closed: what is read then is of that version, and
-        the others await a gradient of it. A worker that does not call it joins with its first
-        gradient: that is of a step that may have closed by then, and nobody waits while the worker
+        Waits until the steps before that one have closed: weights read then are of that version,
+        and the others await a gradient of it. A worker that does not call it joins with its first
+        gradient: that is of a step that may have closed by then, and no step waits while the worker
         gets ready.
 
         Args:

@@ -32,7 +32,7 @@ class Member:
         opening: The calls about the parameter or table as a whole, which agree on a first step.
         transfer: How its gradients travel; the tenure that they name is set here.
         heartbeats: Those of the client.
-        worker_id: Who it is.
+        worker_id: The worker's id.
         members: How long it may be silent, among others.
     """
 

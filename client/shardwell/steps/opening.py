@@ -62,7 +62,7 @@ class Opening(Generic[SpecT, AnswerT]):
     Args:
         spec: The parameter or table.
         channels: The shards, in order.
-        worker_id: Of the worker that calls; "": it will not contribute.
+        worker_id: Id of the worker that calls; "": it will not contribute.
     """
 
     calls: KindCalls[AnswerT]
@@ -108,8 +108,9 @@ class Opening(Generic[SpecT, AnswerT]):
             attempts: Bounds the calls.
             tenure: The worker takes its seat, for that tenure; 0: it takes none.
             begins_anew: See CreateParameterRequest.
-            from_step: The same.
-            incarnation: Of the one that is meant, which must exist; 0: whatever has the name.
+            from_step: See CreateParameterRequest.
+            incarnation: Incarnation of the one that is meant, which must exist; 0: whatever has the
+                name.
 
         Raises:
             StepOrderError: a shard lost its memory.

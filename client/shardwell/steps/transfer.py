@@ -96,7 +96,7 @@ class StepTransfer(ABC, Generic[PartT]):
         name: Its name.
         pool: Streams of its calls.
         spans: What they are timed in.
-        worker_id: Whose calls they are.
+        worker_id: The worker that calls.
         traffic: The client's, which counts them.
         threads: What takes pieces of their work.
     """
@@ -184,7 +184,7 @@ class StepTransfer(ABC, Generic[PartT]):
         Args:
             lines: What to read, in the order of the shards.
             first: The unit to begin with.
-            step: Of which the answers are.
+            step: The step that is answered.
             take: Takes the answer for a unit, on another thread where this one has more to do.
 
         Raises:

@@ -27,7 +27,7 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
     Args:
         ids: An array of any integer dtype, shape and layout, what offers one, an integer, or a
             list of integers. Unsigned ones from 2^63 on stand for the signed ones of the same bits.
-        row_count: Of the table; None: any 64-bit integer is a key.
+        row_count: Rows of the table; None: any 64-bit integer is a key.
 
     Returns:
         (n,) int64, copied only where it must be.
@@ -74,7 +74,7 @@ def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
 
 
 def _as_array(ids: Any) -> npt.NDArray[Any]:
-    """What is no plain array, as one."""
+    """Converts what is no plain array to one."""
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise ArgumentError("ids have masked elements; leave them out with .compressed()")
     if isinstance(ids, (list, tuple)) and not ids:
@@ -160,7 +160,7 @@ class RowBatch:
     Args:
         ids: (n,) int64; see `as_ids`.
         shape: What the caller passed had.
-        placement: Of the table.
+        placement: The table's placement.
     """
 
     def __init__(self, ids: Ids, shape: tuple[int, ...], placement: RowPlacement) -> None:
@@ -181,7 +181,7 @@ class RowBatch:
         self.distinct = ShardedIds(distinct, found.bounds)
         """What travels."""
         self.has_repeats = distinct.size < ids.size
-        """Whether an id is there twice."""
+        """Whether an id occurs twice."""
 
     def spread(self, rows: Float32, out: Float32) -> None:
         """Gives every one of the caller's ids its row.

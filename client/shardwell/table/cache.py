@@ -29,7 +29,7 @@ class RowCache:
 
     Args:
         row_count: How many there can be; rounded up to a multiple of 4.
-        dim: Of the table.
+        dim: Elements of a row.
         staleness_steps: How many steps a row is used for, after that at which it was fetched.
 
     Raises:

@@ -49,7 +49,7 @@ class RowPut:
     """One step's gradient on its way, and how far it has come, whatever becomes of connections.
 
     Args:
-        ids: Of the rows.
+        ids: Ids of the rows.
         sums: Their gradients; None: the step is abandoned.
         step: This worker's.
         sample_count: See `Table.put_row_gradients`.
@@ -70,7 +70,7 @@ class RowPut:
         self.step = step
         self.sample_count = sample_count
         self.counted_shards: set[int] = set()
-        """Shards that have told that they counted all of the step."""
+        """Shards that have confirmed all of the step."""
         self.is_sent = False
         """Whether any of it may have reached a shard."""
         self.outcomes: dict[int, pb.RowsOutcome] = {}
@@ -87,7 +87,7 @@ class RowPut:
         return self.ids.messages(shard_index, self._row_count_max) or [Span(start, start)]
 
     def is_late(self, shard_index: int) -> bool:
-        """Whether a shard has told that some of it came too late."""
+        """Whether a shard has answered that some of it came too late."""
         found = self.outcomes.get(shard_index)
         return found is not None and bool(found.late_part_indexes)
 
@@ -99,7 +99,7 @@ class RowPut:
         """What element of the array that the caller passed a shard means; -1 if that is not known.
 
         Args:
-            shard_index: Which shard.
+            shard_index: Index of the shard.
             index: row * dim + column in a message; which one is known only if there was one.
         """
         parts = self.parts(shard_index)
@@ -112,14 +112,14 @@ class RowFetch:
     """Rows on their way, and how far they have come.
 
     Args:
-        ids: Which rows.
+        ids: Ids of the rows.
         rows: (n, dim) float32, C-contiguous, filled.
         places: (n,): where in `rows` they go, by row; see `row_batches.SortedIds`.
         starts: (u + 1,): the same.
         row_count_max: Rows of one message.
         min_version: Steps that are to have closed.
         known_version: Steps that have closed on every shard, as this worker knows.
-        every_shard: Of how many shards each is asked, though it has none of the rows; 0: only
+        every_shard: How many shards are asked, those without such rows too; 0: only
             those that have some.
     """
 
@@ -203,7 +203,7 @@ class RowTransfer(StepTransfer[Asked]):
         channels: The shards, in order.
         pool: Streams of the table's calls.
         spans: What they are timed in.
-        worker_id: Whose calls they are.
+        worker_id: The worker that calls.
         traffic: The client's, which counts them.
         threads: What takes pieces of their work.
     """
@@ -253,7 +253,7 @@ class RowTransfer(StepTransfer[Asked]):
             questions = [] if fetch is None else fetch.missing(index)
             parts = [] if put is None else put.rest(index)
             if put is not None and fetch is not None and fetch.unless_late and questions:
-                parts = put.parts(index)  # what was counted is once, and its outcome is told anew
+                parts = put.parts(index)  # counted parts count once, and their outcome comes anew
             asked = Asked(channel, put, fetch, parts, questions)
             if count := asked.answer_count:
                 stretches.append((asked, 0, count))
@@ -433,7 +433,7 @@ class RowTransfer(StepTransfer[Asked]):
                     stop=span.stop,
                     into=fetch.rows,
                 )
-            else:  # others, which are not damaged, or that is what is told; or none
+            else:  # other ids or none; a damaged message raises
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold

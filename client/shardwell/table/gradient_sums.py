@@ -25,8 +25,8 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
 
     Args:
         gradients: (*shape, dim) float32, or float64 or float16, which are converted.
-        shape: Of the ids.
-        dim: Of the table.
+        shape: Shape of the ids.
+        dim: Elements of a row.
         table: Its name, for messages.
 
     Raises:
@@ -65,7 +65,7 @@ class RowSums:
         """(n, dim): the caller's."""
         self._table = table
         self._sums: Float32 | None = None
-        """(u, dim), in the order of `distinct`; None: no id is there twice."""
+        """(u, dim), in the order of `distinct`; None: no id occurs twice."""
         self.peak: float | None = None
         """No value is larger; None: that is not known. All messages are scaled by it, so that what
         arrives is the same bits however rows are spread."""
@@ -129,7 +129,7 @@ class RowSums:
             number = int(repeated[row])
             raise NonFiniteError(
                 f"gradients of row id {self._batch.distinct.ids[number]} of {self._table!r}, which "
-                f"is there more than once, add up to more than a float32 can hold in element "
+                f"occurs more than once, add up to more than a float32 can hold in element "
                 f"{column}; scale the gradients, or open the table with allow_non_finite=True",
                 element_index=self._first(number) * is_bad.shape[1] + column,
                 table=self._table,

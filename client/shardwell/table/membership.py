@@ -39,7 +39,7 @@ class Joined(NamedTuple):
     is_begun: bool
     """Whether some shard has counted some of that step."""
     version: int
-    """See `Table.version`."""
+    """Steps that all rows of the last answer have seen."""
     row_count_max: int
     """Rows of one message, on any shard."""
     incarnation: int
@@ -142,7 +142,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         steps = [answer.next_step if is_known else 0 for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
         if self._spec.has_open_sets:
-            pass  # a shard may be steps ahead of another that awaits somebody else
+            pass  # a shard may be steps ahead of another that awaits other workers
         elif takes_seat or self._spec.mode == "async":
             self._check_same_past("this worker's next step is", steps, attempts)
         else:
@@ -182,7 +182,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         low, high = min(steps), max(steps)
         if high - low > 1 and not any(status.loading for status in self.status(attempts)):
             raise StepOrderError(
-                f"shards disagree on where table {self._spec.name!r} stands: {what} {low} on shard "
+                f"shards disagree on the step of table {self._spec.name!r}: {what} {low} on shard "
                 f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
                 "memory; restore a checkpoint, or start the training again under another name",
                 table=self._spec.name,

@@ -56,7 +56,7 @@ class Prefetches:
         """Keeps a fetch that has begun.
 
         Args:
-            ids: The ids; nobody writes to them.
+            ids: The ids, which do not change.
             call_count: Calls of the table so far.
             future: What comes of it.
         """
@@ -101,8 +101,8 @@ class RowReading:
         transfer: How rows travel.
         calls: The table's calls.
         view: The rows that this worker keeps.
-        every_shard: Of an elastic table: how many shards there are, all of which a fetch that asks
-            them all tells where the table stands.
+        every_shard: Elastic tables: the number of shards, which a fetch asks all for the
+            table's step.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class RowReading:
     # Ahead of time.
 
     def prefetch(self, batch: RowBatch, ids: Ids, min_version: int) -> None:
-        """Begins to fetch all rows of a batch, whatever is kept; nobody writes to `ids`."""
+        """Begins to fetch all rows of a batch, whatever is kept; `ids` must not change."""
 
         def fetch(attempts: Attempts) -> Prefetched:
             out = np.empty((ids.size, self._dim), np.float32)
@@ -188,10 +188,10 @@ class RowReading:
         self._prefetches.keep(ids, call_count, self._calls.start(fetch))
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
-        """What was prefetched for the same ids, once it has come; None: they are to be read.
+        """The rows prefetched for the same ids, once they have come; None: read them.
 
         To be called once by each `get_rows`. One that failed, or has not come before the deadline,
-        is none: whoever reads, in the moment that is left to any attempt, learns which shard does
+        is none: the read, in the moment that is left to any attempt, finds out which shard does
         not answer.
 
         Raises:

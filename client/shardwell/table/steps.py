@@ -33,7 +33,7 @@ class _Begun(NamedTuple):
     digest: tuple[int, ...] | None
     """Of what it sent; None: the step is being abandoned."""
     counted_shards: set[int]
-    """Shards that have told that they counted all of it."""
+    """Shards that have confirmed all of it."""
 
 
 class TableSteps:
@@ -64,11 +64,11 @@ class TableSteps:
         self._has_seat = False
         self._begun: _Begun | None = None
         self.is_begun = False
-        """See `Table.is_step_begun`."""
+        """Whether shards may have counted some of the next step."""
         self.outcome: RowOutcome | None = None
-        """See `Table.outcome`."""
+        """The counted rows of this elastic member's last gradient; None: there is none."""
         self.is_draining = False
-        """See `Table.is_draining`."""
+        """Whether a shard has asked this worker to leave."""
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
@@ -178,7 +178,7 @@ class TableSteps:
         return put.step
 
     def abandon(self, attempts: Attempts) -> int:
-        """See `Table.abandon_step`."""
+        """Ends the next step without a gradient; returns the step."""
         if self._member is not None:
             self.join(self._member, attempts)
         elif not self._has_seat:

@@ -166,7 +166,7 @@ class Table(Handle[TableSpec]):
 
         Args:
             ids: Integers of any dtype, shape and order, an array, a list or one integer; each
-                travels once, however often it is there. With `row_count`, 0 to row_count - 1;
+                travels once, however often it occurs. With `row_count`, 0 to row_count - 1;
                 without, any 64-bit integers: unsigned ones from 2^63 on are the signed ones of the
                 same bits.
             out: Where to put the rows, a writable C-contiguous float32 array of the result's
@@ -236,7 +236,7 @@ class Table(Handle[TableSpec]):
     ) -> int:
         """Adds gradients to this worker's next step; returns when all shards have counted it.
 
-        Gradients of an id that is there more than once add up. The step ends with this call, on
+        Gradients of an id that occurs more than once add up. The step ends with this call, on
         all shards: a batch without ids is a contribution, too, that changes no row. Synchronous
         mode: a row's update is with the mean over all workers, where those count as 0 that did not
         send it; this does not wait for them, except for a step before this one. Asynchronous mode:
@@ -379,7 +379,7 @@ class Table(Handle[TableSpec]):
             self._view.version = version
 
     def reopen(self) -> None:
-        """Asks the shards again where this worker stands, and goes on at that `next_step`."""
+        """Asks the shards again for this worker's step, and goes on at that `next_step`."""
 
         def reopened(attempts: Attempts) -> None:
             self._reading.forget()

@@ -55,9 +55,9 @@ class TableView:
         self._era = 0
         self._is_sending = False
         self.next_step = 0
-        """See `Table.next_step`."""
+        """The step that this worker's next gradient joins."""
         self.version = 0
-        """See `Table.version`."""
+        """Steps that all rows of the last answer have seen."""
         self.max_version: int | None = None
         """The version that this worker reads while some of its next step may be counted; None: the
         newest."""
@@ -80,7 +80,7 @@ class TableView:
 
     @property
     def cache_hit_rate(self) -> float:
-        """See `Table.cache_hit_rate`."""
+        """The part of the asked rows that the cache had; 0.0 without a cache."""
         if self._cache is None:
             return 0.0
         asked = self._cache.hit_count + self._cache.miss_count
@@ -159,7 +159,7 @@ class TableView:
         """To be called before anything of the next step is sent; `end_step` takes the result.
 
         Args:
-            ids: The rows that it has gradients for; None: nobody knows which.
+            ids: The rows that it has gradients for; None: unknown.
         """
         with self._lock:
             self._is_sending = True
@@ -210,7 +210,7 @@ class TableView:
         """To be called when a step did not end.
 
         Args:
-            step: Which; it is the next one still.
+            step: The step, which is the next one still.
             is_begun: Whether shards may have counted some of it, or may yet.
         """
         with self._lock:

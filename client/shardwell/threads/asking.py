@@ -14,7 +14,7 @@ _THREAD_COUNT_MAX = 8
 """What one call has under way at once: as many as a shard answers without hurting others."""
 
 _TOGETHER_BYTES_MAX = 8 << 20
-"""What is up to that size is moved together with others; larger things fill the wire alone."""
+"""Things up to that size are moved together with others; larger ones fill the wire alone."""
 
 GivenT = TypeVar("GivenT")
 AnswerT = TypeVar("AnswerT")
@@ -27,7 +27,7 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
     nothing more is begun, what is under way is cancelled, and its end waited for.
 
     Args:
-        given: What is asked, shards for example.
+        given: The things to ask, shards for example.
         ask: Asks one; called from several threads, and bounded by a deadline of its own.
 
     Raises:

@@ -1,19 +1,19 @@
 """Calls that a signal, a fork or a stuck connection can't break.
 
 Python raises KeyboardInterrupt in the main thread between any two instructions, in grpcio too,
-which then never lets go of a lock that all later calls need. So whoever calls the SDK never calls
+which then never lets go of a lock that all later calls need. So the SDK's caller never calls
 gRPC, and takes no lock that anything else waits for: the call goes into a queue, from which a
 thread of the client takes it, and its outcome comes in another. Both are queue.SimpleQueue, whose
 operations are whole whatever signal comes. The threads here get no KeyboardInterrupt.
 
 States of a call:
 
-    queued -> running -> ended                      the outcome is there
+    queued -> running -> ended                      the outcome is known
               running -> cancelled -> ended         the deadline passed, the caller was interrupted,
                                                     or the client was closed
 Invariants:
   - The caller waits no longer than the call's timeout and ABANDON_S, whatever the call's thread,
-    gRPC or its locks do: then it is told DeadlineError, and the thread is left to itself.
+    gRPC or its locks do: then it gets DeadlineError, and the thread is left to itself.
   - A signal is handled within SIGNAL_INTERVAL_S, whenever and in whatever thread it comes.
   - A call that was cancelled has ended before its caller goes on, unless it had to be abandoned.
   - What cancels (`cancelled_by`) runs on one thread of its own, never on the caller's.
@@ -135,7 +135,7 @@ class cancelled_by:  # noqa: N801 (read as a verb, as contextlib's are)
 
     Args:
         act: Does not block for long; may be called by any thread, and more than once.
-        call: Which call; that of this thread where none is given, if it runs one.
+        call: The call; default: the one that this thread runs, if it runs one.
     """
 
     __slots__ = ("_act", "_call")
@@ -224,10 +224,10 @@ class CallThreads:
     ) -> ResultT:
         """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
 
-        What it returns may come to nobody, after an interrupt: it must let go of all by itself.
+        After an interrupt its result is dropped: the result must let go of all by itself.
 
         Args:
-            body: What is to be done.
+            body: The work.
             timeout_s: When it is cancelled.
             scope: What it is a call of: see `cancel_scope`.
             tell: Called once it has taken long, with how long.
@@ -329,9 +329,10 @@ class _Threads:
 
     A thread waits for a call, is spare, or runs one. One waits at a time, the one that ran a call
     last if it can be: of several that wait at one queue, a call wakes two, and others each time.
-    Whoever queues a call has a spare look whether to wait if none waits, and so has who takes one
-    and leaves another. So a call that is there has a thread that waits, or that is about to look.
-    At the end the last thread refuses what is queued, and whoever queues a call later does so.
+    A thread that queues a call has a spare thread look whether to wait if none waits, and so has
+    a thread that takes a call and leaves another. So a queued call has a thread that waits, or is
+    about to look. At the end the last thread refuses the queued calls; later ones are refused by
+    the thread that queues them.
     """
 
     def __init__(self, name: str) -> None:
@@ -428,7 +429,7 @@ class _Threads:
             del call, outcome  # what they hold is the caller's to let go
 
     def _refuse_all(self) -> None:
-        """Ends what nobody will take."""
+        """Ends the calls that no thread will take."""
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self.queued.get_nowait()

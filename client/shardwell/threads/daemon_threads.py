@@ -25,8 +25,9 @@ class DaemonThreads(Executor):
 
     Args:
         count_max: Threads, which are started as they are needed.
-        name: Of each.
-        lends_callers: Who submits work does it where no thread can be had, as in atexit handlers.
+        name: Name of each thread.
+        lends_callers: Whether the caller does the work itself where no thread can be had, as in
+            atexit handlers.
     """
 
     def __init__(self, count_max: int, name: str, *, lends_callers: bool = False) -> None:

@@ -50,7 +50,7 @@ def thread_count(given: int | None) -> int:
     """How many threads a call may use, its own among them.
 
     Args:
-        given: As the caller asks for; None: as $SHARDWELL_THREADS says, else half as many as cores,
+        given: The caller's number; None: $SHARDWELL_THREADS, else half as many as cores,
             up to `THREAD_COUNT_DEFAULT_MAX`: on two cores, a worker and a shard that share them
             lose a twentieth to more threads.
 

@@ -1,6 +1,6 @@
 """Batches cut among workers, and what came of their parts put together again. Pure.
 
-What is a batch:
+A batch is one of:
     an array              one sample for each row (first axis); anything with a `shape` that can be
                           sliced, such as a tensor or a data frame, counts as one
     a list, range, ...    its items are the samples

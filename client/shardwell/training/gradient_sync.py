@@ -1,8 +1,8 @@
 """Ways of synchronising gradients that a training loop can exchange for one another.
 
-A loop calls `sync_gradients` once a step and goes on with the mean of all workers. Who computes it
-is decided by the object that the loop is given: nobody (LocalSync), the threads of this process
-(ThreadedSync), a group of processes (GroupSync) or the shards of a cluster (ServerSync).
+A loop calls `sync_gradients` once a step and goes on with the mean of all workers. The object that
+the loop is given computes it: alone (LocalSync), with the threads of this process (ThreadedSync), a
+group of processes (GroupSync) or the shards of a cluster (ServerSync).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GradientSync(Protocol):
     """Makes each worker's gradient the mean of all workers' gradients."""
 
     def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
-        """Replaces the array by the mean of all workers' arrays; blocks until that is there.
+        """Replaces the array by the mean of all workers' arrays; blocks until it has come.
 
         Every worker calls it equally often, with arrays of one length. All get the same bits.
 
@@ -137,7 +137,7 @@ class GroupSync:
 
     Args:
         group: What `shardwell.join_group` gave. It stays the caller's to close.
-        timeout_s: Of each call; None is the group's own.
+        timeout_s: Bound of each call; None is the group's own.
     """
 
     def __init__(self, group: ReducingGroup, timeout_s: float | None = None) -> None:
@@ -182,12 +182,12 @@ class ServerSync:
     """The shards of a cluster average. Each worker has its own client and parameter.
 
     It keeps one array as long as the parameter: an exchange reads the gradient until all of the
-    mean is there. Threads that share it take turns.
+    mean has come. Threads that share it take turns.
 
     Args:
         parameter: Opened with `optimizer=shardwell.Average()` and in sync mode. A trainer's
             synchronises the loss too: its size is that of the weights and 1.
-        timeout_s: Of each call; None is the client's.
+        timeout_s: Bound of each call; None is the client's.
 
     Raises:
         ArgumentError: the parameter has another optimizer or mode, or its steps may close without

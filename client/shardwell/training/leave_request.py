@@ -118,7 +118,7 @@ class LeaveRequest:
 
 
 _open: weakref.WeakSet[LeaveRequest] = weakref.WeakSet()
-"""A request whose owner was dropped is looked at by nobody."""
+"""Requests whose owners still exist."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:

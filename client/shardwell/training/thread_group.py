@@ -6,7 +6,7 @@ One round is one all-reduce. Its states, guarded by one lock:
                   first deadline, or when a thread is interrupted: the object is then broken.
     reducing and  all threads at once: each reduces its own part of all arrays, block by block, and
     handing out   writes each block into all of them while it is in cache. A part is read and
-                  written by one thread alone, so nobody waits between the two.
+                  written by one thread alone, so no thread waits between the two.
     over          all parts are done, or the round has failed. Threads return.
 
 Calls come to the next round, which gathers as soon as this one reduces. Invariants:
@@ -15,7 +15,8 @@ Calls come to the next round, which gathers as soon as this one reduces. Invaria
     so all calls of the one before have returned: no thread sees a later round's values.
 (3) A call returns, or raises, only when no thread writes to its array any more.
 (4) What a round ends with, all its threads get: the same bits, or the same error.
-(5) Sums are taken in order of rank: the same arrays give the same bits, whoever comes first.
+(5) Sums are taken in order of rank: the same arrays give the same bits, whichever thread comes
+first.
 
 Each array is read twice (values that are not finite are looked for first) and written once. It
 keeps no memory between calls but each thread's block.
@@ -253,7 +254,7 @@ class ThreadedSync:
             array: float32 of any shape, writable and C-contiguous; other threads read and write
                 it until the call returns.
             sample_count: Weight of this array, 0 to 2^24.
-            rank: Whose call it is; None: the calling thread's.
+            rank: Rank of the caller; None: the calling thread's.
 
         Raises:
             ArgumentError: all threads' arrays are of no use; or this rank has a call under way.

@@ -81,7 +81,7 @@ class DataParallelTrainer:
         weights: First weights, float32 of any shape, copied. The same on all workers.
         optimizer: The update rule; not Average.
         sync: How gradients are averaged. ServerSync: with a parameter of `weights.size` + 1.
-        rank: Which share of a batch is this worker's. None: the sync's, which ServerSync has not.
+        rank: Number of this worker's share of a batch. None: the sync's, which ServerSync has not.
         micro_batch_size: At most so many samples a call of the gradient function; None: the share
             as a whole.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
@@ -206,8 +206,8 @@ class DataParallelTrainer:
         """One step on a batch that all workers have, of which each takes its share.
 
         Args:
-            batch: The same on every worker, with at least 1 sample; see `split_batch`. A worker
-                whose share is empty contributes nothing and updates like the others.
+            batch: A batch, the same on every worker, with at least 1 sample; see `split_batch`. A
+                worker whose share is empty contributes nothing and updates like the others.
 
         Raises:
             ArgumentError: the batch or what the gradient function returned can't be used.
@@ -304,7 +304,8 @@ class DataParallelTrainer:
         with np.errstate(over="ignore"):
             self._synced[:-1] = update.gradient
             self._synced[-1] = update.loss
-        # A group tells all its ranks at once; whoever refuses alone has the others wait for it.
+        # A group refuses on all its ranks at once; one that refused alone would have the others
+        # wait.
         index = None if isinstance(self.sync, GroupSync) else first_non_finite(self._synced)
         if index is None:
             return

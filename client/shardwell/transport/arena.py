@@ -36,12 +36,13 @@ from shardwell.wire.messages import Room
 
 SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
 ARENA_BYTES_MAX = 256 << 20
-"""Of one arena: a step of 128 M elements of fp16 to one shard. What is beyond it travels inline."""
+"""Of one arena: a step of 128 M elements of fp16 to one shard. The rest travels inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
 BATCH_COUNT = 4
 """Messages that leave as one where all of their payloads are shared: a message costs as much as
-converting its chunk, and what waits for others stands still. At most; see `batch_count`."""
+converting its chunk, and a chunk that waits for others makes no progress. At most; see
+`batch_count`."""
 _BATCHES = 4
 """Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
@@ -67,7 +68,7 @@ class Arena:
         self.is_announced = False
         """Whether a message has named it."""
         self.memory = memory
-        """What is shared."""
+        """The shared memory."""
 
     def holds(self, wanted_bytes: int) -> bool:
         """Whether a larger one would have no more room for so many bytes."""
@@ -96,7 +97,7 @@ def _arena_bytes(wanted_bytes: int) -> int:
 
 
 def batch_count(chunk_count: int) -> int:
-    """How many of so many chunks one message stands for.
+    """How many of so many chunks one message carries.
 
     Few enough that one side works on some while the other has others.
     """
@@ -110,7 +111,7 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
 
     Args:
         chunk: The header.
-        payload: What is in the message.
+        payload: The payload in the message.
         memory: The stream's, if it has one.
 
     Raises:
@@ -163,8 +164,8 @@ def shared_message(
     As it is where its payload has no room, or may not be shared.
 
     Args:
-        message_type: Of the message.
-        message: As it would go over the network.
+        message_type: Type of the message.
+        message: The message as it would go over the network.
         room_of: Where a payload of so many bytes goes.
     """
     header, payload = framing.parse(message_type, message)

@@ -34,7 +34,7 @@ from shardwell.v1 import arena_pb2
 _PATIENCE_S = 1.0
 """For one client to send what it has connected for."""
 _OFFER_S = 10.0
-"""How long an offer stands before a stream takes it."""
+"""How long an offer is kept for a stream to take it."""
 _OFFER_COUNT_MAX = 256
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that arenas, each of which has one as long as it is mapped, leave for the rest."""
@@ -44,7 +44,7 @@ class ArenaOffers:
     """Takes offers on a Unix socket, with a thread of its own. Any thread may use it.
 
     Args:
-        check: Refuses, with a ShardwellError, offers that are meant for somebody else.
+        check: Refuses, with a ShardwellError, offers that are meant for another server.
         bytes_max: What may be mapped at once; named `arena_bytes_max` in refusals.
         log: For what an operator should know.
     """
@@ -76,7 +76,7 @@ class ArenaOffers:
 
         Args:
             same_host: "auto": on an abstract socket; "off": not at all; else a directory.
-            name: Of the socket; nobody else's on this machine, or in that directory.
+            name: Name of the socket; unique on this machine, or in that directory.
         """
         if same_host == "off" or not IS_SUPPORTED:
             return
@@ -102,7 +102,7 @@ class ArenaOffers:
             self._offered.clear()
 
     def take(self, token: int) -> SharedMemory | None:
-        """What was offered under a token, for one stream; None: nothing was, or long ago."""
+        """Takes the memory offered under a token, for one stream; None: none was, or long ago."""
         with self._lock:
             return self._offered.pop(token, (0.0, None))[1]
 
@@ -133,7 +133,7 @@ class ArenaOffers:
         """Looks at one offer."""
         try:
             connection, _ = listener.accept()
-        except BlockingIOError:  # whoever came has gone
+        except BlockingIOError:  # the client has gone
             return
         except OSError as error:  # no descriptor is left, say
             self._log.warning("an offer of memory can't be taken: %s", error)
@@ -164,7 +164,7 @@ class ArenaOffers:
                 os.close(file)
         try:
             connection.send(answer.SerializeToString())
-        except OSError:  # whoever offered it has given up
+        except OSError:  # the client has given up
             with self._lock:
                 self._offered.pop(answer.token, None)
             raise

@@ -53,7 +53,7 @@ class ShardEndpoint:
     """One shard's address and what this process has open to it. Any thread may use it.
 
     Args:
-        shard_index: Which shard.
+        shard_index: Index of the shard.
         address: HOST:PORT.
         same_host: Whether Unix sockets and shared memory are used where the shard offers them.
         credentials: What connections are made with.
@@ -109,8 +109,8 @@ class ShardEndpoint:
         """What opens a stream over gRPC.
 
         Args:
-            method: As gRPC names it.
-            connection: Which one it goes over: 0 is that of all other calls.
+            method: Path of the method, as gRPC names it.
+            connection: Number of the connection it goes over: 0 is that of all other calls.
 
         Raises:
             ClosedError: the client was closed.
@@ -186,14 +186,14 @@ class ShardEndpoint:
         return self._questions.ask(method, request, self._authorization(), timeout_s)
 
     def why_absent(self, timeout_s: float = 1.0) -> str:
-        """What is at the shard's address, once it has not answered; see the function."""
+        """Finds out why the shard's address did not answer; see the function."""
         return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
 
     def check_trust(self, timeout_s: float) -> None:
         """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
 
         Raises:
-            AuthenticationError: it is there, and TLS keeps the two sides apart.
+            AuthenticationError: it answers, but TLS keeps the two sides apart.
         """
         try:
             check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
@@ -216,7 +216,7 @@ class ShardEndpoint:
     def translate(
         self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
     ) -> ShardwellError:
-        """The Shardwell error that a failed call of this shard stands for.
+        """Returns the Shardwell error of a failed call to this shard.
 
         LimitError where this process has no descriptor left, so that it is not the shard's doing.
         """
@@ -239,7 +239,7 @@ class ShardEndpoint:
     def _refused(self, error: ShardwellError) -> ShardwellError:
         """The same error, with what only this side knows."""
         whose = "" if self._token is None else f" (of {self._token.path})"
-        told = type(error)(
+        refused = type(error)(
             f"shard {self.shard_index} at {self.address}: {error.message}{whose}",
             shard_index=self.shard_index,
             parameter=error.parameter,
@@ -247,12 +247,14 @@ class ShardEndpoint:
         )
         # Whom it let in before has had a token that was good: another one may come in its file.
         is_known = bool(self.identity.cluster_id) and self._token is not None
-        told.retryable = isinstance(told, AuthenticationError) and is_known
+        refused.retryable = isinstance(refused, AuthenticationError) and is_known
         now_s = time.monotonic()
-        if told.retryable and (told.message != self._said or now_s - self._said_s > SAID_S):
-            self._said, self._said_s = told.message, now_s
-            _LOG.warning("%s; calls wait for another one there, until their deadline", told.message)
-        return told
+        if refused.retryable and (refused.message != self._said or now_s - self._said_s > SAID_S):
+            self._said, self._said_s = refused.message, now_s
+            _LOG.warning(
+                "%s; calls wait for another one there, until their deadline", refused.message
+            )
+        return refused
 
     def close(self) -> None:
         """Ends every connection and the calls on it."""

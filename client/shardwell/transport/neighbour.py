@@ -42,6 +42,6 @@ class Neighbour:
         self._restart_count = _RESTART_COUNT
 
     def note_missing(self) -> None:
-        """Nobody listens there: it is being started again, or on another machine."""
+        """No process listens there: the shard is being restarted, or is on another machine."""
         self.pause(_RESTART_S if self._restart_count else PAUSE_S)
         self._restart_count = max(self._restart_count - 1, 0)

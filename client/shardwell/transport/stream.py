@@ -113,5 +113,5 @@ class ShardStream:
                 return
 
     def _end_messages(self) -> None:
-        self._arena = None  # whoever keeps the stream, or its error, keeps no memory with it
+        self._arena = None  # a kept stream, or its error, keeps no memory
         self._work.put(None)

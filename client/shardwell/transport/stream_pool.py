@@ -3,8 +3,8 @@
 A set has at most one stream to each shard, opened when it is first needed. A thread that calls
 again and again uses the same set again and again, whichever parameters or tables it calls: one that
 trains a hundred has one stream to each shard. A call beside it, of another thread or a prefetch,
-has its own set, so that it waits for nobody else's answers; and, over gRPC, its own connection, so
-that a small call does not queue behind what a large one has sent.
+has its own set, so that it does not wait for other calls' answers; and, over gRPC, its own
+connection, so that a small call does not queue behind what a large one has sent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StreamSet:
     Args:
         method: What they are calls of, as gRPC names it.
         channels: Every shard that there may be a stream to.
-        connection: Which one its streams go over, where they are over gRPC.
+        connection: Number of the connection of its streams, where they are over gRPC.
         is_here: Whether its streams go over Unix sockets.
     """
 
@@ -71,7 +71,8 @@ class StreamSet:
         """Whether it was made for shards of this machine."""
         self.call_group = CallGroup()
         self.only_reads = False
-        """Whether it is not to be kept: nobody's step needs it, and its place may be another's."""
+        """True if no step uses this stream: close it after the call, to leave its slot to
+        others."""
         self._method = method
         self._channels = channels
         self._unix_calls = UnixCalls() if is_here else None
@@ -180,7 +181,7 @@ class IdleStreams:
     Args:
         method: What they are calls of, as gRPC names it.
         channels: All shards.
-        connections: Of the client.
+        connections: The client's connections.
     """
 
     def __init__(

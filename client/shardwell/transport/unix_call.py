@@ -1,8 +1,8 @@
 """A call over a Unix socket, to a shard on this machine: see unix_stream.proto.
 
-It stands where gRPC's call would, with the same names. There is no thread behind it: who reads an
-answer waits for all calls of a set, so that each of them that ends is noticed at once, and sends
-what is short itself. What is long is sent by a thread, beside the reading.
+Same interface as a gRPC call, without a thread: the reader of an answer waits for all calls of a
+set, so that each of them that ends is noticed at once, and sends short messages itself. A thread
+sends long ones, beside the reading.
 
 States: open -> ended, by the shard's last frame, by the end of the connection, or by `cancel`. An
 ended call has let go of its connection as far as the shard is concerned; the descriptor is closed
@@ -66,7 +66,7 @@ class CallEndedError(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> Any:
-        """The shard's error, if it told one."""
+        """The shard's error, if it sent one."""
         return ((ERROR_DETAIL_KEY, self._error),) if self._error else ()
 
 
@@ -84,14 +84,14 @@ class UnixCalls:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has come, or a call has ended that nobody knows of, at one look."""
+        """Whether a message has come, or a call has ended unnoticed; does not wait."""
         return bool(self._poll.poll(0))
 
     def wait(self) -> None:
         """Blocks until something has come, or a call has ended, and takes what there is."""
         for file, events in self._poll.poll():
             call = self._calls.get(file)
-            # Of one that is full, only its end wakes this thread; and is told behind what is left.
+            # A full call wakes this thread only by its end, which is reported after its messages.
             if call is None or not call.receive(all_=bool(events & _ENDING)):
                 self._poll.unregister(file)
             elif call.is_full:
@@ -103,12 +103,12 @@ class UnixCalls:
 
 
 def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
-    """Sends a frame; blocks as long as there is no room. False: nobody takes it now.
+    """Sends a frame; blocks as long as there is no room. False: the reader takes none now.
 
     Args:
-        connection: That does not block by itself.
-        kind: Of the frame.
-        contents: What is in it.
+        connection: A socket that does not block by itself.
+        kind: Kind of the frame.
+        contents: Contents of the frame.
     """
     start = head(kind, len(contents))
     joined = len(contents) <= _JOINED_BYTES_MAX
@@ -129,7 +129,7 @@ def write_all(connection: socket.socket, written: Sequence[bytes]) -> bool:
             if any(events & _GONE for _, events in room.poll()):
                 return False
             continue
-        except OSError:  # who reads is told why
+        except OSError:  # the reader gets the reason
             return False
         while parts and sent >= len(parts[0]):
             sent -= len(parts.pop(0))
@@ -143,7 +143,7 @@ class UnixCall:
 
     Args:
         connection: To the shard; this call's from now on.
-        method: As gRPC names it.
+        method: Path of the method, as gRPC names it.
         calls: Those of its set.
         authorization: What it brings beside that; empty: nothing.
     """
@@ -197,7 +197,7 @@ class UnixCall:
             self._writer.put(partial(self._write, messages))
 
     def _write(self, messages: Iterator[bytes]) -> None:
-        """Sends them all; returns early where nobody takes them."""
+        """Sends them all; returns early where the shard takes none."""
         try:
             for message in messages:
                 if not write_frame(self._connection, FrameKind.MESSAGE, message):
@@ -264,7 +264,7 @@ class UnixCall:
             return True
 
     def is_active(self) -> bool:
-        """Whether it has not ended, as far as anybody has looked."""
+        """Whether no read has found its end yet."""
         return self._ended is None
 
     def code(self) -> grpc.StatusCode | None:
@@ -276,7 +276,7 @@ class UnixCall:
         return "" if self._ended is None else self._ended.details()
 
     def trailing_metadata(self) -> Any:
-        """The shard's error, if it told one."""
+        """The shard's error, if it sent one."""
         return () if self._ended is None else self._ended.trailing_metadata()
 
     def cancel(self) -> None:

@@ -57,7 +57,7 @@ class UnixQuestions:
         """The answer; None: call over gRPC. Blocks up to `timeout_s`.
 
         Args:
-            method: As gRPC names it.
+            method: Path of the method, as gRPC names it.
             request: The one message.
             authorization: What the call brings beside that; empty: nothing.
             timeout_s: For the answer.

@@ -429,8 +429,8 @@ def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:
 
     Args:
         context: See `rows_answer_context`.
-        ids: That were asked for, or their bytes; contiguous.
-        version: Of the answer.
+        ids: The ids that were asked for, or their bytes; contiguous.
+        version: Version of the answer.
     """
     return _with_numbers(int(crc32.iscsi(ids.view("u1").data, context)), version)
 
@@ -489,10 +489,10 @@ def before_rows(
 
     Args:
         start: See above.
-        row_count: As in Rows.
-        scale_exponent: As in Rows.
+        row_count: Rows' row_count.
+        scale_exponent: Rows' scale_exponent.
         ids: Bytes of the ids that the payload begins with; None: it has none.
-        lz4: As in Rows.
+        lz4: Rows' lz4.
     """
     head = _with_numbers(start, row_count, scale_exponent, lz4)
     return head if ids is None else int(crc32.iscsi(ids.data, head))

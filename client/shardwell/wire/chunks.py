@@ -35,7 +35,7 @@ class IntactChunk(NamedTuple):
     header: types_pb2.Chunk
     payload: Bytes
     peak_bits: int | None = None
-    """See `Codec.peak_of_bits`; None: nobody has looked."""
+    """See `Codec.peak_of_bits`; None: unknown."""
 
 
 def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
@@ -112,7 +112,7 @@ class ChunkCodec:
             is_exact: See `Codec.encode`.
             exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
                 whose scale can say so.
-            room: Of the payload's size, for it; None: it is in the message. Without effect with
+            room: Array for the payload, of its size; None: the message has it. Without effect with
                 lz4.
 
         Raises:
@@ -218,7 +218,7 @@ class ChunkCodec:
 
         Args:
             intact: What came.
-            where: The range that its index stands for.
+            where: The range of its index.
 
         Raises:
             CorruptChunkError: the length does not fit, or an LZ4 block is broken.

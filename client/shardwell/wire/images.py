@@ -68,8 +68,8 @@ def read(
     Args:
         codec: The parameter's, in which means are.
         header: What came.
-        payload: The same.
-        context: Of the parameter's weights: see checksum.py.
+        payload: The payload that came.
+        context: Checksum context of the parameter's weights: see checksum.py.
         where: The range where its index belongs.
         values: (where.size,), filled.
 

@@ -32,7 +32,7 @@ _PADDING_TAG = 14 << 3 | 2
 _PAYLOAD_TAG = bytes((15 << 3 | 2,))
 _HEADER_GROWTH_BYTES = 16  # scale_exponent (3), crc32c (5), lz4 (2), sub-message lengths (<= 4)
 
-# CPython lets whoever creates a bytes object without contents fill it before anyone else sees it.
+# CPython lets the creator of a bytes object without contents fill it before other code sees it.
 # This spares a copy of every payload.
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -148,7 +148,7 @@ def _divided(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, int] 
 
 
 def _own(values: Bytes) -> Bytes:
-    """A copy, aligned, which nobody writes to."""
+    """A copy, aligned and read-only."""
     values = values.copy()
     values.flags.writeable = False
     return values
@@ -197,7 +197,7 @@ def _batch(header: Any, payload: Bytes) -> Sequence[bytes]:
 
 
 def joined(header_type: Any, messages: Sequence[bytes]) -> bytes:
-    """One message that stands for some."""
+    """Joins some messages to one."""
     if len(messages) == 1:
         return messages[0]
     return bytes(header_type(batch=messages).SerializeToString())
@@ -207,7 +207,7 @@ class Batch:
     """Messages that are to leave as one.
 
     Args:
-        header_type: Of each, and of what stands for them.
+        header_type: Type of each message, and of the joined one.
         count: How many are one, at most.
     """
 
@@ -217,7 +217,7 @@ class Batch:
         self._held: list[bytes] = []
 
     def add(self, message: bytes, *, waits: bool) -> Sequence[bytes]:
-        """What is to leave now, in order; a message that does not wait leaves by itself."""
+        """The messages to send now, in order; one that does not wait leaves by itself."""
         if not waits:
             return *self.rest(), message
         leaving = self.rest() if len(self._held) == self._count else ()

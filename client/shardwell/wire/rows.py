@@ -298,7 +298,7 @@ class RowCodec:
             payload: What came with it, aligned.
             start: What their CRC32C begins with: see checksum.py.
             places: See `row_batches.SortedIds`.
-            starts: The same.
+            starts: See `row_batches.SortedIds`.
             first: The first row.
             stop: The last, and one more.
             into: (n, dim) float32, C-contiguous; of no use after an error.
@@ -363,7 +363,7 @@ def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:
 
     Args:
         ids: (n,) int64.
-        placement: Of the table.
+        placement: The table's placement.
         shard_index: This shard.
 
     Raises:

@@ -130,7 +130,7 @@ def test_who_makes_a_step_is_given_once(cluster, connect) -> None:
     client = connect(cluster(1), "w0")
     refused(lambda: opened(client, worker_count=2), "worker_count= and members= both")
     refused(lambda: opened(client, members=4), "members must be shardwell.Elastic; got 4")
-    refused(lambda: opened(client, mode="async"), "members are of sync mode")
+    refused(lambda: opened(client, mode="async"), "members= needs mode='sync'")
     refused(lambda: opened(client, late="never"), "late must be 'drop' or 'carry'")
     refused(lambda: opened(client, min_contributors=5), "min_contributors must be .* 0 to 4")
     refused(lambda: opened(client, grace_s=1.0), "give min_contributors, too")

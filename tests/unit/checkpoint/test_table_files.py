@@ -149,7 +149,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other slots": (lambda f: _first(f).update(slots=[]), "slots"),
     "no rate": (lambda f: _first(f).update(learning_rate=None), "learning rate"),
     "two versions": (lambda f: _first(f).update(version_max=8), "versions 7 to 8"),
-    "twice": (lambda f: f["tables"].append(_first(f)), "a table is there twice"),
+    "twice": (lambda f: f["tables"].append(_first(f)), "a table occurs twice"),
     "no list": (lambda f: f.update(tables={}), "tables must be a list"),
     "a spec of a parameter": (lambda f: _first(f).update(spec={"size": 3}), "size"),
 }
@@ -205,7 +205,7 @@ def test_an_export_that_can_not_be(path, tmp_path, monkeypatch) -> None:
 
 def test_a_row_that_is_there_twice(tmp_path) -> None:
     made = write(tmp_path / "c", spec_of(), [[[1, 2]], [[2]]])
-    with pytest.raises(StorageError, match="row id 2 is there twice"):
+    with pytest.raises(StorageError, match="row id 2 occurs twice"):
         write_export(made.tables[0], made.path, tmp_path / "rows.safetensors")
 
 

@@ -290,7 +290,8 @@ def test_another_spec_is_refused_while_somebody_lives(
     for _ in range(2):
         answer = room.join("x", 1, spec=wanted)
         assert list(answer.missing_ranks) == list(range(wanted.size))
-        assert re.search(f"belongs to rank 0 .*{difference}.*; whether anybody", answer.refusals[0])
+        pattern = f"belongs to rank 0 .*{difference}.*; whether a member"
+        assert re.search(pattern, answer.refusals[0])
         room.now_s += 0.1
         if is_ready:
             room.renew("a", 0, number)

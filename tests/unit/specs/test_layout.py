@@ -100,7 +100,7 @@ def test_what_can_not_be_is_refused_by_name(tensors: Any, words: str) -> None:
 def test_a_layout_by_hand_is_checked_too() -> None:
     with pytest.raises(ArgumentError, match="begins at element 3; expected 2"):
         TensorLayout((TensorSpec("a", (2,), 0), TensorSpec("b", (2,), 3)))
-    with pytest.raises(ArgumentError, match="tensor 'a' is there twice"):
+    with pytest.raises(ArgumentError, match="tensor 'a' occurs twice"):
         TensorLayout((TensorSpec("a", (2,), 0), TensorSpec("a", (2,), 2)))
 
 
@@ -223,7 +223,7 @@ def test_names_from_the_wire_are_looked_at_once_each() -> None:
     names = [f"{number:x}" for number in range(25_000)]
     message = types_pb2.TensorLayout(tensors=[types_pb2.Tensor(name=name) for name in names])
     message.tensors.add(name=names[-1])
-    with pytest.raises(ArgumentError, match=f"tensor '{names[-1]}' is there twice"):
+    with pytest.raises(ArgumentError, match=f"tensor '{names[-1]}' occurs twice"):
         TensorLayout.from_proto(message)
     message.tensors.extend(types_pb2.Tensor(name="x" * 250) for _ in range(900))
     with pytest.raises(ArgumentError, match=r"25901 tensors .* make several parameters"):

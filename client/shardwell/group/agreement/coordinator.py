@@ -28,7 +28,7 @@ TO_REBUILD = "call rebuild() to go on with the others, or leave the group"
 
 
 class Ending(Protocol):
-    """What is called when the generation is over, from any thread."""
+    """The callback for the end of the generation; any thread may call it."""
 
     def __call__(self, failure: pb.Failure) -> None:
         """With what all calls fail."""
@@ -163,7 +163,7 @@ class Coordinator(Agreement):
         for rank, thread, context in readers:
             if rank not in gone_ranks:
                 thread.join(max(deadline_s - time.monotonic(), 0.0))
-            if thread.is_alive():  # its rank has vanished, or stands still
+            if thread.is_alive():  # its rank has vanished, or hangs
                 context.cancel()
                 thread.join()
 

@@ -2,11 +2,12 @@
 
 Events go in (a rank calls, leaves, time passes), verdicts come out, each for one rank.
 
-A call is open from the first rank that calls it until all ranks that are active in it have, and is
-then decided: it goes on, or fails for all. It also fails, for those who have called, when the first
-of their deadlines passes; whoever comes later is told the same. A rank is active in a call unless
-it called JOIN before. When all have called JOIN, all are active again. Whose JOIN met its deadline
-before that is told when it calls JOIN again, which it must before any other call.
+A call is open from the first rank that calls it until all ranks that are active in it have called;
+then it is decided: it goes on, or fails for all. It also fails, for the ranks that have called,
+when the first of their deadlines passes; ranks that call later get the same verdict. A rank is
+active in a call unless it called JOIN before. When all have called JOIN, all are active again. A
+rank whose JOIN met its deadline must call JOIN again before any other call; it gets the verdict
+then.
 
 Invariants: every rank gets one verdict for each call it makes, and all verdicts of a call say the
 same; no verdict but of a failure is given before all active ranks have called.
@@ -35,7 +36,7 @@ _PROBLEM_LENGTH_MAX = 500
 _THAT_MOVE_NOTHING = (pb.OPERATION_BARRIER, pb.OPERATION_JOIN, pb.OPERATION_STATE)
 
 Verdicts = list[tuple[int, pb.Verdict]]
-"""(rank, what it is told)."""
+"""(rank, the verdict for it)."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ class CallMatcher:
 
     @property
     def deadline_s(self) -> float:
-        """When `expire` has something to do; infinity if nobody waits."""
+        """When `expire` has something to do; infinity if no rank waits."""
         waits = [call.deadline_s for call in self._open.values()]
         waits += [deadline_s for waiting in self._joined.values() for deadline_s in waiting]
         return min(waits, default=math.inf)
@@ -131,21 +132,21 @@ class CallMatcher:
         self._left[rank] = reason
         self._joined.pop(rank, None)
         self._owed.pop(rank, None)
-        told: Verdicts = []
+        verdicts: Verdicts = []
         for index in sorted(self._open):
-            told += self._decide(index)
+            verdicts += self._decide(index)
         for each in self._joined:
-            told += self._fail_joins(each, math.inf, self._lost())
-        return told
+            verdicts += self._fail_joins(each, math.inf, self._lost())
+        return verdicts
 
     def expire(self, now_s: float) -> Verdicts:
         """Fails what has waited too long."""
-        told: Verdicts = []
+        verdicts: Verdicts = []
         for index, opened in sorted(self._open.items()):
             if opened.deadline_s <= now_s:
                 missing = sorted(self._active(index) - set(opened.calls))
                 some = next(iter(opened.calls.values()))
-                told += self._fail(
+                verdicts += self._fail(
                     index,
                     _failure(
                         types_pb2.ERROR_CODE_WORKERS_MISSING,
@@ -163,8 +164,8 @@ class CallMatcher:
                 "again to go on waiting, or raise timeout_s",
                 missing,
             )
-            told += self._fail_joins(rank, now_s, failure)
-        return told
+            verdicts += self._fail_joins(rank, now_s, failure)
+        return verdicts
 
     def _check(self, rank: int, call: pb.CollectiveCall) -> None:
         is_join = call.operation == pb.OPERATION_JOIN
@@ -213,29 +214,29 @@ class CallMatcher:
             return [(rank, owed)]
         self._inactive_from[rank] = min(self._inactive_from[rank], self._next_index[rank])
         self._joined.setdefault(rank, []).append(deadline_s)
-        told: Verdicts = []
+        verdicts: Verdicts = []
         for index in sorted(self._open):
-            told += self._decide(index)
+            verdicts += self._decide(index)
         if len(self._joined) == self._size:
-            told += self._all_joined(rank)
+            verdicts += self._all_joined(rank)
         elif self._left:
-            told += self._fail_joins(rank, math.inf, self._lost())
-        return told
+            verdicts += self._fail_joins(rank, math.inf, self._lost())
+        return verdicts
 
     def _all_joined(self, last_rank: int) -> Verdicts:
         index = max(self._next_index)
         verdict = pb.Verdict(call_index=index, operation=pb.OPERATION_JOIN, last_rank=last_rank)
-        told: Verdicts = []
+        verdicts: Verdicts = []
         for rank in range(self._size):
             waiting = self._joined.pop(rank)
-            told += [(rank, verdict)] * len(waiting)
+            verdicts += [(rank, verdict)] * len(waiting)
             if waiting:
                 self._next_index[rank] = index
             else:
                 self._owed[rank] = verdict
         self._inactive_from = [math.inf] * self._size
         self._failed.clear()
-        return told
+        return verdicts
 
     def _fail_joins(self, rank: int, until_s: float, failure: pb.Failure) -> Verdicts:
         """Fails a rank's JOINs whose deadline is not after `until_s`; it remains out."""
@@ -284,20 +285,20 @@ class CallMatcher:
         calls = self._open.pop(index).calls
         # Of those who do not agree, the first one's.
         verdict.operation = calls[min(calls)].operation
-        told = [(rank, verdict) for rank in sorted(calls)]
+        verdicts = [(rank, verdict) for rank in sorted(calls)]
         self._failed[index] = verdict
         self._forget_failures()
-        return told
+        return verdicts
 
     def _forget_failures(self) -> None:
-        """Drops those that every rank has been told."""
+        """Drops the failures that every rank has a verdict of."""
         late = [
             self._reached(rank)
             for rank in range(self._size)
             if rank not in self._left and rank not in self._joined
         ]
-        told = min(late, default=0)
-        for index in [index for index in self._failed if index < told]:
+        passed = min(late, default=0)
+        for index in [index for index in self._failed if index < passed]:
             del self._failed[index]
 
     def _lost(self) -> pb.Failure:
@@ -316,17 +317,17 @@ def _failure(code: types_pb2.ErrorCode, message: str, ranks: list[int]) -> pb.Fa
 
 
 def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) -> pb.Failure | None:
-    """What is wrong with a call that all have made; None if nothing is."""
+    """Why a call that all ranks have made must fail; None if it need not."""
     problems = {rank: call.problem for rank, call in calls.items() if call.HasField("problem")}
     if problems:
-        told = "; ".join(
+        problem_words = "; ".join(
             f"rank {rank}: {problem.message[:_PROBLEM_LENGTH_MAX]}"
             for rank, problem in list(problems.items())[:RANKS_NAMED_MAX]
         )
         first, problem = next(iter(problems.items()))
         failure = _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
-            f"call {index} can't go on: {told}; no array was written",
+            f"call {index} can't go on: {problem_words}; no array was written",
             [first],
         )
         if problem.detail.code:
@@ -337,11 +338,11 @@ def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) ->
     for rank, call in calls.items():
         kinds.setdefault(_described(call), []).append(rank)
     if len(kinds) > 1:
-        told = "; ".join(f"{format_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
+        call_words = "; ".join(f"{format_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
         return _failure(
             types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
-            f"the ranks do not make the same call ({index}): {told}; all must call the same in the "
-            "same order; no array was written",
+            f"the ranks do not make the same call ({index}): {call_words}; all must call the same "
+            "in the same order; no array was written",
             [],
         )
     call = next(iter(calls.values()))

@@ -54,8 +54,8 @@ _SILENCE_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
 _TELLING_S_MAX = 1.0
-"""How long before a join's deadline members that could not be reached are told to all; at most a
-quarter of it."""
+"""How long before a join's deadline a member reports to all which members it could not reach; at
+most a quarter of it."""
 
 
 class Greeted(Protocol):
@@ -125,8 +125,8 @@ class Rendezvous(Closing):
 
         Args:
             spec: What all members must agree on.
-            member: Who asks. Each attempt needs a member_id of its own, except those that follow
-                a generation.
+            member: The worker that asks. Each attempt needs a member_id of its own, except those
+                that follow a generation.
             rank: Its place, 0 to size - 1; with `previous`, its place there.
             lease_ms: How long it counts as alive without a word of it.
             timeout_s: How long to wait, for the rendezvous and for the other workers together.
@@ -140,7 +140,7 @@ class Rendezvous(Closing):
 
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
-            AuthenticationError: the rendezvous is there, and TLS keeps the two sides apart, or it
+            AuthenticationError: the rendezvous answers, but TLS keeps the two sides apart, or it
                 does not believe the token.
             AccessDeniedError: the token may not join the group.
             ShardUnavailableError: the rendezvous did not answer at all.
@@ -348,7 +348,7 @@ def _is_expired() -> bool:
 
 
 class _Waiting:
-    """How far one join is, for whoever wonders at its end."""
+    """How far one join is; its end's error says so."""
 
     def __init__(self, address: str, request: pb.JoinGroupRequest, timeout_s: float) -> None:
         self.poll_interval_s = 2 * POLL_INTERVAL_S_MIN
@@ -363,7 +363,7 @@ class _Waiting:
 
     @property
     def greeting_deadline_s(self) -> float:
-        """Until when members are greeted, so that all can still be told who was not reached."""
+        """Until when members are greeted; the time after it is for reporting those not reached."""
         return self._began_s + less_margin(self._timeout_s, _TELLING_S_MAX)
 
     @property
@@ -382,7 +382,7 @@ class _Waiting:
         return self._error is None
 
     def answered(self, response: pb.JoinGroupResponse) -> None:
-        """The rendezvous is there."""
+        """Notes an answer of the rendezvous."""
         is_new = self._last is None or self._last.generation != response.generation
         self.poll_interval_s = (
             2 * POLL_INTERVAL_S_MIN
@@ -400,7 +400,7 @@ class _Waiting:
         self._notices.note(self._awaited)
 
     def _awaited(self) -> str:
-        """What is waited for."""
+        """The condition that the join waits for, in words."""
         last, name = self._last, f"group {self._spec.name!r}"
         if last is not None and self._spec.min_size and last.refusals:
             return f"for a place in elastic {name}: {last.refusals[-1]} ({self._address})"
@@ -408,7 +408,7 @@ class _Waiting:
         return f"as rank {self._rank} of {name} for {what} ({self._address})"
 
     def given_up(self) -> Exception:
-        """What the caller is told at the deadline."""
+        """The error for the caller at the deadline."""
         last, name, size = self._last, self._spec.name, self._spec.size
         if last is None:
             found = why_absent(self._address)

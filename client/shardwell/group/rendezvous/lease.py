@@ -48,7 +48,7 @@ class LeaseKeeper(Closing):
         self._rendezvous = rendezvous
         self._request = request
         self._on_lost = on_lost
-        self._told_ranks: set[int] = set()
+        self._known_ranks: set[int] = set()
         self._lease_s = request.lease_ms / 1000
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -123,7 +123,7 @@ class LeaseKeeper(Closing):
         return lost
 
     def _tell(self, lost: Sequence[pb.LostMember]) -> None:
-        new = [member for member in lost if member.rank not in self._told_ranks]
-        self._told_ranks.update(member.rank for member in new)
+        new = [member for member in lost if member.rank not in self._known_ranks]
+        self._known_ranks.update(member.rank for member in new)
         if new:
             self._on_lost(new)

@@ -18,7 +18,7 @@ at most is under way of a member that has died."""
 
 
 class Lease:
-    """How long somebody counts as alive without a word of it."""
+    """How long a member counts as alive without a renewal."""
 
     __slots__ = ("_is_spared", "duration_s", "end_s", "heard_s")
 
@@ -35,10 +35,10 @@ class Lease:
         self._is_spared = False
 
     def spare(self, silence_s: float, now_s: float) -> None:
-        """Nobody at all was heard of for a while, which may be the fault of the way here.
+        """Extends the lease when no member was heard of for a while: perhaps the network failed.
 
         Who lives renews about four times a lease, and so gets the time to be heard again. Once
-        for each word of it: else whoever asks now and then would keep the dead alive.
+        for each renewal: else any occasional request would keep the dead alive.
         """
         if silence_s > self.duration_s / 2 and not self._is_spared:
             self.end_s = max(self.end_s, now_s + self.duration_s / 2)
@@ -134,7 +134,7 @@ class Roster:
         return None
 
     def answer(self, rank: int) -> pb.JoinGroupResponse:
-        """What its member of a rank is told that asks for it."""
+        """The answer to a member that asks for the generation, by its rank."""
         unknown = [seat.rank for seat in self.seats if seat.member is None]
         if unknown:  # they will make themselves known to this server
             return pb.JoinGroupResponse(missing_ranks=unknown)
@@ -206,7 +206,7 @@ class Forming:
         return None
 
     def answer(self, rank: int, refusals: Iterable[str]) -> pb.JoinGroupResponse:
-        """What its member of a rank is told."""
+        """The answer to the member of a rank."""
         return pb.JoinGroupResponse(
             generation=self.number,
             members=[applicant.member for applicant in self.applicants],
@@ -227,11 +227,11 @@ class Forming:
 class GenerationNumbers:
     """Numbers of generations, of all groups: a count, and below it the server's incarnation.
 
-    The count makes each larger than any that this server has given or been told of. The incarnation
+    The count makes each larger than any that this server has given or received. The incarnation
     makes those of two lives of a server differ, though a life knows nothing of those before it.
 
     Args:
-        incarnation: Of the server, INCARNATION_BITS drawn for this life.
+        incarnation: The server's incarnation: INCARNATION_BITS drawn for this life.
     """
 
     def __init__(self, incarnation: int) -> None:
@@ -264,7 +264,7 @@ def incarnation_of(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupState:
-    """How far a group is, for whoever looks at it."""
+    """How far a group is, for status displays."""
 
     name: str
     size: int
@@ -274,9 +274,9 @@ class GroupState:
     members: tuple[str, ...]
     """Who lives of it, or waits for the others, each with its rank and where it is."""
     missing_ranks: tuple[int, ...]
-    """Those that nobody has."""
+    """Ranks without a member."""
     waited_s: float
-    """How long the one waits for them that asked first; 0: nobody does."""
+    """How long the first applicant has waited for them; 0: no applicant waits."""
     notes: tuple[str, ...]
     """Who was refused lately, and why."""
 

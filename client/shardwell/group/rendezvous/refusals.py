@@ -51,11 +51,11 @@ class Refusals:
             self.texts.append(message)
 
     def fail(self, generation_number: int, verdict: Verdict, now_s: float) -> None:
-        """Whoever has checked this generation is told, again if need be, for a while."""
+        """Keeps the verdict for all that have checked this generation, for a while."""
         self._failed = (now_s + _FAILED_S, generation_number, verdict)
 
     def raise_any(self, member_id: str, checked_generation: int = 0) -> None:
-        """Raises what the caller has to be told, once."""
+        """Raises the caller's verdict, once."""
         _, verdict = self._verdicts.pop(member_id, (0.0, None))
         if verdict is None and self._failed is not None and checked_generation == self._failed[1]:
             verdict = self._failed[2]  # the answer with the verdict was lost on its way
@@ -63,11 +63,11 @@ class Refusals:
             raise verdict.error()
 
     def drop(self, member_id: str) -> None:
-        """Nobody will ask."""
+        """Drops the verdict of a member that will not ask again."""
         self._verdicts.pop(member_id, None)
 
     def expire(self, now_s: float) -> None:
-        """Forgets verdicts that nobody came for."""
+        """Forgets verdicts that no member asked for."""
         for member_id, (until_s, _) in list(self._verdicts.items()):
             if until_s <= now_s:
                 del self._verdicts[member_id]
@@ -110,7 +110,7 @@ def mismatch_text(kept: pb.GroupSpec, holder: str, applicant: Applicant) -> str:
 
 
 def taken_text(group: str, applicant: Applicant, holder: pb.Member | None, note: str) -> str:
-    """Somebody that lives has the rank that an applicant wants."""
+    """The refusal when a living member has the rank that an applicant wants."""
     rank = applicant.rank
     return (
         f"rank {rank} of group {group!r} belongs to {described(rank, holder)}, which lives; "

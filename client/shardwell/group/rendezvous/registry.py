@@ -27,7 +27,7 @@ class Owner(NamedTuple):
     """Whose token a worker brings."""
 
     name: str = ""
-    """Empty: nobody's."""
+    """Empty: the caller brought no token."""
     member_count_max: int | None = None
     """How many with that token may be in groups that meet here; None: as many as there are."""
 
@@ -40,7 +40,7 @@ class Meetings:
 
     Args:
         limits: Bounds of what is held.
-        incarnation: Of the server, INCARNATION_BITS drawn for this life: it keeps nothing, and yet
+        incarnation: INCARNATION_BITS that the server drew for this life: it keeps nothing, and yet
             no generation may have the number of one that another life formed.
     """
 
@@ -70,7 +70,7 @@ class Meetings:
         Raises:
             ArgumentError: the request can't be believed.
             LimitError: a limit of the rendezvous, by name.
-            GroupMismatchError: somebody lives who has the name with another spec.
+            GroupMismatchError: living members have the name with another spec.
             RankTakenError: a member that lives has the rank.
             WorkerLostError: the caller was declared lost.
             WorkerUnreachableError: a member can't reach another.
@@ -131,7 +131,7 @@ class Meetings:
         return gathering
 
     def _sweep(self, now_s: float) -> None:
-        """Forgets groups of which nobody was heard for long; now and then, as it looks at all."""
+        """Forgets groups without a request for long; now and then, as it looks at all."""
         if now_s >= self._sweep_due_s:
             self._sweep_due_s = now_s + _SWEEP_INTERVAL_S
             for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:

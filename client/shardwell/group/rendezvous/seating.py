@@ -1,8 +1,8 @@
 """Who has which place of a group: the members that live, and those who ask for one. Pure.
 
-Who asks for the rank of another, the holder, contends for it, and has no place while it does. So
-does who asks for the group's name with other settings than those who are there. In an elastic group
-a rank is a wish, and nobody contends: a newcomer has a free rank, or waits for one.
+An applicant that asks for the rank of another, the holder, contends for it, and has no place while
+it does. So does an applicant that asks for the group's name with other settings than its members'.
+In an elastic group a rank is a wish, and no applicant contends: it gets a free rank, or waits.
 """
 
 from __future__ import annotations
@@ -104,19 +104,19 @@ class Seating:
         return [one for one in self.applicants.values() if one.spec == self.spec]
 
     def drop_those_left_behind(self) -> None:
-        """Takes out who wants to follow another generation; it is told so when it asks again."""
+        """Takes out applicants that follow another generation; their next request is refused."""
         number = 0 if self.generation is None else self.generation.number
         for applicant in list(self.applicants.values()):
             if applicant.previous_generation not in (0, number):
                 self.remove(applicant.member.member_id)
 
     def pass_on(self) -> None:
-        """The name belongs to whoever asked first, once nobody is there who agreed on its spec."""
+        """When no applicant with the agreed spec is left, the first applicant's spec is used."""
         if self.generation is None and self.applicants and not self.agreeing():
             self.spec = next(iter(self.applicants.values())).spec
 
     def holder(self, applicant: Applicant, placed: dict[int, Applicant]) -> Holder:
-        """Who has the rank that somebody contends for; or the name: the one heard of last."""
+        """The holder, heard of last, of the rank or the name that an applicant contends for."""
         if applicant.spec != self.spec:
             return max(self._holders(), key=lambda one: one.lease.heard_s or -math.inf)
         rank = applicant.rank
@@ -152,7 +152,7 @@ class Seating:
         return waiting + [seat.lease for seat in self.living()]
 
     def free_ranks(self) -> list[int]:
-        """Ranks that nobody has."""
+        """Ranks without a member."""
         taken = self.placed().keys() | {seat.rank for seat in self.living()}
         return [rank for rank in range(self.spec.size) if rank not in taken]
 
@@ -233,18 +233,18 @@ class Seating:
         return f"{len(placed)} of at least {least} workers (min_size) are here: {there}"
 
     def _contender_answer(self, applicant: Applicant, now_s: float) -> pb.JoinGroupResponse:
-        """What is told to who asks for the group's name with other settings."""
+        """The answer to an applicant that wants the group's name with other settings."""
         holder = self.holder(applicant, {})
         known_s = max(one.lease.end_s for one in self._holders()) - now_s
         note = (
             f"group {self.spec.name!r} belongs to {described(holder.rank, holder.member)} with "
-            f"other settings: {differences(self.spec, applicant.spec)}; whether anybody of it "
+            f"other settings: {differences(self.spec, applicant.spec)}; whether a member of it "
             f"lives is known within {max(known_s, 0.0):.3g} s"
         )
         return pb.JoinGroupResponse(missing_ranks=range(applicant.spec.size), refusals=[note])
 
     def renewal_answer(self, generation: Roster, seat: Seat) -> pb.RenewLeaseResponse:
-        """What a member of the generation is told of the others."""
+        """The answer to a member's renewal: which others are lost."""
         lost = [
             pb.LostMember(
                 rank=other.rank,

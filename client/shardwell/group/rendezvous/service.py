@@ -33,7 +33,7 @@ def admit_anybody(context: Any, group: str) -> Owner:
 
 
 def admit_same(token: SameToken) -> Admit:
-    """Lets in whoever brings that token."""
+    """Lets in workers that bring that token."""
 
     def admit(context: grpc.ServicerContext, group: str) -> Owner:
         token.check(authorization_of(context.invocation_metadata()))
@@ -46,7 +46,7 @@ class GroupService:
     """Handlers, one method an RPC; none blocks. A worker may serve it as well as a shard.
 
     Args:
-        shard_index: Which shard serves it: others than 0 refuse every call.
+        shard_index: Index of the shard that serves it: others than 0 refuse every call.
         limits: Bounds of what is held.
         admit: Decides who may be in a group.
     """
@@ -85,21 +85,21 @@ class GroupService:
             return self._meetings.describe(time.monotonic())
 
     def join_group(self, request: pb.JoinGroupRequest, context: Any) -> pb.JoinGroupResponse:
-        """See the .proto."""
+        """Serves JoinGroup."""
         self._check_shard()
         owner = self._admit(context, request.spec.name)
         with self._lock:
             return self._meetings.join(request, time.monotonic(), owner)
 
     def renew_lease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
-        """See the .proto."""
+        """Serves RenewLease."""
         self._check_shard()
         owner = self._admit(context, request.spec.name)
         with self._lock:
             return self._meetings.renew(request, time.monotonic(), owner)
 
     def leave_group(self, request: pb.LeaveGroupRequest, context: Any) -> pb.LeaveGroupResponse:
-        """See the .proto."""
+        """Serves LeaveGroup."""
         self._check_shard()
         self._admit(context, request.group)
         with self._lock:

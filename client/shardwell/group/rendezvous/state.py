@@ -1,11 +1,11 @@
 """One group as the rendezvous knows it: who asks for a place, and the generation that lives. Pure.
 
 Invariants: at most one generation lives or forms; its number is no other's, and larger than any
-that was known here; a rank has one member; a member that lives is never replaced. Whoever wants the
-rank of another, the holder, contends for it: it is refused when the holder is heard of after it
-asked, and has the rank when the holder's lease ends. In the same way whoever wants the name with
-another spec contends with all who agree on the one that it has. A generation can be followed by its
-members while it lives; whoever comes later is told to join again.
+that was known here; a rank has one member; a member that lives is never replaced. An applicant for
+the rank of another, the holder, contends for it: it is refused when the holder is heard of after it
+asked, and has the rank when the holder's lease ends. In the same way an applicant that wants the
+name with another spec contends with all who agree on the one that it has. A generation can be
+followed by its members while it lives; a member that comes later must join again.
 
 Nothing happens by itself: each request says what time it is, and first brings the gathering there.
 """
@@ -60,7 +60,7 @@ class Gathering:
     ) -> None:
         self.seating = Seating(spec)
         self.heard_s = now_s
-        """When anybody was heard of last."""
+        """When the last request of any member came."""
         self._numbers = numbers
         self._ended_number = 0
         """Of the last generation that lived before the one that does."""
@@ -83,7 +83,7 @@ class Gathering:
                 self._come_back(generation, seat, request, now_s)
             elif seat.lost_reason:
                 raise lost_error(self.seating.spec.name, seat)
-            else:  # it has not been told yet that all have checked
+            else:  # it does not know yet that all have checked
                 seat.lease.renew(request.lease_ms / 1000, now_s)
                 self.seating.remove(member_id)
                 self._settle(now_s)
@@ -128,7 +128,7 @@ class Gathering:
     # What others ask.
 
     def describe(self, now_s: float) -> GroupState:
-        """How it stands; nothing changes."""
+        """The state of the group for status; changes nothing."""
         spec, generation = self.seating.spec, self.seating.generation
         living = [s for s in self.seating.living() if s.lease.end_s > now_s]
         placed = {
@@ -150,7 +150,7 @@ class Gathering:
         )
 
     def is_over(self) -> bool:
-        """Nobody is there, and nobody needs to be told anything."""
+        """Whether it has no members, no applicants, and no verdicts left to deliver."""
         return (
             not self.seating.applicants
             and self.seating.generation is None
@@ -158,7 +158,7 @@ class Gathering:
         )
 
     def is_silent(self, now_s: float) -> bool:
-        """Nobody has been heard of for twice the longest lease; who lives makes itself known."""
+        """Whether no request came for twice the longest lease; living members renew more often."""
         longest_s = max((one.duration_s for one in self.seating.leases()), default=0.0)
         end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
         return now_s > end_s
@@ -194,7 +194,7 @@ class Gathering:
             self._begin_generation(self.seating.forming)
 
     def _refuse_contenders(self, now_s: float) -> None:
-        """Those who want the rank, or the name, of somebody heard of after they asked first."""
+        """Refuses applicants for a rank, or the name, whose holder was heard of since."""
         seating, forming = self.seating, self.seating.forming
         closes_up = forming is not None and len(forming.applicants) < seating.spec.size
         placed = seating.placed()
@@ -242,7 +242,7 @@ class Gathering:
             self._form_elastic(placed, now_s)
             return
         if len(placed) < len(self.seating.agreeing()):
-            return  # somebody contends: whether the holder lives is known within its lease
+            return  # an applicant contends: whether the holder lives is known within its lease
         if len(placed) < self.seating.spec.size:
             number = self._known_number()
             back = [one for one in placed.values() if one.previous_generation == number]
@@ -387,7 +387,7 @@ class Gathering:
     def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Roster | None, Seat | None]:
         """The generation that lives, and the caller's seat there.
 
-        It may not have been told yet that all have checked its generation.
+        The caller may not know yet that all have checked its generation.
         """
         generation = self.seating.generation
         if generation is None:
@@ -397,7 +397,7 @@ class Gathering:
             seat is None
             and generation.is_adopted
             and request.checked_generation == generation.number
-            and len(generation.seats) == self.seating.spec.size  # where nobody's rank has changed
+            and len(generation.seats) == self.seating.spec.size  # where no rank has changed
             and not self.seating.is_elastic
         ):
             free = generation.living_at(request.rank)
@@ -458,13 +458,13 @@ class Gathering:
     # Refusals.
 
     def _free_ranks(self) -> str:
-        """Which ranks nobody has, where that is of use: a generation that lives with fewer."""
+        """The free ranks in words, where that is of use: a generation that lives with fewer."""
         living_count = len(self.seating.living())
         if not 0 < living_count < self.seating.spec.size:
             return ""
         return f" (ranks that are free: {listed(self.seating.free_ranks())})"
 
     def _refuse(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
-        """Takes an applicant out; it is told why when it asks again."""
+        """Takes an applicant out; its next request raises the verdict."""
         self.seating.remove(applicant.member.member_id)
         self._refusals.add(applicant, verdict, now_s)

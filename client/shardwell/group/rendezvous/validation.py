@@ -30,7 +30,7 @@ class MeetingLimits:
     group_count_max: int = 1024
     """Groups that are met for or live."""
     group_size_max: int = 256
-    """Ranks of a group: every member is told of all others, and greets each."""
+    """Ranks of a group: every member gets the addresses of all others, and greets each."""
     applicant_count_max: int = 4096
     """Workers that wait, in all groups together."""
     refusal_count_max: int = 16

@@ -53,7 +53,7 @@ class ChunkArithmetic:
     Args:
         array: (n,) float32, contiguous; read, and written where results belong.
         call_index: The call's, for headers.
-        context: Of the call: see wire/checksum.py.
+        context: The call's context for checksums: see wire/checksum.py.
         codec_name: How chunks travel.
         reduction: How elements are combined.
         factor: What this rank's values are multiplied with before they are added.
@@ -78,7 +78,7 @@ class ChunkArithmetic:
         self._array = array
         self._call_index = call_index
         self._context = context
-        # What was finite when the call began may overflow as a sum, which is then infinite.
+        # Values that were finite when the call began may overflow as a sum, which is then infinite.
         self._codec = ChunkCodec(CODECS[codec_name], allow_non_finite=True)
         self._reduction = reduction
         self._factor = factor
@@ -88,7 +88,7 @@ class ChunkArithmetic:
         element_count = min(array.size, chunk_element_count(codec_name))
         self._total: Float32 = np.empty(element_count, np.float32)
         self._written: Bytes = np.empty(element_count * CODECS[codec_name].item_size, np.uint8)
-        """What is written before it goes to shared memory, where it may change."""
+        """Encoded bytes, before they go to shared memory, where they may change."""
 
     def payload_bytes(self, where: Slice) -> int:
         """Of a message for a range."""
@@ -109,13 +109,13 @@ class ChunkArithmetic:
         if self._factor:
             np.multiply(self._own(where), np.float32(self._factor), out=total)
         else:
-            total.fill(0.0)  # whatever is there, NaN included
+            total.fill(0.0)  # whatever it holds, NaN included
         return total
 
     def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
         """Refuses what was damaged, or is not of this call.
 
-        What can be written to is copied first: the copy stands until the next call of this.
+        A payload in shared memory is copied first: the copy is valid until the next call of this.
 
         Raises:
             CorruptChunkError: the CRC32C does not fit.
@@ -142,7 +142,7 @@ class ChunkArithmetic:
     ) -> Total:
         """Adds what came to `total`; without, to this rank's own values, in memory of its own.
 
-        The result without `total` stands until the next call of this object.
+        The result without `total` is valid until the next call of this object.
         """
         own = total is None
         out = self._total[: where.size] if total is None else total
@@ -255,7 +255,7 @@ class ChunkArithmetic:
             np.copyto(into, values)
 
     def _make_canonical(self, values: Float32) -> None:
-        """What is final has the same bits on all ranks, whatever computed it."""
+        """Gives final values the same bits on all ranks, whatever computed them."""
         if self._may_have_nans:
             canonical_nans(values)
 

@@ -80,7 +80,7 @@ class Sum:
 
 
 class Job(NamedTuple):
-    """What is to be done for one chunk, and no other: `Collective.made` does it."""
+    """A piece of work on one chunk, and no other: `Collective.made` does it."""
 
     chunk_index: int
     """Its place in the plan."""
@@ -102,7 +102,7 @@ class Collective:
     """For one thread, but for `made`, which any thread may call.
 
     A chunk enters, or a message comes, on one thread: `begin` and `admit` decide all that depends
-    on other chunks. What is left is a job on one chunk, and jobs on different chunks may be done
+    on other chunks. The rest is a job on one chunk, and jobs on different chunks may be done
     beside each other; those on one chunk are done in the order in which they were decided.
 
     Args:

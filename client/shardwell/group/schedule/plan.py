@@ -87,7 +87,7 @@ class Plan:
     """The plan of one rank for one call."""
 
     operation: Operation
-    """What is called."""
+    """The call's operation."""
     strategy: Strategy
     """Along which trees."""
     rank: int

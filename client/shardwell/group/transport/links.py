@@ -1,12 +1,12 @@
 """Streams of chunks over a Unix socket, for ranks on this machine: the side that sends.
 
-See unix_stream.proto. A link is one call of ReceiveChunks; to `Outgoing` it stands where gRPC's
-context would, and beside that takes short messages from any thread, without a wait or a hand-over.
+See unix_stream.proto. A link is one call of ReceiveChunks; `Outgoing` uses it in place of gRPC's
+context, and beside that it takes short messages from any thread, without a wait or a hand-over.
 
 States of a link:
 
     new       the caller says what it calls           ends by: 5 s; the caller
-    accepted  it was told so, and says who it is      ends by: 5 s; the caller, who then tries gRPC
+    accepted  the caller knows, and names itself      ends by: 5 s; the caller, who then tries gRPC
     called    chunks; the caller says nothing more    ends by: END; the connection's end
     ended     its callbacks have been called; closed when its thread has left it
 """
@@ -45,7 +45,7 @@ _READ_BYTES = 4096
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that links, each of which has one, leave for the rest."""
 _PATIENCE_S = 1.0
-"""Before the next try where nobody can be let in."""
+"""Pause before the next try when no connection can be accepted."""
 _ENDS = getattr(select, "EPOLLRDHUP", 0) | getattr(select, "EPOLLHUP", 0)
 
 
@@ -103,7 +103,7 @@ class Link:
         return contents
 
     def write(self, message: bytes, kind: FrameKind = FrameKind.MESSAGE) -> bool:
-        """Sends a message; blocks as long as there is no room. False: nobody takes it now."""
+        """Sends a message; blocks as long as there is no room. False: the reader takes none now."""
         return write_frame(self._connection, kind, message)
 
     def write_now(self, message: bytes) -> bool:
@@ -116,7 +116,7 @@ class Link:
                 sent_bytes = self._connection.send(frame)
             except BlockingIOError:
                 return False
-            except OSError:  # who watches is told that it has ended
+            except OSError:  # the watcher notices that it has ended
                 return True
         if sent_bytes < len(frame):
             self.cancel()
@@ -124,9 +124,9 @@ class Link:
 
     def end(self, status: Status) -> None:
         """Says how the call has ended."""
-        told = unix_stream_pb2.UnixStreamEnd(code=status.code.value[0], details=status.details)
-        told.error = dict(status.trailing_metadata).get(ERROR_DETAIL_KEY, b"")
-        self.write(told.SerializeToString(), FrameKind.END)
+        end = unix_stream_pb2.UnixStreamEnd(code=status.code.value[0], details=status.details)
+        end.error = dict(status.trailing_metadata).get(ERROR_DETAIL_KEY, b"")
+        self.write(end.SerializeToString(), FrameKind.END)
 
     def cancel(self) -> None:
         """Ends it at once. Safe to repeat."""
@@ -207,7 +207,7 @@ class Links:
         self.address = address
 
     def close(self) -> None:
-        """Lets nobody in any more, and ends all links. Safe to repeat."""
+        """Accepts no more connections, and ends all links. Safe to repeat."""
         if not self.address:
             return
         self.address = ""
@@ -241,12 +241,12 @@ class Links:
         try:
             link.note_end()
         except Exception:  # others' ends are to be seen nevertheless
-            self._log.exception("the end of a stream of this machine could not be told")
+            self._log.exception("the end of a stream of this machine could not be handled")
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # whoever came has gone
+        except BlockingIOError:  # the caller has gone
             return
         except OSError as error:  # no descriptor is left, say
             self._log.warning("a stream of this machine can't be taken: %s", error)

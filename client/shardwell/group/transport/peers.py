@@ -88,11 +88,11 @@ class Peer:
         )
 
     def greet(self, group: str, timeout_s: float) -> None:
-        """Asks who is there, and returns if it is this member. Blocks.
+        """Asks the server for its identity, and returns if it is this member. Blocks.
 
         Raises:
-            WorkerUnreachableError: somebody else is.
-            ShardUnavailableError: nobody can be reached there, or the connection broke.
+            WorkerUnreachableError: another member answers.
+            ShardUnavailableError: no server can be reached there, or the connection broke.
             DeadlineError: there was no answer in time.
             ClosedError: the connection was closed.
         """
@@ -169,7 +169,7 @@ class Outgoing:
     def room(self, size_bytes: int) -> Room | None:
         """Where the payload of the next chunk that is sent goes; None: into its message.
 
-        For whoever sends.
+        For the thread that sends.
         """
         places = self._places
         return None if places is None else places.room(size_bytes)
@@ -236,7 +236,7 @@ class Outgoing:
                 yield from self._leaving([message])
         if held:
             yield from self._leaving(held)
-        # A rank that opens its stream when all is done, and this rank about to leave, is told that.
+        # A rank may open its stream when all is done and this rank is about to leave.
         if self._is_finished or not self._is_cut:
             yield _LAST
             self._has_ended.wait(LEAVE_TIMEOUT_S)
@@ -293,7 +293,7 @@ class Incoming:
 
     Args:
         peer: The member that has the rank.
-        opening: What its server is told.
+        opening: The request that opens the stream at its server.
         take: Called with each message, and whether it may wait.
         on_failure: Called when the stream breaks; with what happened.
         inbox: What reads Unix sockets.
@@ -339,11 +339,11 @@ class Incoming:
 
     @property
     def is_full(self) -> bool:
-        """See `Source`."""
+        """Whether the queue of arrivals is full."""
         return self._is_full()
 
     def receive(self) -> bool:
-        """See `Source`."""
+        """Reads from the socket without waiting; returns whether the stream goes on."""
         link: UnixCall = self._call
         link.receive()
         return self._guarded(lambda: self._take_all(link))
@@ -397,7 +397,7 @@ class Incoming:
         return True
 
     def _guarded(self, act: Callable[[], bool]) -> bool:
-        """Does what reads; whether it goes on. Where it fails, whoever has to know is told."""
+        """Runs a read; returns whether the stream goes on. A failure goes to `on_failure`."""
         why = "it ended its stream"
         try:
             if act():
@@ -406,7 +406,7 @@ class Incoming:
             why = str(error.details() or error.code().name)[:200]
         except ShardwellError as error:
             why = error.message
-        except Exception as error:  # or nobody would hear of it
+        except Exception as error:  # or it would be lost
             why = f"{type(error).__name__}: {error}"[:200]
         if not self._is_cut:
             self._on_failure(why)

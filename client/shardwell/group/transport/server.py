@@ -138,7 +138,7 @@ class PeerServer:
     Args:
         listen: HOST:PORT; port 0 takes a free one.
         group: Name of the group.
-        member_id: Of this member.
+        member_id: This member's id.
         size: Members that may have streams here.
         same_host: See `ArenaOffers.start`.
         tls: What it proves itself with, and believes; None: no TLS.
@@ -193,7 +193,7 @@ class PeerServer:
         self.address = f"{host}:{port}"
         """Where it listens; the port is the one that was taken when 0 was asked for."""
         self._server.start()
-        # Whoever is on this machine may read the name of a socket.
+        # Any process on this machine may read the name of a socket.
         name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()
         self.arenas.start(same_host, f"shardwell-{name}")
         self.links.start(same_host, f"shardwell-{name}-streams")
@@ -325,7 +325,7 @@ class PeerServer:
     def _is_meant(self, group: str, member_id: str) -> bool:
         """Whether a call is for this member.
 
-        Its id is drawn at random, and told to the members of its group alone, where they meet; so
+        Its id is drawn at random, and only the rendezvous gives it to the members of its group; so
         who has it was let in there.
         """
         is_known = hmac.compare_digest(member_id.encode(), self._member_id.encode())

@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 
 
 class Library(NamedTuple):
-    """What is used of the library."""
+    """The functions of the library."""
 
     variant: str
     """The instructions that it runs on this processor."""
