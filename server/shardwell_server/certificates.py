@@ -4,9 +4,9 @@ Who has a CA already needs none of this. Keys are of the curve P-256. A server's
 for both ends of a connection, as members of a group are both; a client's for its own alone, so that
 no worker can stand for a shard.
 
-What is replaced was made here: a certificate that the authority issued under the same name, and the
-key of one. A certificate is written as NAME.pem.part, then its key, then it gets its own name: so a
-kill leaves a key that belongs to one of the two.
+Only files made here are replaced: a certificate that the authority issued under the same name, and
+the key of one. A certificate is written as NAME.pem.part, then its key, then it gets its own name:
+so a kill leaves a key that belongs to one of the two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Certificates(NamedTuple):
 
     ca: Path
     ca_key: Path
-    """Whoever has it makes certificates that everybody believes."""
+    """The key of the authority: its holder can make certificates that everybody believes."""
     server: Path
     server_key: Path
     client: Path
@@ -93,7 +93,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
 def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     if not files.ca_key.exists():
         raise StorageError(
-            f"{files.ca} is there, and its key is not: certificates are made where {files.ca_key} "
+            f"{files.ca} exists, and its key does not: certificates are made where {files.ca_key} "
             "is, and copied"
         )
     try:
@@ -121,7 +121,7 @@ def _check_replaceable(
     Args:
         path: The certificate's.
         key_path: Its key's.
-        name: Whose it is.
+        name: Name of its owner.
         issuer: The authority's key; None: a certificate is its own authority's.
 
     Raises:
@@ -253,9 +253,9 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _names_of(path: Path) -> list[x509.GeneralName]:
-    """Those of the certificate that is there."""
+    """The names of the existing certificate."""
     if not path.exists():
-        raise ArgumentError("no hosts were given, and no certificate is there that has some")
+        raise ArgumentError("no hosts were given, and no certificate exists that has some")
     try:
         found = x509.load_pem_x509_certificate(path.read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -282,7 +282,7 @@ def _write_pair(
 
 
 def _write(path: Path, contents: bytes, *, mode: int) -> None:
-    """Replaces a file whole; nobody sees a part of it, or a key that others may read."""
+    """Replaces a file whole; readers never see a part of it, or a key that others may read."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:

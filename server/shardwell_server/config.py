@@ -1,4 +1,4 @@
-"""What a shard is told at start, and every limit it keeps, by name. Checked when made."""
+"""A shard's settings at start, and every limit it keeps, by name. Checked when made."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Limits:
     """How long a client may take to send first weights before another may take over."""
     abandoned_after_s: float = 600.0
     """How long no worker of a parameter or table may be connected, though not all left in order,
-    before it counts as abandoned: from then on nobody is waited for in status, metrics and alerts.
-    It goes on when one comes back. A restart of all workers takes less."""
+    before it counts as abandoned: from then on status, metrics and alerts do not count it as
+    waiting. It goes on when one comes back. A restart of all workers takes less."""
     snapshot_count_max: int = 4
     """Snapshots of one parameter under way at once; each may copy the slice to the disk."""
     learning_rate_change_count_max: int = 64
@@ -164,7 +164,7 @@ class ShardConfig:
     which containers of the machine have in common. Always between processes of one user alone."""
     tls: Tls | None = None
     """What it proves itself with, and, with `ca`, whose clients it takes; None: no TLS, so that
-    whoever shares the network reads and changes what passes."""
+    anyone who shares the network reads and changes what passes."""
     connection_age_s: float = 3600.0
     """After how long a connection over TLS is replaced by another one, from 1 to 86400 s, so that
     certificates that were replaced have an end; calls that are under way then have half a minute
@@ -179,7 +179,7 @@ class ShardConfig:
     """File of one token with which calls may do everything: that of the workers beside which the
     shard runs."""
     insecure: bool = False
-    """Listen where other machines reach it without TLS or without tokens: whoever does may do
+    """Listen where other machines reach it without TLS or without tokens: these may do
     everything, then, or read and change what passes."""
     audit_log: Path | None = None
     """File of the audit log: who opened, made, restored or removed what, and who was refused."""
@@ -188,7 +188,7 @@ class ShardConfig:
     without a worker: who contributed, in the order of the sum. A line is about 150 bytes."""
     admin_listen: str = ""
     """HOST:PORT for probes, metrics and the status page, over HTTP, or HTTPS with `tls`; port 0
-    takes a free one; empty: none. What is no probe needs a token there, as calls do."""
+    takes a free one; empty: none. All but probes need a token there, as calls do."""
     cluster: tuple[str, ...] = ()
     """HOST:PORT of all shards, in order, for the status page; empty: it shows this shard alone."""
     worker_metrics: bool = True
@@ -236,7 +236,7 @@ class ShardConfig:
         return any(each is not None for each in (self.tokens, self.jwt_keys, self.same_token))
 
     def _check_closed(self, listen: str) -> None:
-        """Refuses to be open to whoever reaches it, unless that is wanted."""
+        """Refuses to be open to other machines, unless `insecure` is set."""
         if self.insecure or is_loopback(listen) or (self.tls and self.asks_for_tokens):
             return
         lacks = " and no ".join(
@@ -256,7 +256,7 @@ class ShardConfig:
             f"  shardwell token create workers --right create --tokens certs/tokens.json\n"
             f"  shardwell serve ... --tls-cert certs/server.pem --tls-key certs/server.key "
             f"--tls-client-ca certs/ca.pem --tokens certs/tokens.json\n"
-            f"Or --insecure (${INSECURE_VARIABLE}=1), where nobody else is on that network; or "
+            f"Or --insecure (${INSECURE_VARIABLE}=1), where that network is yours alone; or "
             "listen on 127.0.0.1"
         )
 

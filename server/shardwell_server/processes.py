@@ -132,8 +132,8 @@ def describe_exit(code: int | None) -> str:
 def end_when_a_thread_dies() -> None:
     """Ends a shard's process when an error ends one of its threads, gRPC's among them.
 
-    A shard whose threads are gone, mostly for want of memory, answers nobody and still looks alive;
-    one that has ended is started again, and goes on from its files.
+    A shard whose threads are gone, mostly for want of memory, answers no call and still looks
+    alive; one that has ended is started again, and goes on from its files.
     """
 
     def end(error: threading.ExceptHookArgs) -> None:

@@ -74,7 +74,7 @@ _ABANDON_S = 10.0
 """How long after the grace gRPC may take to end, before it is left to itself: it never ends where
 the system had no thread for it."""
 _DAMAGE_COUNT_MAX = 8
-"""Damaged pieces that are told in the status; all are in the log."""
+"""Damaged pieces that the status lists; all are in the log."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -103,7 +103,7 @@ class ShardServer:
         self._is_stuck = False
         self._has_files = data_dir is not None
         self._damages: list[str] = []
-        """What was found to be damaged of what an earlier process left."""
+        """Damage found in an earlier process's files."""
         self._audit: AuditLog | None = None
         self._token_looker: Future[None] | None = None
         config.durability.check_files(data_dir is not None)
@@ -313,7 +313,7 @@ class ShardServer:
         await asyncio.wait([stopped], timeout=reading_s)
         self._streams.end_idle(0.0)
         await asyncio.wait([stopped], timeout=answering_s - reading_s)
-        if not stopped.done():  # what still waits for other workers is told so, not cut off
+        if not stopped.done():  # calls that still wait for workers end with an error
             self.shard.stop()
             self._calls.wake_all()
         await stopped

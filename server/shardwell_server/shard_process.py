@@ -86,7 +86,7 @@ class ShardProcess(ChildProcess):
 
 
 def not_started(shard_index: int, end: str) -> ShardUnavailableError:
-    """What is raised when a shard's process has not come to serve; `end` says what became of it."""
+    """The error when a shard's process has not come to serve; `end` says what became of it."""
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )

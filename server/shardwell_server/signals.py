@@ -4,7 +4,7 @@ While the signals are held, they wait in the kernel: an exception in the middle 
 a gRPC call, could be lost or leave a lock taken. A command that serves keeps holding them, and asks
 for them where it can stop (`wait`, `is_asked_to_stop`, `check`). Every other command is broken off
 wherever it is (`break_off`): a StoppedError runs through its `with` blocks, as Ctrl-C's would. One
-that meets a finalizer is lost there; who holds signals afterwards is told of it again.
+that meets a finalizer is lost there; code that holds signals afterwards gets it again.
 
 Main thread only, except `held`. Threads and child processes that are started while signals are held
 hold them, too. SIGHUP that is ignored, as under nohup, stays so.

@@ -23,7 +23,7 @@ and sums more slowly than its link brings bytes is the bound itself (`work_s`):
 
     communication = max(link_s + lag_s, work_s) + fill_s + latency_s
 
-A shard answers a chunk when the last worker's is there. Streams that share links advance unequally,
+A shard answers a chunk when the last worker's has come. Streams that share links advance unequally,
 so the answers begin late, and where gradients and weights should use a link's two directions at
 once they do so in part. If none of it overlapped, a step would take the gradients' time and then
 the weights', twice G = max(what a worker sends, what a shard takes in); so
@@ -36,7 +36,7 @@ Co-located shards on all workers have 2 G equal to the bytes above, as their gra
 share each direction: no lag. `put_gradient` alone reaches the links' bound (1.02 to 1.12 of it at
 200 Mbit/s, where `exchange` takes 1.4 to 2.0): so it is the answers that are late.
 
-What is not in it: workers of unequal speed, links that others use, disks (`--durability step`).
+The model leaves out workers of unequal speed, links that others use, disks (`--durability step`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, and on what."""
+    """The training job, and its machines."""
 
     element_count: int
     """Elements of the model, from 1."""
@@ -119,7 +119,7 @@ class StepTime:
     """One way of training a job, and how long a step of it takes. All times in seconds."""
 
     layout: str
-    """What is compared: "co-located", "dedicated", "ring", "tree(arity=2)"."""
+    """The compared layout: "co-located", "dedicated", "ring", "tree(arity=2)"."""
     machine_count: int
     """Machines, with their links."""
     link_bytes: float
@@ -289,14 +289,14 @@ def _server(
     """A parameter server's step.
 
     Args:
-        job: What is trained.
+        job: The training job.
         layout: Its name.
         machine_count: Machines.
-        share: Of M, what the fullest link carries.
-        one_way: Of M, what gradients alone take of the fullest link: G; weights take as much.
+        share: Part of M that the fullest link carries.
+        one_way: Part of M that gradients alone take of the fullest link: G; weights take as much.
         remote_count: Workers whose chunks come to a shard over its link.
-        work: Of the model's bytes, what the busiest machine works on, where a worker with a shard
-            beside it, as many shards as workers, has 1.
+        work: Part of the model's bytes that the busiest machine works on, where a worker with a
+            shard beside it, as many shards as workers, has 1.
     """
     slice_bytes = job.encoded_bytes / job.shard_count
     chunk_bytes = min(PAYLOAD_SIZE_MAX_BYTES, slice_bytes) * remote_count

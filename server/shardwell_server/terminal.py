@@ -1,8 +1,9 @@
-"""What commands write to: a terminal, a pipe that nobody reads any more, a full device, nothing.
+"""Outputs of commands: a terminal, a pipe without a reader, a full device, nothing.
 
-A command's work does not depend on whether what it says can be written: what can't be is dropped
-and told once on standard error, and exit code 0 becomes 141 at the end, which shells give a program
-whose output nobody reads. `$NO_COLOR` takes away all escape sequences, not colours alone.
+A command's work does not depend on whether its output can be written: failed output is dropped,
+with one message on standard error, and exit code 0 becomes 141 at the end, which shells give a
+program whose output is no longer read. `$NO_COLOR` takes away all escape sequences, not colours
+alone.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _BELIEVED_COUNT_MAX = 4096
 
 
 def wall_clock_s() -> float:
-    """Seconds since 1970: when a token ends is told by the clock that people set."""
+    """Seconds since 1970, by the clock that people set: tokens end by it."""
     return time.time()  # noqa: TID251
 
 
@@ -45,7 +45,7 @@ class Access:
     Args:
         tokens: File of tokens; None: there are none.
         jwt_keys: File of keys of those who sign JWTs; None: none is believed.
-        same: Lets in whoever brings that token, and lets them do everything; None: nobody so.
+        same: A token whose callers may do everything; None: there is none.
         cluster_id: For JWTs.
         now_s: A clock that people set.
 
@@ -78,7 +78,7 @@ class Access:
 
     @staticmethod
     def of(config: ShardConfig) -> Access:
-        """As a shard is told.
+        """Makes the access that a shard's config says.
 
         Raises:
             ArgumentError: a file can't be used.
@@ -114,7 +114,7 @@ class Access:
             authorization: What it brings; None: nothing.
 
         Raises:
-            AuthenticationError: nobody who is let in.
+            AuthenticationError: the caller is not let in.
         """
         if not self.asks:
             return ANYBODY

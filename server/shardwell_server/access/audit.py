@@ -1,9 +1,9 @@
 """The audit log: who opened, made, restored or removed what, and who was refused.
 
-One JSON object a line, in a file of its own, which is rotated; never a line a chunk or step. What
-is alike is one line a minute, with a count, so that no flood writes over what was before it. Lines
-are written by a thread: nobody who is served waits for the disk. Where they come faster than it
-writes, some are left out, and the next line says how many.
+One JSON object a line, in a file of its own, which is rotated; never a line a chunk or step. Events
+that are alike are one line a minute, with a count, so that no flood writes over what was before it.
+A thread writes the lines: no call waits for the disk. Where they come faster than it writes, some
+are left out, and the next line says how many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VALUE_LENGTH_MAX = 400
 _FOLDED = ("opened", "refused", "ended")
 """Events that are one line a while, as far as token, host, method, name and right are the same."""
 _NAME_COUNT_MAX = 200
-"""Lines of such a while that one token has from one host, before names are not told apart."""
+"""Lines of such a while that one token has from one host, before names count as one."""
 _FOLD_S = 60.0
 """For how long; the next line has how many there were besides."""
 _KIND_COUNT_MAX = 4096
@@ -65,7 +65,7 @@ class AuditLog:
     """Any thread may use it; `close` ends its own.
 
     Args:
-        path: Its file, which goes on where it is there, if it is an audit log.
+        path: Its file; an existing audit log goes on.
         bound: What each line has besides: which shard writes it.
 
     Raises:
@@ -78,7 +78,7 @@ class AuditLog:
         self._left_out = 0
         self._lock = threading.Lock()
         self._seen: dict[tuple[Any, ...], _Seen] = {}
-        """What was written lately, the oldest first."""
+        """Events written lately, the oldest first."""
         self._counts: dict[tuple[Any, ...], tuple[float, int]] = {}
         """By event, host and token: since when, and how many lines."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
@@ -193,7 +193,7 @@ def _check_log(path: Path) -> None:
         begin = file.read(len(_BEGIN))
     if not _BEGIN.startswith(begin):
         raise ArgumentError(
-            f"{path} is there already, and is no audit log: it does not begin with "
+            f"{path} exists, and is no audit log: it does not begin with "
             f"{_BEGIN.decode()!r}; move it away, or give the log another name"
         )
 

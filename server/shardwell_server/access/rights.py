@@ -1,6 +1,6 @@
 """What a token may do: rights on names, each on those that begin with a prefix. Pure.
 
-Rights are steps of one ladder: whoever may do more may do what is below it.
+Rights are steps of one ladder: a token that has one has those below it.
 
     read        see a name's status, fetch weights and rows, take checkpoints
     contribute  first weights and gradients, learning rates; join a group of that name
@@ -110,7 +110,7 @@ class Principal:
     """
 
     name: str
-    """Of the token; empty: anybody, where none is asked for."""
+    """Name of the token; empty: any caller, where none is asked for."""
     grants: tuple[Grant, ...]
     expires_s: float = math.inf
     """When it ends, in seconds since 1970."""
@@ -129,7 +129,7 @@ class Principal:
         Args:
             right: What for.
             kind: "parameter", "table" or "group", for the message.
-            name: Of that; whatever the wire says.
+            name: Its name; whatever the wire says.
 
         Raises:
             AccessDeniedError: it has no such right.
@@ -139,7 +139,7 @@ class Principal:
             return
         shown = f"{kind} {name!r:.140}"
         has, needed = f"has no right to {shown}", "a right"
-        if best is not None:  # else nobody is told whether there is such a name
+        if best is not None:  # else the answer does not say whether the name exists
             has = f"may {_MAY[best]} {shown}, not {_DEEDS[right].format('it')}"
             needed = f"the right {right.word!r}"
         where: dict[str, Any] = {kind: name[:140]} if kind in ("parameter", "table") else {}

@@ -129,7 +129,7 @@ def quota_of(given: object) -> Quota:
 
 
 def new_secret() -> str:
-    """A secret that nobody guesses."""
+    """A random secret."""
     return secrets.token_urlsafe(_SECRET_BYTES)
 
 
@@ -220,13 +220,13 @@ def private_file(
 
     Args:
         path: Where.
-        contents: Of the file.
-        keeps_owner: Whether one that is there keeps its owner and mode, as shards may be another
+        contents: Contents of the file.
+        keeps_owner: Whether an existing file keeps its owner and mode, as shards may be another
             user's.
-        is_ours: Whether one that is there may be replaced.
+        is_ours: Whether an existing file may be replaced.
 
     Raises:
-        ArgumentError: it can't be written, or something is there that may not be replaced.
+        ArgumentError: it can't be written, or the path has a file that may not be replaced.
     """
     _check_replaceable(path, is_ours)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -256,8 +256,7 @@ def private_file(
 def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
     if os.path.lexists(path) and not is_ours(path):
         raise ArgumentError(
-            f"{path} is there already, and is nothing that Shardwell wrote there; move it away, or "
-            "give another place"
+            f"{path} exists, and Shardwell did not write it; move it away, or give another place"
         )
 
 

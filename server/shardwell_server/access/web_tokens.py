@@ -1,4 +1,4 @@
-"""JSON Web Tokens (RFC 7519): tokens that somebody else signs, with the same rights and quotas.
+"""JSON Web Tokens (RFC 7519): tokens that another service signs, with the same rights and quotas.
 
     {"sub": "trainer", "exp": 1800000000, "aud": "CLUSTER_ID", "rights": ["contribute:prod-"],
      "quota": {"streams": 64}}

@@ -1,7 +1,7 @@
 """`shardwell bench`: a cluster as one worker sees it, and what a step there waits for.
 
-It measures parameters of its own, asynchronous, so that nobody waits for anybody, and deletes them
-at its end, also when a signal breaks it off.
+It measures parameters of its own, asynchronous, so that no worker waits for another, and deletes
+them at its end, also when a signal breaks it off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROUND_COUNT_MAX = 50
 _CODEC_S = 0.1
 """How long each conversion is repeated."""
 _CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
-"""Two that differ in bytes: what bytes cost is told apart from what elements cost."""
+"""Two that differ in bytes: so the cost of bytes is separated from that of elements."""
 _LOCK_PAUSE_S, _LOCK_REST_S, _LOCK_REST_COUNT_MIN = 0.0005, 0.2, 40
 """Between two samples of the interpreter's lock; the look at a process at rest, and its samples."""
 _VISIBLE = 1.25
@@ -62,7 +62,7 @@ _VISIBLE = 1.25
 
 @dataclass(kw_only=True)
 class ShardFigures:
-    """What was measured of one shard."""
+    """The measurements of one shard."""
 
     shard_index: int
     """Its place among the shards."""
@@ -245,12 +245,12 @@ def bench(
 
 
 class _Transfers:
-    """What is moved, and how long it takes.
+    """The transfers, and how long they take.
 
     Args:
         client: Connected.
         megabytes: Float32 of each parameter; there is one a codec.
-        deadline_s: Of all calls, on the monotonic clock.
+        deadline_s: Deadline of all calls, on the monotonic clock.
     """
 
     def __init__(self, client: shardwell.Client, megabytes: int, deadline_s: float) -> None:

@@ -54,7 +54,7 @@ def certs(*, directory: Path, hosts: tuple[str, ...], days: int) -> None:
     click.echo("# for workers and commands: ca.pem, client.pem and client.key")
     click.echo(_export(files.ca, files.client, files.client_key))
     click.echo(
-        f"# {files.ca_key} makes certificates that all of them believe: give it to nobody", err=True
+        f"# {files.ca_key} makes certificates that all of them believe: keep it secret", err=True
     )
 
 

@@ -72,7 +72,7 @@ def save(
     """Write parameters, tables and optimizer state to DIRECTORY, each at one version.
 
     Training may go on meanwhile. DIRECTORY must not exist; it appears when it is complete. With
-    {step} in its name, as in ckpt/{step}, the newest version of what is saved stands there.
+    {step} in its name, as in ckpt/{step}, the name has the newest saved version.
     """
     with connected("checkpoint", target, timeout_s) as (client, rest_s):
         made = client.save_checkpoint(
@@ -151,7 +151,7 @@ def inspect(*, directory: Path, verify: bool) -> None:
 def _choice(
     parameters: tuple[str, ...], tables: tuple[str, ...]
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """What is asked for; None: all of the kind."""
+    """The names to save; None: all of the kind."""
     return (parameters, tables) if parameters or tables else (None, None)
 
 

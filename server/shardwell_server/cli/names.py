@@ -1,4 +1,4 @@
-"""What is done with a parameter or table by its name: `shardwell delete`, `rename`, `table`."""
+"""Commands on a parameter or table by its name: `shardwell delete`, `rename`, `table`."""
 
 from __future__ import annotations
 

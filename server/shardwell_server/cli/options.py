@@ -21,7 +21,7 @@ from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 _CONNECT_TIMEOUT_S = 30.0
 """Shards that are starting are waited for so long, if the command has more time than that."""
 _REST_S_MIN = 0.05
-"""What is begun at all is given so long."""
+"""Every call gets at least so long."""
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

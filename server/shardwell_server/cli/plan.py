@@ -1,4 +1,4 @@
-"""`shardwell plan`: which layout suits a job, before any of it runs. Asks nobody; computes."""
+"""`shardwell plan`: which layout suits a job, before any of it runs. Calls no shard; computes."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
     groups = [one for one in layouts if one not in (server, dedicated)]
     group = min(groups, key=lambda one: one.overlapped_s, default=None)
     if group is not None and group.machine_count == 1:
-        return group, "a single worker has nobody to exchange with; nothing needs to run beside it"
+        return group, "a single worker has no peer to exchange with; nothing needs to run beside it"
     is_faster = group is not None and group.overlapped_s * _WORTH < server.overlapped_s
     best = group if group is not None and is_faster else server
     gain = best.overlapped_s / dedicated.overlapped_s

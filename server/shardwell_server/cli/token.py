@@ -90,7 +90,7 @@ def token() -> None:
     """Make, renew and revoke tokens, and show those that there are.
 
     A token says who calls a shard, and what it may do there. The file of tokens, for the shards,
-    has no secrets; each secret is in a file of its own, for whoever uses it. Shards take up what
+    has no secrets; each secret is in a file of its own, for its user. Shards take up what
     changes without being started again.
     """
 
@@ -248,7 +248,7 @@ def _found(tokens: dict[str, Any], name: str, path: Path) -> Any:
 
 def _check_free(out: Path) -> None:
     if os.path.lexists(out):
-        raise ArgumentError(f"{out} is there already: remove it, or give another place with --out")
+        raise ArgumentError(f"{out} exists: remove it, or give another place with --out")
 
 
 @contextlib.contextmanager
@@ -266,5 +266,5 @@ def _written_secret(out: Path, secret: str, *, keeps_owner: bool = False) -> Ite
 def _tell(made: Any, path: Path, out: Path) -> None:
     click.echo(f"# for shards: {path}, which has no secrets")
     click.echo(f"export SHARDWELL_TOKENS={shlex.quote(str(path.absolute()))}")
-    click.echo(f"# for whoever is to be {made.name}: {out}, which is its secret")
+    click.echo(f"# for {made.name}: {out}, which is its secret")
     click.echo(f"export {TOKEN_FILE_VARIABLE}={shlex.quote(str(out.absolute()))}")

@@ -1,6 +1,6 @@
 """How calls are served: handlers that never wait, and a loop that waits for all of them.
 
-A handler is a generator that yields what it needs, and goes on when it is there:
+A handler is a generator that yields what it needs, and goes on when that has come:
 
     message = yield Needs.NEXT        the next message, in the middle of a step; None: there is none
     message = yield Needs.NEXT_STEP   the same, where nothing is under way: the call may end here
@@ -105,7 +105,7 @@ class Call:
 
     Args:
         context: gRPC's.
-        rpc: Which one it is.
+        rpc: The RPC.
         note: Takes lines of the audit log.
     """
 
@@ -119,7 +119,7 @@ class Call:
         self.principal = ANYBODY
         """Who makes it."""
         self.usage: Usage | None = None
-        """What the token of that uses; None: nobody's token."""
+        """Usage of the caller's token; None: it has no token."""
         self.session = 0
         """By which it contributes, or attends; 0: by none, so far."""
         self.is_counted = False
@@ -142,12 +142,12 @@ class Call:
         self._is_over = False
 
     def check(self, right: Right, kind: str, name: str) -> None:
-        """Refuses what whoever makes the call may not do; looked at once a call and name.
+        """Refuses what the caller may not do; checked once a call and name.
 
         Args:
             right: What for.
             kind: "parameter", "table" or "group".
-            name: Of that.
+            name: Its name.
 
         Raises:
             AccessDeniedError: no such right.
@@ -161,7 +161,7 @@ class Call:
         self.note("opened", kind=kind, name=name, right=right.word)
 
     def has_asked_for(self, kind: str, name: str) -> bool:
-        """Whether it was granted anything of a name, or so many that nobody knows."""
+        """Whether it was granted anything of a name, or more names than are kept."""
         granted = list(self._granted)
         return len(granted) >= _GRANTED_COUNT_MAX or any(
             each[1:] == (kind, name) for each in granted
@@ -189,11 +189,11 @@ class Call:
 
     @property
     def is_active(self) -> bool:
-        """Whether somebody still waits for it; any thread may ask."""
+        """Whether the client still waits for it; any thread may ask."""
         return not self._is_over
 
     def wake(self) -> None:
-        """What was too early may be there. From any thread."""
+        """Wakes the call to try again what was too early. From any thread."""
         with suppress(RuntimeError):  # the loop has ended, and the call with it
             self._loop.call_soon_threadsafe(self.changed.set)
 
@@ -206,7 +206,7 @@ class Call:
         self._loop.call_soon_threadsafe(act)
 
     def note_end(self) -> None:
-        """Nobody waits for it any more."""
+        """Notes that the client waits no more."""
         self._is_over = True
 
     def end_now(self, error: ShardwellError) -> None:
@@ -299,7 +299,7 @@ class Calls:
         threads: Where handlers run.
         streams: Counts calls that are streams.
         guard: Lets callers in, or not.
-        shard_index: Which shard answers, for the errors.
+        shard_index: Index of the shard that answers, for the errors.
         answer_bytes_max: Bytes of answers that wait to be written, except one a thread.
     """
 
@@ -330,11 +330,11 @@ class Calls:
     def end_those_with_name(self, kind: str, name: str, message: str) -> None:
         """Ends calls that were granted a name, to be made again by their client.
 
-        From any thread but the loop's. What their handlers still come to is answered to nobody.
+        From any thread but the loop's. Later results of their handlers are dropped.
 
         Args:
             kind: "parameter" or "table".
-            name: Of that.
+            name: Its name.
             message: Why they end.
         """
         ended = threading.Event()
@@ -430,7 +430,7 @@ class Calls:
             is_urgent=is_urgent,
             is_counted=is_counted,
         )
-        # Also one message is read here: gRPC would wait for it before anybody knows who calls.
+        # A single message is read here, too: gRPC would wait for it before the caller is known.
         serve = partial(self._served, rpc)
         if has_answers:
             return grpc.stream_stream_rpc_method_handler(serve)
@@ -441,7 +441,7 @@ class Calls:
     async def _served(
         self, rpc: Rpc, messages: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Any:
-        """The response; or the call has ended with the status that stands for its error."""
+        """Returns the response; or the call has ended with the status of its error."""
         call = Call(context, rpc, self._guard.note)
         self._open.add(call)
         try:
@@ -561,7 +561,7 @@ class Calls:
             too_early.forget()
 
     async def _abort(self, call: Call, error: Exception) -> None:
-        """Ends a call with the status that stands for `error`."""
+        """Ends a call with the status of `error`."""
         if not isinstance(call.ending, SessionEndedError):  # the end of a session refuses nothing
             self.refusal_counts[type(error).__name__] += 1
         if error is call.ending:

@@ -63,13 +63,13 @@ class HealthService:
                     f"{_WATCH_COUNT_MAX} calls watch already; ask again and again (Check) instead",
                 )
             self._watch_count += 1
-            told = None
+            written = None
             try:
                 while True:
                     changed = self._changed
                     status = self._statuses.get(request.service, _Status.SERVICE_UNKNOWN)
-                    if status != told:
-                        told = status
+                    if status != written:
+                        written = status
                         await context.write(_Status(status=status))
                     await changed.wait()
             finally:

@@ -23,7 +23,7 @@ NAME_SERVICE_NAME = _SERVICE.full_name
 _DELETE = pb.DeleteRequest.Stage
 _RENAME = pb.RenameRequest.Stage
 _MEMBER_COUNT_MAX = 100
-"""That are told in an answer."""
+"""Most members of an answer."""
 _WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
 
 
@@ -115,7 +115,7 @@ class NameService:
         """
         self._shard.check_identity(request.shard)
         name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
-        # Before anybody hears whether there is such a name.
+        # Before the answer says whether the name exists.
         call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), name)
         held = self._held(request)
         for found in held:

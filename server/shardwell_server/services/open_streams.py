@@ -1,8 +1,8 @@
 """Streams that are open on this server: how many, and which wait for nothing but their client.
 
 Those are ended at once when the server stops; and the one that has waited longest gives way when
-there are as many streams as the limit allows and one more comes. Its client, if it is still there,
-opens another with its next call. So who is silent, or was forgotten, shuts nobody out.
+there are as many streams as the limit allows and one more comes. Its client, if it still runs,
+opens another with its next call. So silent or forgotten streams keep no client out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Endable(Protocol):
     """A stream."""
 
     usage: Usage | None
-    """What the token that it was opened with uses; None: nobody's token."""
+    """Usage of the token that it was opened with; None: it has no token."""
 
     def end(self, error: ShardwellError) -> None:
         """Ends it with that error, when what it does has ended."""

@@ -86,7 +86,7 @@ class ParameterServerService:
         self.stream_address = ""
         """Where clients on this machine open streams; empty: nowhere but over gRPC."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
-        """What is wrong, for whoever asks for the status."""
+        """Problems for the status."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
@@ -295,7 +295,7 @@ class ParameterServerService:
             progress = LearnerProgress.from_proto(request.learner)
             if parameter.spec.fragment is None or parameter.spec.fragment.index:
                 raise ArgumentError(
-                    f"a learner's progress is told of the parameter of its family's fragment 0; "
+                    f"a learner's progress belongs to the parameter of its family's fragment 0; "
                     f"{request.parameter!r} is none"
                 )
             parameter.reports.note_learner(worker_id, progress)

@@ -91,7 +91,7 @@ class ParameterStream(StepStream[ParameterSlice]):
             deadline = deadline_of(self._shard, self._call, request.wait_timeout_ms / 1000)
             measure = parameter.closing.measure
             squared_norm, norm = yield from until(measure, request.step, deadline)
-        # Also what a norm is of, before anybody closes a step with it.
+        # The gradients of the norm, too, before a client closes a step with it.
         parameter.make_durable()
         return checksum.seal(pb.CloseStepResponse(squared_norm=squared_norm, norm=norm))
 
@@ -215,7 +215,7 @@ class ParameterStream(StepStream[ParameterSlice]):
         return partial(_outcome, self._slice, self._step, late, contributor)
 
     def _asked(self, request: pb.ExchangeRequest) -> Handling:
-        """What is asked for besides gradients."""
+        """Serves the message's request besides gradients."""
         name = self._slice.spec.name
         if request.HasField("close") and request.HasField("fetch"):
             raise ArgumentError("a message has `fetch` and `close`; send two")
@@ -252,7 +252,7 @@ class ParameterStream(StepStream[ParameterSlice]):
             message = yield from until(
                 parameter.weights_message, index, min_version, deadline, max_version, held[index]
             )
-            parameter.make_durable()  # nobody goes on from what could still be lost
+            parameter.make_durable()  # no client goes on from what could still be lost
             self._recorder.frame(sent=len(message))
             shared_bytes = 0
             if places is not None:
@@ -317,7 +317,7 @@ def _outcome(
 def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcome]) -> bytes:
     """A chunk's weights as a message, which has the outcome of its step besides.
 
-    What is before a message of protobuf's are fields of it.
+    Bytes before a message of protobuf's are more of its fields.
     """
     message = make()
     head = pb.ExchangeResponse(outcome=outcome())

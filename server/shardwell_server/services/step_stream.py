@@ -96,7 +96,7 @@ class StepStream(ABC, Generic[SliceT]):
     Args:
         shard: The shard, whose slices they change.
         call: The call.
-        parse: Finds the requests that a message stands for.
+        parse: Finds the requests of a message.
     """
 
     _kind: ClassVar[Kind]

@@ -107,7 +107,7 @@ class TableService:
             header = pb.ScanRowsResponse(version=table.version)
             start = checksum.rows_scan(scanned, header)
             message = codec.encode(header, header.rows, ids, values, start=start)
-            table.make_durable()  # nobody goes on from what could still be lost
+            table.make_durable()  # no client goes on from what could still be lost
             recorder.frame(sent=len(message))
             yield message
 
@@ -200,7 +200,7 @@ def state_messages(
 
     Args:
         table: The table.
-        version: Of every row; asynchronous mode has no use for it.
+        version: Version of every row; asynchronous mode has no use for it.
         deadline: Bounds the wait for it.
         is_wanted: Whether the stream is still read; any thread calls it.
         count: Counts the bytes of each message.
@@ -231,7 +231,7 @@ def state_messages(
                     codec.check(state)
                 except NonFiniteError as error:
                     raise DivergedError(error.message, table=table.spec.name) from None
-                table.make_durable()  # nobody goes on from what could still be lost
+                table.make_durable()  # no client goes on from what could still be lost
                 answer = message(state, found, rate)
                 count(len(answer))
                 yield answer

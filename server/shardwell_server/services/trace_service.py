@@ -124,7 +124,7 @@ class TraceService:
             raise WrongShardError("clients are asked for spans by shard 0 alone; call it there")
 
     def _open_steps(self, is_shown: Callable[[str], bool]) -> list[pb.OpenStep]:
-        """Those that somebody has begun."""
+        """The steps that are begun and open."""
         attending = self._shard.sessions.by_worker()
         found = []
         for parameter in self._shard.parameters.all():
@@ -146,7 +146,7 @@ def _workers_of(own: pb.RecordResponse) -> set[str]:
 
 
 def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.OpenStep | None:
-    """None: nobody has begun it."""
+    """Describes an open step; None: no worker has begun it."""
     if not wait.HasField("open_for_s"):
         return None
     begin_ns = max(now_ns() - int(wait.open_for_s * 1e9), 0)

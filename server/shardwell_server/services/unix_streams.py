@@ -33,7 +33,7 @@ _LOG = logging.getLogger("shardwell_server")
 _OPEN_S = 10.0
 """For a client to say what it calls."""
 _READ_AHEAD_BYTES = 256 * 1024
-"""Of messages that nobody has asked for yet; then nothing more is read."""
+"""Bytes of messages read ahead of the call; then nothing more is read."""
 _JOINED_BYTES_MAX = 32 * 1024
 """An answer up to this size is copied behind its head, which costs less than writing twice."""
 _DESCRIPTOR_RESERVE = 64
@@ -71,7 +71,7 @@ class UnixStreams:
     """Listens, and serves who connects. For the loop's thread.
 
     Args:
-        services: Whose streams may be opened here.
+        services: Services whose streams may be opened here.
         count_max: Connections at once; more are closed, and call over gRPC.
     """
 
@@ -89,7 +89,7 @@ class UnixStreams:
 
         Args:
             same_host: "auto": an abstract socket; "off": none; else a directory.
-            name: Of the socket; nobody else's on this machine, or in that directory.
+            name: Name of the socket; unique on this machine, or in that directory.
         """
         if same_host == "off" or not hasattr(socket, "SO_PEERCRED"):
             return
@@ -112,7 +112,7 @@ class UnixStreams:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Lets nobody in any more; returns when all calls have ended, at the latest by then."""
+        """Accepts no more connections; returns when all calls have ended, at the latest by then."""
         if self._server is not None:
             self._server.close()
         if self._listener is not None:
@@ -355,5 +355,5 @@ class _Connection(asyncio.Protocol):
         self._has_aborted = True
         if not self._transport.is_closing():
             end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details, error=error)
-            told = end.SerializeToString()
-            self._transport.write(head(FrameKind.END, len(told)) + told)
+            ending = end.SerializeToString()
+            self._transport.write(head(FrameKind.END, len(ending)) + ending)

@@ -17,12 +17,12 @@ _LOG = logging.getLogger("shardwell_server")
 class _Job(NamedTuple):
     call: Callable[[], Any]
     outcome: asyncio.Future[Any] | None
-    """None: nobody wants it."""
+    """None: it is dropped."""
     abandoned: Callable[[Any], object]
 
 
 class WorkThreads:
-    """Up to `count_max` threads, started when there is work for them; one is there from the first.
+    """Up to `count_max` threads, started when there is work for them; the first one at once.
 
     Where the system has no further thread, work waits for one of those that there are. Of those
     that have none, the one that worked last gets the next, in a queue of its own: of several that
@@ -53,8 +53,8 @@ class WorkThreads:
 
         Args:
             call: Made on one of the threads.
-            abandoned: Called on the loop with the result, or None after an error, where nobody
-                waits for it any more, as this was cancelled meanwhile.
+            abandoned: Called on the loop with the result, or None after an error, where this was
+                cancelled meanwhile.
         """
         outcome = self._loop.create_future()
         if not self._put(_Job(call, outcome, abandoned)):
@@ -67,7 +67,7 @@ class WorkThreads:
             raise
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Makes a call whose outcome nobody waits for: on one of the threads, or here if closed."""
+        """Makes a call and drops its outcome: on one of the threads, or here if closed."""
         if not self._put(_Job(call, None, lambda result: None)):
             call()
 

@@ -32,7 +32,7 @@ class ByteBudget:
             size_bytes: How many.
             what: What for, for the message: "parameter 'm' needs {} bytes here".
             advice: What to do where there are none.
-            where: As errors carry it.
+            where: `parameter` or `table`, and its name, for errors.
 
         Raises:
             LimitError: that is beyond the limit, and nothing changed.
@@ -47,7 +47,7 @@ class ByteBudget:
             self._count += size_bytes
 
     def add(self, size_bytes: int) -> None:
-        """Counts what is there, whatever the limit is; a negative number gives back."""
+        """Counts existing bytes, whatever the limit is; a negative number gives back."""
         with self._lock:
             self._count += size_bytes
 

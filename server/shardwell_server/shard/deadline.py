@@ -51,11 +51,11 @@ class Changes:
 
 
 class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be made again
-    """What is asked for is not there yet. `wake` is called when it may be.
+    """Raised when a wanted thing does not exist yet. `wake` is called when it may.
 
     Args:
         changes: Where it was found to be missing.
-        wake: What was left there.
+        wake: The callback that was left there.
         deadline_s: When it is to be made again anyway, on time.monotonic's clock.
     """
 
@@ -136,7 +136,7 @@ class RequestDeadline:
 
 
 class WaitingCall(Protocol):
-    """What is asked of a call that waits."""
+    """A call that waits."""
 
     @property
     def remaining_s(self) -> float | None:
@@ -151,7 +151,7 @@ class WaitingCall(Protocol):
 
 
 class WaitingShard(Protocol):
-    """What is asked of the shard where it waits."""
+    """The shard where it waits."""
 
     @property
     def config(self) -> ShardConfig:
@@ -165,7 +165,7 @@ def deadline_of(shard: WaitingShard, call: WaitingCall, timeout_s: float) -> Req
     """The deadline of a call, or of a message on a stream.
 
     Args:
-        shard: Which answers.
+        shard: The shard that answers.
         call: The call.
         timeout_s: What it asks for; 0: no longer than its deadline.
     """
@@ -181,7 +181,7 @@ def deadline_of(shard: WaitingShard, call: WaitingCall, timeout_s: float) -> Req
 
 
 def wanted(shard: WaitingShard, call: WaitingCall) -> Callable[[], bool]:
-    """Whether somebody still reads an answer that may take as long as the call; any thread."""
+    """Returns a check, for any thread, whether the client still reads a long answer."""
     remaining_s = call.remaining_s
     bound_s = shard.config.limits.wait_max_s
     deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)

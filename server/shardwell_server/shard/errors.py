@@ -22,12 +22,12 @@ class Ends(Protocol):
     """What a step tracker says of workers that have ended in order."""
 
     elastic: Elastic | None
-    """See `Seats`."""
+    """Limits of elastic members; None: a fixed crew."""
     ended: dict[str, int]
-    """See `Seats.ended`."""
+    """Workers with a seat whose sessions have ended in order, the first one first."""
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
-        """See `Seats.ended_among`."""
+        """Those that have ended in order, and for how long they may be expected back."""
 
 
 class TableSteps(Ends, Protocol):

@@ -2,13 +2,13 @@
 
 Pure. Those that send gradients have a seat. What a worker has contributed is kept with its seat,
 as the kind of tracker needs it. Sessions that opened the parameter without a seat are known while
-they are alive, so that their workers can be named when they are missing; they take nothing from
-anybody.
+they are alive, so that their workers can be named when they are missing; they take no worker's
+seat.
 
 A seat belongs to one session, its owner. When a session asks for the seat of its worker:
 
     there is no seat                        take one, if there is room
-    the owner is the same session           it is there already
+    the owner is the same session           the session has it already
     the owner has ended, or is not alive    take it over; the old owner's gradients are refused
     the owner is another one, and alive     WorkerIdInUseError
 
@@ -18,13 +18,13 @@ that left: see `Seats.await_from`, and docs/adr/0036. An asynchronous one has wo
 all are taken, a newcomer is given that of a worker that is gone. From its taking to that a worker
 has a *tenure*, by a number
 that it has drawn and that its gradients name. So a gradient of a tenure that is over is refused,
-whoever has the seat since, and whether or not its worker has another one. Steps are counted from 0
-in each tenure; in the storage they go on, so that what an earlier tenure left there is below
-`first_step` and counts for nothing in this one.
+whichever worker has the seat since, and whether or not its worker has another one. Steps are
+counted from 0 in each tenure; in the storage they go on, so that what an earlier tenure left there
+is below `first_step` and counts for nothing in this one.
 
 Invariants:
   - At any time one session at most can contribute under a worker_id.
-  - The seat of a session that is alive, or was so within the lease, is given to nobody else.
+  - The seat of a session that is alive, or was so within the lease, is given to no other session.
   - Steps in the storage never decrease, whosever the seat is.
 
 The caller holds a lock around all that changes.
@@ -55,7 +55,7 @@ TakesNote = Callable[[Event], None]
 
 
 class Liveness(Protocol):
-    """What is known of sessions, by their numbers."""
+    """Answers which sessions are alive, by their numbers."""
 
     def alive_for_s(self, number: int, process: str = "") -> float:
         """For how many seconds a session counts as alive if nothing is heard of it.
@@ -99,7 +99,7 @@ RETURN_AFTER_END_S = 1.0
 that is closed and made anew in one process attends within that; longer, and those who wait for a
 worker that is gone for good would learn it late."""
 _MEMBER_COUNT_MAX = 512
-"""That are told of: each takes a look at all chunks, and room in an answer."""
+"""Members in an answer: each takes a look at all chunks, and room in it."""
 
 
 class Seat(ABC):
@@ -134,7 +134,7 @@ class Seat(ABC):
         self.last_s: float | None = None
         """When it contributed last, on time.monotonic's clock; None: not to this process."""
         self.lag_s = 0.0
-        """Then: how long after the first contribution to the same step, anybody's."""
+        """How long that was after the first contribution of any worker to the same step."""
 
     def stored(self, step: int) -> int:
         """What a step of the worker is in the storage."""
@@ -159,7 +159,7 @@ class Seat(ABC):
         """Notes that something of a session's, which may have lost the seat meanwhile, counted.
 
         Args:
-            session: Whose.
+            session: The session that contributes.
             now_s: When.
             begun_s: When its step began; None: with this.
         """
@@ -201,7 +201,7 @@ class Contributor(Generic[SeatT]):
     """Who asks for a seat, or whose gradients a stream carries.
 
     Args:
-        worker_id: Whose.
+        worker_id: The worker's id.
         session: In which life of its process.
         tenure: The number of its tenure, or of the one that it asks for; no matter where seats are
             kept for good.
@@ -241,7 +241,7 @@ class Contributor(Generic[SeatT]):
 
 
 def seat_event(seat: Seat) -> Event:
-    """What is logged when a worker takes the next seat."""
+    """The log's event for a worker that takes the next seat."""
     event = {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
     if seat.from_step is not None:
         event["from_step"] = seat.from_step
@@ -251,7 +251,7 @@ def seat_event(seat: Seat) -> Event:
 
 
 def owner_event(worker_id: str, owner: Session | None) -> Event:
-    """What is logged when a worker's seat changes the owner."""
+    """The log's event for a seat that changes its owner."""
     return {"kind": "owner", "worker_id": worker_id, "session": owner and list(owner)}
 
 
@@ -275,8 +275,8 @@ class Seats(ABC, Generic[SeatT]):
     Args:
         worker_count: Workers that make a synchronous step; 0: asynchronous.
         worker_count_max: Workers that may have a seat.
-        sessions: Which are alive.
-        elastic: Who makes a step, where workers come and go; None: worker_count of them.
+        sessions: Answers which sessions are alive.
+        elastic: Limits of members that come and go; None: worker_count of them make a step.
     """
 
     def __init__(
@@ -717,7 +717,7 @@ class Seats(ABC, Generic[SeatT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether every worker with a seat has left in order, and nobody is about to take one."""
+        """Whether every worker with a seat has left in order, and none is about to take one."""
         seats = self.seats
         return bool(seats) and all(seat.owner is None for seat in seats) and not self._newcomers()
 
@@ -725,7 +725,7 @@ class Seats(ABC, Generic[SeatT]):
     def gone_for_s(self) -> float:
         """For how long no worker with a seat has been connected, though not all left in order.
 
-        0 where one is, where nobody has a seat, where all left in order, or where a newcomer is
+        0 where one is, where no worker has a seat, where all left in order, or where a newcomer is
         about to take a seat.
         """
         owners = [seat.owner for seat in self.seats if seat.owner is not None]
@@ -766,7 +766,7 @@ class Seats(ABC, Generic[SeatT]):
 
 
 class Rest(NamedTuple):
-    """Whether nobody takes part any more, so that nobody is to be waited for."""
+    """Whether all workers have gone, so that no step waits for any."""
 
     has_ended: bool
     """Every worker with a seat has left in order."""
@@ -795,8 +795,8 @@ def step_wait(
     """What the open step waits for, as status tells it.
 
     Args:
-        seats: Of the parameter or table.
-        missing_worker_ids: Who is to be named.
+        seats: Seats of the parameter or table.
+        missing_worker_ids: Workers to be named.
         attending: Sessions that are connected, by their workers.
         open_for_s: How long ago the step began; None: it has not.
     """
@@ -822,11 +822,11 @@ def state_of(seats: Seats[Any], seat: Seat) -> types_pb2.MemberState:
 
 
 def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb2.MemberStatus]:
-    """Whoever has a seat, and how it keeps up; of many those that lag most.
+    """The workers with seats, and how they keep up; of many those that lag most.
 
     Args:
-        seats: Of the parameter or table.
-        count_max: How many are told of.
+        seats: Seats of the parameter or table.
+        count_max: How many are listed.
         now_s: On time.monotonic's clock.
     """
     count_max = min(count_max, _MEMBER_COUNT_MAX)

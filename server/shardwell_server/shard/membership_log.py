@@ -53,9 +53,9 @@ class MembershipLog(ABC, Generic[SeatT]):
         kind: "parameter" or "table".
         name: Its name.
         storage: Where events are logged, and what each seat has contributed is kept.
-        tracker: Which knows the seats.
+        tracker: The tracker, which has the seats.
         learning_rate: The spec's; None: there is none.
-        limits: Of the shard.
+        limits: Limits of the shard.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class NameChanges:
     def mark(self, kind: str, name: str, incarnation: int, by: str, to: str = "") -> None:
         """Decides a change.
 
-        A full disk must not keep anybody from making room: then the mark of a deletion is in memory
+        A full disk must not keep a user from making room: then the mark of a deletion is in memory
         alone. A shard that is killed with such a mark has the name again, and refuses no worker;
         the others, which have removed it, do, until it is deleted again.
 
@@ -151,7 +151,7 @@ class NameChanges:
         elif event["kind"] == "deleted":
             self._marks.pop(key, None)
             done = Gone(key, tuple(map(int, event["incarnations"])), by, to)
-            if to:  # it may have had that name before, and is there again
+            if to:  # it may have had that name before, and has it again
                 again = {(key[0], to, each) for each in done.incarnations}
                 self._gone = [
                     each

@@ -1,7 +1,7 @@
 """What the owner of a token may use of a shard, and what it uses: see `Quota`.
 
-Whose a parameter or table is stands in its files; so what is stored counts from the start on,
-before anybody has come with a token of that name.
+The files of a parameter or table name its owner; so its bytes count from the start on, before a
+client has come with a token of that name.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Usage:
         """Counts so much more.
 
         Args:
-            what: Of what.
+            what: The counted thing.
             count: How much.
-            where: As errors carry it.
+            where: `parameter` or `table`, and its name, for errors.
 
         Raises:
             LimitError: that is beyond the quota, and nothing changed.
@@ -116,7 +116,7 @@ class Usage:
             self._counts[what] = used + count
 
     def add(self, what: Counted, count: int) -> None:
-        """Counts what is there, whatever the quota is; a negative number gives back."""
+        """Counts existing things, whatever the quota is; a negative number gives back."""
         with self._lock:
             self._counts[what] = self._counts.get(what, 0) + count
 

@@ -1,4 +1,4 @@
-"""Who records what all have done, and which clients have told: see docs/adr/0021-trace.md.
+"""Recordings of all clients' spans, and which clients have given theirs: docs/adr/0021-trace.md.
 
 States of a recording: open, from `begin`, in which clients are asked and give; over, from `end`.
 """
@@ -20,9 +20,9 @@ RECORDING_COUNT_MAX = 4
 _WAITING_BYTES_MAX = 64 << 20
 """Of spans of one recording that wait for its reader; more of them are dropped."""
 _READ_S = 5.0
-"""For whoever records to read what came in time, where others want to record."""
+"""For a recording's reader to read what came in time, where others want to record."""
 _RETURN_S = 2.0
-"""A session that was told asks again within this time, mostly."""
+"""A session that got an answer asks again within this time, mostly."""
 
 
 class Recording:
@@ -36,7 +36,7 @@ class Recording:
     def __init__(self, expected: set[int], until_s: float) -> None:
         self.expected = expected
         self.until_s = until_s
-        self.told: set[int] = set()
+        self.knowing: set[int] = set()
         """Sessions that know of it."""
         self.given: set[int] = set()
         """Sessions whose spans have come."""
@@ -52,19 +52,19 @@ class Recordings:
         self._changed = Changes()
         self._open: dict[int, Recording] = {}
         self._asking: dict[int, Callable[[], object]] = {}
-        """Sessions that wait to be told, and what ends the call by which they do."""
+        """Sessions that wait for a recording, and what ends the call by which they do."""
         self._return_s: dict[int, float] = {}
-        """Until when sessions that were told are expected to ask again."""
+        """Until when sessions that got an answer are expected to ask again."""
         self._is_stopping = False
 
     @contextmanager
     def asking(self, session: int, end: Callable[[], object]) -> Iterator[None]:
-        """For the time in which a session waits to be told, which it does by one call.
+        """For the time in which a session waits for a recording, which it does by one call.
 
-        An earlier one is ended: its connection has broken, and it would be told in vain.
+        An earlier call is ended: its connection has broken, and would carry no answer.
 
         Args:
-            session: Which.
+            session: Number of the session.
             end: Ends the call.
         """
         with self._changed.lock:
@@ -83,8 +83,8 @@ class Recordings:
         """The number of a recording that a session does not know yet; 0 at the deadline."""
         with self._changed.lock:
             for number, recording in self._open.items():
-                if session not in recording.told:
-                    recording.told.add(session)
+                if session not in recording.knowing:
+                    recording.knowing.add(session)
                     self._return_s[session] = time.monotonic() + _RETURN_S
                     return number
             if not self._is_stopping:
@@ -92,11 +92,11 @@ class Recordings:
             return 0
 
     def begin(self, attending: Container[int], wait_s: float) -> int:
-        """Opens a recording, and has all clients told that ask; its number.
+        """Opens a recording, and answers all clients that ask; returns its number.
 
         Args:
             attending: Sessions that are there; others that asked are not waited for.
-            wait_s: How long clients have. Whoever does not read what comes keeps others from
+            wait_s: How long clients have. A reader that does not read what comes keeps others from
                 recording for little longer.
 
         Raises:
@@ -126,7 +126,7 @@ class Recordings:
         size = process.ByteSize()
         with self._changed.lock:
             recording = self._open.get(number)
-            if recording is None or session in recording.given or session not in recording.told:
+            if recording is None or session in recording.given or session not in recording.knowing:
                 return
             if recording.waiting_bytes + size > _WAITING_BYTES_MAX:
                 return
@@ -151,7 +151,7 @@ class Recordings:
             return None
 
     def stop(self) -> None:
-        """Has nobody wait to be told any more. Safe to repeat."""
+        """Ends all waits for a recording. Safe to repeat."""
         with self._changed.lock:
             self._is_stopping = True
             self._changed.notify_all()

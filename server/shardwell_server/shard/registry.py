@@ -63,23 +63,23 @@ class Owned(Protocol):
 
     @property
     def spec(self) -> Any:
-        """What was declared."""
+        """The declared spec."""
 
     @property
     def incarnation(self) -> int:
         """What tells it from others of its name; 0: it has none yet."""
 
     storage: Any
-    """What is kept of it."""
+    """Its arrays and records."""
 
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """See `Seats.living`."""
+        """Workers with a seat, or that have opened it, whose sessions count as alive."""
 
     def handing_over(self) -> AbstractContextManager[None]:
-        """See `ParameterSlice.handing_over`."""
+        """Within it, its storage goes to another name."""
 
     def go_on_after_start(self) -> None:
-        """See `ShardSlice.go_on_after_start`."""
+        """Finishes what an earlier process had begun."""
 
     def describe(self, name_count_max: int, attending: Mapping[str, Session] | None = None) -> Any:
         """What status says of it."""
@@ -106,11 +106,11 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         config: The shard's.
         store: Where they are kept.
         lock: Guards the store.
-        stored_bytes: Of the shard.
-        sessions: Which are alive.
+        stored_bytes: Budget of the shard.
+        sessions: Answers which sessions are alive.
         usages: What the owners of tokens use.
         spans: What the shard did last.
-        changes: Which names were deleted or given up, or are about to.
+        changes: Names that were deleted or given up, or are about to be.
         spool_dir: See Shard.
         timer: Ends grace, and looks after elastic members; None: nothing does.
         log: Takes each step's contributors, where sets are open; None: nothing does.
@@ -159,7 +159,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """The one of that name, made now if it is new; and whether it was.
 
         Args:
-            spec: What is declared.
+            spec: The declared spec.
             owner: Name of the token by which it is made; empty: of none.
 
         Raises:
@@ -202,7 +202,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Args:
             name: Its name.
-            incarnation: Of what the caller has opened; 0: whatever has the name.
+            incarnation: Incarnation that the caller has opened; 0: whatever has the name.
 
         Raises:
             UnknownParameterError, UnknownTableError: it was deleted or renamed.
@@ -335,7 +335,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Args:
             name: The name.
-            incarnation: What is meant.
+            incarnation: Incarnation that is meant.
             by: The worker id of the client that changes it.
             force: Although it has members.
             but: Number of a session that is none.
@@ -383,8 +383,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Args:
             name: Its name.
-            incarnation: That of shard 0.
-            held: That of this shard, as it was asked before.
+            incarnation: The incarnation on shard 0.
+            held: The incarnation on this shard, as it was asked before.
             by: The worker id of the client that deletes it.
             end_calls: Ends what uses it, called once no call finds it any more: what such a call
                 meets of files that are gone is no answer for its client.
@@ -603,7 +603,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return {self._kind: name}
 
     def _description(self, spec: Message, owner: str, kept: Any = None) -> dict[str, Any]:
-        """What is needed to make it again; of one that is kept, with what it was called before."""
+        """The facts to make it again; of one that is kept, with its former names."""
         former = [] if kept is None else kept.description.get(_FORMER_NAMES, [])
         return {
             "spec": MessageToDict(spec),
@@ -682,7 +682,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 
     def open(self, spec: ParameterSpec, owner: str = "") -> tuple[ParameterSlice, bool]:
         found = super().open(spec, owner)
-        found[0].make_image()  # of what needs no first weights, before anybody hears of it
+        found[0].make_image()  # of one that needs no first weights, before any client hears of it
         return found
 
     def _renamed(self, found: ParameterSlice, to: str) -> ParameterSlice:

@@ -44,7 +44,7 @@ class _Attending:
 
     @property
     def usage(self) -> Usage | None:
-        """What the token uses by which it attends, of the newest call; None: nobody's."""
+        """The usage of the token by which it attends, of the newest call; None: it has no token."""
         return next(reversed(self.calls.values())).usage if self.calls else None
 
     @property
@@ -124,9 +124,9 @@ class Sessions:
 
         Args:
             worker_id: Under which the session contributes.
-            session: Which.
+            session: Number of the session.
             end: Ends the call, when the shard stops.
-            usage: What the token uses by which it attends; None: nobody's.
+            usage: Usage of the token by which it attends; None: it has no token.
 
         Raises:
             ArgumentError: a session of that number has another worker_id.
@@ -158,7 +158,7 @@ class Sessions:
                     f"session {session.number:#x} is that of worker {found.worker_id!r}; got "
                     f"{worker_id!r}; draw a number for each connection"
                 )
-            else:  # whoever knows its number may have another token now
+            else:  # a client that knows its number may have another token now
                 _move_member(found.usage, usage, worker_id)
                 if len(found.calls) >= _CALL_COUNT_MAX:
                     surplus = found.calls.pop(next(iter(found.calls)))
@@ -197,10 +197,10 @@ class Sessions:
     def end(self, number: int, owner: str = "") -> bool:
         """Notes that a session has ended, whatever calls of it are open. Safe to repeat.
 
-        False: nobody of that number was here, as far as a caller with a token is concerned.
+        False: no such session was here that the caller's token may know of.
 
         Args:
-            number: Of the session.
+            number: Number of the session.
             owner: Name of the caller's token; empty: it has none.
 
         Raises:
@@ -265,7 +265,7 @@ class Sessions:
         That it calls is a sign of life, as a heartbeat is.
 
         Args:
-            number: Of the session.
+            number: Number of the session.
             worker_id: Under which it contributes.
             owner: Name of the caller's token; empty: it has none.
 

@@ -61,7 +61,7 @@ class Shard:
         config: Its place and limits.
         store: Where it keeps everything.
         spool_dir: Where snapshots keep copies meanwhile; None: the system's temporary directory.
-        origin: What it began with, for whoever finds that it lacks something.
+        origin: State of its files at the start, for errors about things that it lacks.
 
     Raises:
         StorageError: what it kept can't be believed.
@@ -140,7 +140,7 @@ class Shard:
 
         Raises:
             WrongShardError: index, count or cluster differ.
-            StorageError: its files are gone, and it serves nobody any more.
+            StorageError: its files are gone, and it serves no client any more.
         """
         self._store.check_present()
         config = self.config
@@ -158,7 +158,7 @@ class Shard:
         """Refuses to go on without files.
 
         Raises:
-            StorageError: they are gone, and it serves nobody any more.
+            StorageError: they are gone, and it serves no client any more.
         """
         self._store.check_present()
 
@@ -216,10 +216,10 @@ class Shard:
     def end_session(self, number: int, owner: str = "") -> bool:
         """Notes that a session, by its number, has ended in order: its seats are free.
 
-        False: nobody of that number was here; see `Sessions.end`.
+        False: no session of that number was here; see `Sessions.end`.
 
         Args:
-            number: Of the session.
+            number: Number of the session.
             owner: Name of the caller's token.
 
         Raises:
@@ -251,7 +251,7 @@ class Shard:
         return self._stopping.is_set()
 
     def ends_waits(self) -> bool:
-        """Whether nobody is to wait for other workers any more: `stop` was called.
+        """Whether calls must not wait for other workers any more: `stop` was called.
 
         Raises:
             StorageError: the files are gone, so that they would wait in vain.

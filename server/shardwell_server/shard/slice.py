@@ -40,7 +40,7 @@ from shardwell_server.shard.watch import Timer
 from shardwell_server.store.contract import Storage
 
 _LOG = logging.getLogger("shardwell_server")
-_TOLD_S = 60.0
+_KNOWN_S = 60.0
 """For so long a shard tells that a tenure is over."""
 
 SeatT = TypeVar("SeatT", bound=Seat)
@@ -75,7 +75,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     """Base of both. All methods may be called from any thread.
 
     Args:
-        name: Of the parameter or table.
+        name: Name of the parameter or table.
         state: What it is made of.
         abandoned_after_s: See `rest_of`.
         timer: Looks after elastic members, and ends grace; None: nothing does.
@@ -119,11 +119,11 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
         Args:
             worker_id: The worker; empty: a client that will not contribute.
-            session_number: Of the worker's session, by which it is known while that is alive; 0: it
-                has none.
+            session_number: Number of the worker's session, by which it is known while that is
+                alive; 0: it has none.
             seat_for: The worker as it asks for its seat, if it does.
-            incarnation: That of shard 0 or of other shards, which becomes this shard's if nothing
-                has begun here; 0: not given.
+            incarnation: The incarnation on shard 0 or other shards, which becomes this shard's if
+                nothing has begun here; 0: not given.
 
         Returns:
             Where the slice and the worker are.
@@ -265,11 +265,11 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def _note_ended(self, worker_id: str, tenure: int) -> None:
         if tenure and self._state.tracker.elastic is not None:
             now_s = time.monotonic()
-            kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _TOLD_S}
+            kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _KNOWN_S}
             self._ended = {**kept, worker_id: (tenure, now_s)}
 
     def _note_all_ended(self) -> None:
-        """Has all tenures told that are over, and whose seats nobody else has."""
+        """Notes the end of all tenures that are over, and whose seats no other worker has."""
         for seat in self._state.tracker.seats:
             if seat.is_over:
                 self._note_ended(seat.worker_id, seat.tenure.number)
@@ -277,7 +277,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def ended_tenures(self) -> list[tuple[str, int]]:
         """Workers and tenures that were over in the last minute."""
         now_s = time.monotonic()
-        return [(k, tenure) for k, (tenure, s) in self._ended.items() if now_s - s < _TOLD_S]
+        return [(k, tenure) for k, (tenure, s) in self._ended.items() if now_s - s < _KNOWN_S]
 
     def is_owned_by(self, session_number: int) -> bool:
         """Whether an open step may await a member of that session."""
@@ -328,7 +328,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self._timer.after(delay_s, act)
 
     def _settle_all(self) -> None:
-        """Ends each open step that awaits nobody any more.
+        """Ends each open step that awaits no worker any more.
 
         Raises:
             StorageError: one can't be journaled.
@@ -410,7 +410,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """What GetStatus or GetTableStatus says of it, with at most so many names of each kind.
 
         Args:
-            name_count_max: Of workers that have contributed, that are missing, and that are done.
+            name_count_max: Most names of workers that have contributed, are missing, or are done.
             attending: Sessions that are connected, by their workers.
         """
 

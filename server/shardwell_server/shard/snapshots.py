@@ -1,8 +1,8 @@
 """Snapshots: what a parameter or table was at one version, taken while training goes on.
 
-Whoever is about to change something that a snapshot has not read yet copies it first, into a spool:
-an unlinked file, so that memory stays bounded, and nothing is left behind however the process ends.
-Nobody waits. What is copied in which pieces is for parameter/snapshot.py and table/snapshot.py.
+A thread that is about to change something that a snapshot has not read yet copies it first, into a
+spool: an unlinked file, so that memory stays bounded, and nothing is left behind however the
+process ends. No thread waits. parameter/snapshot.py and table/snapshot.py say in which pieces.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Snapshot:
 
     Args:
         what: What it is called, for messages: "snapshot" or "scan".
-        version: That of all that it has.
+        version: Version of all that it has.
         spool_dir: Where copies are kept; None: the system's temporary directory.
-        is_wanted: Whether somebody still reads it; any thread calls it.
+        is_wanted: Whether the client still reads it; any thread calls it.
         where: The parameter or table as errors carry it.
     """
 
@@ -144,8 +144,8 @@ class Snapshot:
             self.drop(
                 StorageError(
                     f"{self._spool.where}: copying {of} for a {self._what} failed: "
-                    f"{error.strerror}; free space on that disk, or make checkpoints while nobody "
-                    "trains",
+                    f"{error.strerror}; free space on that disk, or make checkpoints while no "
+                    "worker trains",
                     **self._where,
                 )
             )
@@ -190,7 +190,7 @@ class Snapshots(Generic[SnapshotT]):
 
     def __init__(self, what: str, count_max: int, **where: Any) -> None:
         self.pending: tuple[SnapshotT, ...] = ()
-        """Whoever changes something looks here; mostly empty. Replaced, never changed."""
+        """Snapshots that changes must heed; mostly empty. Replaced, never changed."""
         self._plural = what
         self._count_max = count_max
         self._where = where
@@ -198,7 +198,7 @@ class Snapshots(Generic[SnapshotT]):
 
     @contextlib.contextmanager
     def _listed(self, snapshot: SnapshotT) -> Iterator[None]:
-        """While the block runs, whoever changes something knows of a snapshot.
+        """While the block runs, changes heed a snapshot.
 
         Raises:
             LimitError: too many are under way.

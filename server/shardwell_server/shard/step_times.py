@@ -1,4 +1,4 @@
-"""How long steps take and wait, in plain counters that are read when somebody asks.
+"""How long steps take and wait, in plain counters that status reads.
 
 A step of a parameter or table begins, on this shard, with the first contribution to any of its
 parts, and ends when the last part has closed it. Several may be open at once, as a worker may be
@@ -47,7 +47,7 @@ class StepTimes:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forgets all, as nobody else knows of it yet."""
+        """Forgets all; no other thread knows of it yet."""
         self._begun_s: dict[int, float] = {}
         """When open steps began."""
         self._closed_counts: dict[int, int] = {}
@@ -91,6 +91,6 @@ class StepTimes:
             self._closed_counts = {k: v for k, v in self._closed_counts.items() if k > step}
 
     def open_for_s(self, step: int) -> float | None:
-        """How long ago a step began; None: nobody has contributed to it."""
+        """How long ago a step began; None: no worker has contributed to it."""
         begun_s = self._begun_s.get(step)
         return None if begun_s is None else max(self._now_s() - begun_s, 0.0)

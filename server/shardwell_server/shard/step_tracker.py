@@ -43,7 +43,7 @@ from shardwell_server.store import ChunkRecord
 
 
 class Decision(enum.Enum):
-    """What is to be done with a gradient chunk."""
+    """How a gradient chunk is to be treated."""
 
     COUNT = enum.auto()
     DUPLICATE = enum.auto()
@@ -58,11 +58,11 @@ class Seat(seats.Seat):
     """One worker's marks: the last step that it contributed, per chunk; -1 before the first.
 
     Args:
-        worker_id: Who.
-        index: Of the seat.
-        stored_steps: The last step per chunk in the storage, whoever's; -1: none.
+        worker_id: The worker's id.
+        index: Index of the seat.
+        stored_steps: The last step per chunk in the storage, of any worker; -1: none.
         owner: See `seats.Seat`.
-        tenure: The same.
+        tenure: See `seats.Seat`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StepTracker(Seats[Seat]):
             elastic=elastic,
         )
         self.records = list(records)
-        """Where each chunk stands."""
+        """The version and contributions of each chunk."""
         self.has_open_sets = elastic is not None or min_contributors > 0
         """Whether a step may close without a worker that could have contributed."""
         self.open_sets: list[list[Seat]] = [[] for _ in self.records] if self.has_open_sets else []
@@ -257,7 +257,7 @@ class StepTracker(Seats[Seat]):
 
         Args:
             chunk_index: The chunk.
-            sample_count: Of the contribution.
+            sample_count: Samples of the contribution.
             closes: Whether it is the last of the chunk's step.
         """
         now = self.records[chunk_index]

@@ -1,6 +1,6 @@
 """What happens on a shard after a time, though no call asks for it: one thread, and what it does.
 
-A step whose grace is over, a member that has not come back: nobody's message brings these about.
+A step whose grace is over, a member that has not come back: no message brings these about.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Timer(Protocol):
 
 
 class Watch:
-    """The thread is there once something is to be done, and ends with `close`. Any thread may call.
+    """The thread starts with the first work, and ends with `close`. Any thread may call.
 
     `act` returns in how many seconds it is to be called again; None: never.
     """
@@ -42,7 +42,7 @@ class Watch:
         self._closed = False
 
     def after(self, delay_s: float, act: Callable[[], float | None]) -> None:
-        """See `Timer`."""
+        """Calls `act` after a delay, on the thread."""
         at_s = time.monotonic() + delay_s
         with self._changed:
             if self._closed:
@@ -82,7 +82,7 @@ class Watch:
                 self.after(again_s, act)
 
     def _next(self) -> Callable[[], float | None] | None:
-        """What is due, once it is; None: it was closed."""
+        """Waits for the next due call; None: it was closed."""
         with self._changed:
             while not self._closed:
                 now_s = time.monotonic()

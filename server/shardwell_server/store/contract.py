@@ -47,7 +47,7 @@ class Storage(Named, Protocol):
     """What storage of a parameter and of a table have in common."""
 
     def events(self) -> Sequence[Event]:
-        """What was logged, in order."""
+        """The logged events, in order."""
 
     def log(self, event: Event) -> None:
         """Adds an event; it is kept when the call returns.
@@ -69,8 +69,8 @@ class Storage(Named, Protocol):
     def make_durable(self) -> None:
         """Returns when all that was committed may be acknowledged.
 
-        What is committed survives the process, where files are kept; a loss of power too, where it
-        is journaled (`--durability step`; with SECONDS, what was committed before a `sync`).
+        Committed changes survive the process, where files are kept; a loss of power too, where they
+        are journaled (`--durability step`; with SECONDS, those committed before a `sync`).
 
         Raises:
             StorageError: the disk failed; it must not be acknowledged.
@@ -88,7 +88,7 @@ class Storage(Named, Protocol):
 
 
 class ChunkRecord(NamedTuple):
-    """Where a chunk stands, beside its arrays; a transition replaces it as a whole."""
+    """A chunk's counters, beside its arrays; a transition replaces it as a whole."""
 
     version: int = 0
     """Updates applied so far, which is also the number of the open step."""
@@ -99,13 +99,13 @@ class ChunkRecord(NamedTuple):
     total_factor: float = 0.0
     """The open step's sum is total_factor * 2^shift * gradient_sum; 0: there is none."""
     shift: int = 0
-    """See total_factor."""
+    """The exponent in total_factor's formula."""
     is_encoded: bool = False
     """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
     ParameterStorage.is_in_memory."""
     is_full: bool = False
-    """Whether nobody contributes any more to the open step, whose set was open: it closes when its
-    norm is known."""
+    """Whether the open step, whose set was open, takes no contributions any more: it closes when
+    its norm is known."""
 
 
 class Transition(enum.Enum):
@@ -150,7 +150,7 @@ class Layout:
 
 
 NO_SEAT = -1
-"""As `seat_index`: a transition that is nobody's contribution, but ends a step, or its set."""
+"""As `seat_index`: a transition without a contribution, which ends a step, or its set."""
 
 
 class JournalEntry(NamedTuple):
@@ -180,13 +180,13 @@ class ChunkChange(Protocol):
         """(start, stop) of each block of `count` elements, in ascending order, without gaps.
 
         A block may be written from the moment that the loop has it until the loop goes on. A
-        change whose blocks nobody asks for leaves the arrays as they are.
+        change whose blocks are not asked for leaves the arrays as they are.
         """
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """Makes it all stand: the arrays as written, `record`, and that a seat gave `step`.
+        """Commits it all: the arrays as written, `record`, and that a seat gave `step`.
 
-        With NO_SEAT, nobody gave anything.
+        With NO_SEAT, no seat gave anything.
         """
 
 
@@ -200,11 +200,11 @@ class ParameterStorage(Storage, Protocol):
     slots: tuple[Float32, ...]
     """Optimizer state, one array a slot, each as large."""
     is_in_memory: bool
-    """Whether nothing of it is in a file: then nobody waits for a disk, and gradient_sum may hold
+    """Whether nothing of it is in a file: then no call waits for a disk, and gradient_sum may hold
     what is no sum yet (see ChunkRecord.is_encoded)."""
 
     def records(self) -> list[ChunkRecord]:
-        """Where each chunk stands."""
+        """The record of each chunk."""
 
     def last_steps(self) -> list[list[int]]:
         """The last step that each seat gave to each chunk, -1 for none; by seat, then chunk."""
@@ -257,12 +257,12 @@ class ParameterStorage(Storage, Protocol):
 
         Or, where sets are open, the seats of the version's set in order, two bytes each: those
         count that the chunk's record has contributions of. To be called before the transition that
-        leaves the version, or adds a seat, is begun; the chunk's lock is held. What is kept
+        leaves the version, or adds a seat, is begun; the chunk's lock is held. The message
         survives the process where files do.
 
         Args:
             chunk_index: The chunk.
-            version: Of the weights, or of the open step.
+            version: Version of the weights, or of the open step.
             encoded: At most `Layout.kept_size_bytes`.
         """
 
@@ -275,7 +275,7 @@ class ParameterStorage(Storage, Protocol):
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Makes weights and optimizer state of a chunk stand as they lie: first weights.
 
-        The caller has set all of them: what was damaged before can't be told from what is new.
+        The caller has set all of them: afterwards damaged old values would look like new ones.
         """
 
     def verify(self, chunk_index: int) -> None:
@@ -327,7 +327,7 @@ LOADING = -1
 
 
 class TableRecord(NamedTuple):
-    """Where the table stands, beside its rows; a change replaces it as a whole."""
+    """A table's counters, beside its rows; a change replaces it as a whole."""
 
     row_used: int = 0
     """Places from 0 to below it have, or had, a row."""
@@ -341,7 +341,7 @@ class TableRecord(NamedTuple):
     shift: int = 0
     """Synchronous: the open step's sums are those of gradients times 2^-shift."""
     is_closing: bool = False
-    """Where members come and go: whether nobody contributes any more to the open step, as its set
+    """With elastic members: whether the open step takes no contributions any more, as its set
     is decided, and its rows are being updated."""
 
     @property
@@ -371,7 +371,7 @@ class Position(NamedTuple):
 
 
 class RowChange(Protocol):
-    """One change under way. The caller is the table's only writer, and nobody reads meanwhile.
+    """One change under way. The caller is the table's only writer, and no thread reads meanwhile.
 
     The arrays may be written directly, at the places and in the arrays that the change was begun
     with, and at places from `row_used` on. Of new rows, those from `row_used` to below that of the
@@ -407,7 +407,7 @@ class RowChange(Protocol):
     ) -> None:
         """Writes rows of the change, all of them, new ones too; faster than the caller could.
 
-        What is given need not be read again for the rows' checks. The copies may be given.
+        Given arrays need not be read again for the rows' checks. The copies may be given.
 
         Args:
             weights: (n, dim), C-contiguous; not to be altered before `commit`. None: written
@@ -454,7 +454,7 @@ class TableStorage(Storage, Protocol):
 
     @property
     def record(self) -> TableRecord:
-        """Where the table stands."""
+        """The table's record."""
 
     def positions(self) -> list[Position]:
         """What each seat has contributed, by seat."""
@@ -478,7 +478,7 @@ class TableStorage(Storage, Protocol):
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
         """Keeps what rows were before a step, beside those that it kept of the same step.
 
-        To be called before the change that writes them is committed. What is kept survives the
+        To be called before the change that writes them is committed. Kept rows survive the
         process where files do; not where the disk is full or failed, and then this returns False.
         """
 
@@ -499,12 +499,12 @@ class TableStorage(Storage, Protocol):
         """Begins a change of rows that are reserved; without `commit`, it never began.
 
         Args:
-            places: Which rows; those from `row_used` on are new.
+            places: Places of the rows; those from `row_used` on are new.
             values: Whether keys, update_counts, last_steps, weights and slots are to be written.
             sums: Whether sums and has_sum are.
-            in_place: Of a change of values: there are no copies, and `update` alone changes
-                weights and slots of rows below `row_used` that have not been free. What others
-                begin with is written before it.
+            in_place: With `values`: there are no copies, and `update` alone changes
+                weights and slots of rows below `row_used` that have not been free. State that
+                others begin with is written before it.
 
         Raises:
             StorageError: a row that an earlier process left was damaged; nothing changed.
@@ -535,7 +535,7 @@ class TableStorage(Storage, Protocol):
 
 Kind = TypeVar("Kind")
 Begin = Callable[[Kind], None]
-"""Takes over storage that was just made, before anybody else sees it."""
+"""Takes over storage that was just made, before other code sees it."""
 
 
 def check_not_retired(storage: Named) -> None:
@@ -591,7 +591,7 @@ class Store(Protocol):
         """Makes the storage of a new parameter, whose name is unique in the store.
 
         Args:
-            layout: Of it.
+            layout: Its layout.
             begin: What takes it over. When that fails, the storage was never made.
 
         Raises:
@@ -605,7 +605,7 @@ class Store(Protocol):
         """Makes the storage of a new table, whose name is unique among its tables.
 
         Args:
-            layout: Of it.
+            layout: Its layout.
             begin: See `create`.
 
         Raises:
@@ -662,7 +662,7 @@ class Store(Protocol):
         """Notes what became of a name; it survives a loss of power, removals before it too.
 
         Args:
-            event: What is noted.
+            event: The event.
             compacted: Events that say the same as all so far, this one included.
 
         Raises:

@@ -42,7 +42,7 @@ def add_rows(
         sums: (n, dim): the sums so far.
         has_sum: (n,): which of them have a meaning.
         gradients: (n, dim), overwritten unless `factor` is 1.
-        factor: Of all gradients; float32 holds it exactly.
+        factor: Factor of all gradients; float32 holds it exactly.
         out: (n, dim), where the new sums go; default: into `sums`.
 
     Returns:

@@ -78,8 +78,8 @@ def test_the_story_writes_journals_and_images(writes_of: WritesOf, kind: str) ->
     points = [written.point for written in writes_of(kind)]
     entry_count_min, image_count_min = {"parameter": (25, 4), "table": (len(STORY), 2)}[kind]
     assert points.count("journal entry") > entry_count_min
-    assert points.count("image stands") > image_count_min
-    expected = {"journal segment", "image begun", "image written", "image stands"}
+    assert points.count("image in place") > image_count_min
+    expected = {"journal segment", "image begun", "image written", "image in place"}
     assert expected | {"segment forgotten", "image forgotten"} <= set(points)
 
 

@@ -147,7 +147,7 @@ class ParameterStory(StoredStory):
     unreached = frozenset(
         {"taken back", "undo done"}
         | {"journal segment", "journal entry", "image begun", "image written"}
-        | {"image stands", "segment forgotten", "image forgotten", "file restored"}
+        | {"image in place", "segment forgotten", "image forgotten", "file restored"}
         # Of deletions and renamings: tests/unit/shard/test_name_changes.py.
         | {"log of names", "removed files", "removed files' name"}
         | {"new layout", "new layout's name"}

@@ -112,14 +112,14 @@ def test_a_file_of_the_users_is_no_place_for_a_secret(path) -> None:
         file.write_text(theirs)
         code, _, log = run_command("token", "renew", "ci", f"--tokens={path}")
         assert code == 1
-        assert f"{file} is there already" in " ".join(log.split())
+        assert f"{file} exists" in " ".join(log.split())
         assert (path.read_bytes(), file.read_text()) == (before, theirs)
     file.unlink()
     file.symlink_to(path.parent / "nothing")
     for command in (("renew", "ci"), ("create", "new", "--right=read", f"--out={file}")):
         code, _, log = run_command("token", *command, f"--tokens={path}")
         assert code in (1, 2)
-        assert f"{file} is there already" in " ".join(log.split())
+        assert f"{file} exists" in " ".join(log.split())
         assert file.is_symlink()
         assert path.read_bytes() == before
     file.unlink()

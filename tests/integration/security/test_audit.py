@@ -142,7 +142,7 @@ def test_a_file_that_is_no_audit_log_stays(tmp_path, name) -> None:
     theirs.write_text("mine\n")
     theirs.chmod(0o644)
     config = ShardConfig(shard_index=0, shard_count=1, audit_log=tmp_path / "audit.jsonl")
-    with pytest.raises(shardwell.ArgumentError, match=rf"{theirs} is there already.*move it away"):
+    with pytest.raises(shardwell.ArgumentError, match=rf"{theirs} exists, and .*move it away"):
         ShardServer(config)
     assert contents_of(tmp_path) == {"": None, name: b"mine\n"}
     assert stat.S_IMODE(theirs.stat().st_mode) == 0o644

@@ -33,7 +33,7 @@ def _layouts(**changes: object) -> list[step_time.StepTime]:
     ("changes", "layout", "words"),
     [
         ({"worker_count": 2, "shard_count": 2}, "co-located", "needs no machine more"),
-        ({"worker_count": 1, "shard_count": 1}, "ring", "nobody to exchange with"),
+        ({"worker_count": 1, "shard_count": 1}, "ring", "no peer to exchange with"),
         ({"worker_count": 32, "shard_count": 1}, "ring", "all ranks are needed"),
         ({"compute_s": 60.0}, "co-located", "as fast as"),
         (

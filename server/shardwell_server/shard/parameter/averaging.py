@@ -64,10 +64,11 @@ class Total(NamedTuple):
     """What the sum's memory holds of a chunk's open step."""
 
     factor: float
-    """The sum is factor * 2^shift times what is there; 0: there is none."""
+    """The sum is factor * 2^shift times the stored values; 0: there is none."""
     is_encoded: bool = False
-    """Whether the first contribution is there as it was written, not yet as float32. It lies at the
-    end, so that it can be read while a sum is written over it, block by block from the start."""
+    """Whether the first contribution is stored as it was written, not yet as float32. It lies at
+    the end, so that it can be read while a sum is written over it, block by block from the
+    start."""
 
 
 NOTHING = Total(0.0)
@@ -83,7 +84,7 @@ class ChunkState:
     gradient_sum: Float32 | None
     slots: Slots
     image: ChunkImage | None = None
-    """What is kept of the weights beside; see image.py."""
+    """The image of the weights, kept beside them; see image.py."""
 
     def places(self, payload: Bytes | None, first: Bytes | None = None) -> Arrays:
         """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
@@ -115,13 +116,13 @@ def add_to_sum(
 
     The first contribution is stored unscaled and unweighted: its scale and weight become the
     factor, which the next addition applies at no cost. As it was written, if it may: that takes
-    half the memory traffic, and nobody needs the sum before the next one comes.
+    half the memory traffic, and the sum is not needed before the next one comes.
 
     Args:
-        contribution: What is added.
+        contribution: The contribution to add.
         codec: How it is written.
         memory: The chunk's, for its sum.
-        total: What is in there.
+        total: The sum in `memory` so far.
         change: Gives the blocks, one by one.
         shift: See `weighted_mean.shift_for`.
         may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
@@ -129,7 +130,7 @@ def add_to_sum(
             below float32: see close_step.
 
     Returns:
-        What is in there now.
+        The sum in `memory` now.
     """
     factor = contribution.factor(shift)
     if total.factor == 0.0 and factor == 0.0:
@@ -230,12 +231,12 @@ def close_step(
         chunk: Weights and state, updated; the sum is read and then of no meaning.
         rules: The optimizer.
         change: Gives the blocks, one by one.
-        total: What is in the sum's memory.
+        total: The sum in its memory.
         shift: See `weighted_mean.shift_for`.
         sample_total: Samples of all contributions, this one included; of 0 nothing comes: weights
             and state stay, and a mean that is no update is 0.
         update_count: 1 at the first update.
-        learning_rate: Of this update.
+        learning_rate: Rate of this update.
         is_closed_alike: Whether the result is to have the bits of `close_full_step` after
             `add_to_sum`, also where values underflow.
     """
@@ -342,9 +343,9 @@ def close_full_step(
         codec: How contributions are written.
         rules: The optimizer.
         change: Gives the blocks, one by one.
-        record: Of the chunk: its contributions.
+        record: Record of the chunk: its contributions.
         clip_factor: What the mean is multiplied with.
-        learning_rate: Of this update.
+        learning_rate: Rate of this update.
     """
     if record.sample_total == 0 and rules.learning_rate is not None:
         return

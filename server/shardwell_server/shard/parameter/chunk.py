@@ -13,7 +13,7 @@ from shardwell_server.store import ParameterStorage
 
 
 class Chunk:
-    """One chunk; whoever touches its arrays, counters or entries of the tracker holds `changed`."""
+    """One chunk; hold `changed` to touch its arrays, counters or entries of the tracker."""
 
     def __init__(
         self,

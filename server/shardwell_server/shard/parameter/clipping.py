@@ -6,11 +6,11 @@ clipped by its norm over all shards, a step closes in two phases.
 States of a chunk's step, where n is its contributions:
 
     open, n < worker_count     as of any parameter
-    full, n = worker_count     the sum is kept; nobody contributes to it, nor to the next step
+    full, n = worker_count     the sum is kept; no worker contributes to it, nor to the next step
     closed                     version + 1: updated with the mean, scaled down by the norm
 
 Where sets are open, a step is full once its set is decided, whatever n is. The norm goes from the
-clients, who have asked all shards for theirs, to the register, which logs the first that it is told
+clients, who have asked all shards for theirs, to the register, which logs the first that it gets
 for a step, and then to the chunks, one by one. Invariants:
 
   - All chunks of all shards close a step with the same norm: that of the first shard, to which
@@ -91,7 +91,7 @@ class Closing:
         self._times.closed(record.version)
 
     def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
-        """What is known of a step's norm: the square of this shard's part, and all of it.
+        """A step's norm: the square of this shard's part, and all of it.
 
         The first is None once a chunk has closed the step; the second as long as the shard knows
         none, and again when the step is long over.

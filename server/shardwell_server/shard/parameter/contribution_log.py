@@ -51,7 +51,7 @@ class ContributionLog:
 
     Args:
         path: Its file, which goes on where it is a contribution log.
-        shard_index: Of the shard that writes.
+        shard_index: Index of the shard that writes.
 
     Raises:
         ArgumentError: it can't be written, or is something else; that stays as it is.

@@ -69,7 +69,7 @@ class EncodedWeights:
     def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
         """A chunk's message in the version that it is about to leave, kept here no more.
 
-        The chunk's lock is held. None: the weights are not finite, and nobody can have them.
+        The chunk's lock is held. None: the weights are not finite, and no reader may have them.
         """
         form = _WHOLE if self._spec.has_image else _PLAIN
         with self._lock:
@@ -179,7 +179,7 @@ class EncodedWeights:
 
 
 def _form(image: ChunkImage, version: int, held_version: int | None) -> _Form:
-    """How a chunk's weights are written for somebody who holds a version, or none."""
+    """How a chunk's weights are written for a reader that holds a version, or none."""
     if image.is_mean:
         has_mean = image.changes(version - 1, version)
         return _Form(pb.IMAGE_FORM_MEAN) if has_mean else _WHOLE

@@ -25,7 +25,7 @@ image of finite weights is finite."""
 
 
 class ChunkImage:
-    """One chunk's; whoever calls it holds the chunk's lock.
+    """The image of one chunk; callers hold the chunk's lock.
 
     Args:
         values: (n,), the array in the storage.
@@ -50,7 +50,7 @@ class ChunkImage:
 
     @property
     def sent(self) -> Float32:
-        """What is sent where it has to be whole."""
+        """The values to send where they have to be whole."""
         return self._weights if self.is_mean else self.values
 
     def crc(self, version: int) -> int:

@@ -54,8 +54,8 @@ class Register(MembershipLog[Seat]):
         self._brought: dict[int, tuple[float, str]] = {}
         """Rates that came with gradients, by step; of steps that are not over."""
         self._norms: dict[int, float] = {}
-        """By step: of the last that was told the norm of its mean, and of the last as an image was
-        made, whose chunks may lie before and behind that step's end."""
+        """Norms by step: that of the last step with one, and of the last such step when an image
+        was made, whose chunks may lie before and behind that step's end."""
         self._kept_norm_step = -1
         self._init_changed = Changes(self.lock)
         self._is_first_shard = is_first_shard
@@ -93,7 +93,7 @@ class Register(MembershipLog[Seat]):
         The lock is held. Shard 0 draws it at the first call.
 
         Args:
-            incarnation: That of shard 0; 0: nobody knows.
+            incarnation: The incarnation on shard 0; 0: unknown.
 
         Raises:
             StepOrderError: it has begun with another one.
@@ -245,7 +245,7 @@ class Register(MembershipLog[Seat]):
                 return  # it is late, and brings nothing
             seat.check(contributor)
             oldest, reached = self._tracker.version_min(), self._tracker.version_max()
-            # A gradient of a step that is over, or that skips one, is nobody's to count.
+            # A gradient of a step that is over, or that skips one, is not counted.
             if not oldest <= step <= reached + 1:
                 return
             differs = self.rates.at(step) != learning_rate
@@ -271,14 +271,14 @@ class Register(MembershipLog[Seat]):
     ) -> None:
         super()._change_rate(from_step, learning_rate, reached=reached, oldest=oldest)
         # It is the rate of later steps, too, none of whose gradients is counted yet: those that
-        # have brought another are told to wait, and bring it again.
+        # have brought another must wait, and bring it again.
         first = reached if from_step is None else from_step
         self._brought = {k: rate for k, rate in self._brought.items() if k < first}
 
     # Norms; see clipping.py.
 
     def agree_on_norm(self, step: int, norm: float) -> float | None:
-        """The norm that a step closes with: the first that it is told; None: it is long over.
+        """Returns the norm that a step closes with, the first it gets; None: it is long over.
 
         Raises:
             StorageError: it can't be noted.
@@ -292,7 +292,7 @@ class Register(MembershipLog[Seat]):
         return self.norm_of(step)
 
     def norm_of(self, step: int) -> float | None:
-        """The norm that a step closes with; None: it is long over, or was told none yet."""
+        """The norm that a step closes with; None: it is long over, or no norm has come yet."""
         return self._norms.get(step)
 
     def keep_norm(self) -> None:
@@ -304,7 +304,7 @@ class Register(MembershipLog[Seat]):
         self._norms[step] = norm
 
     def forget_norms(self, is_too_early: Callable[[int], bool]) -> None:
-        """Forgets what was told of steps that are to be made again."""
+        """Forgets the norms of steps that are to be made again."""
         self._norms = {k: v for k, v in self._norms.items() if not is_too_early(k)}
         self._kept_norm_step = min(self._norms, default=-1)
 

@@ -266,7 +266,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         """Notes that all first weights of an epoch are here; on shard 0 they stand now.
 
         Args:
-            epoch: Of the claim.
+            epoch: Epoch of the claim.
             version: Updates that they have seen.
             learning_rate: From that version on; None: the spec's.
             load_id: See InitWeightsRequest.
@@ -296,16 +296,16 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     self.storage.settle(index, record)
                     self._tracker.records[index] = record
                     chunk.is_verified = True
-                self._write_image(lambda: False)  # before anybody is told that they are here
+                self._write_image(lambda: False)  # before any client learns that they are here
                 self._encoded.forget()
                 self._register.finish_first(epoch, learning_rate, load_id)
             return self._tracker.version_min()
 
     def _begin_slots(self, chunk: Chunk) -> None:
-        """Makes it what the optimizer begins with, bit for bit, whatever is there.
+        """Sets the optimizer's first state, bit for bit, whatever the arrays hold.
 
         A restore that did not come to its end may have left something, or a disk. The image is
-        that of the first weights, which are there.
+        that of the first weights, which have come.
         """
         if chunk.state.image is not None:
             chunk.state.image.begin_first()
@@ -380,7 +380,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         Raises:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
             NotInitializedError, SeatsTakenError, LimitError: see `Seats.seat`.
-            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
+            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or free.
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
@@ -571,12 +571,12 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
         Args:
             chunk: Where; verified, and its lock is held.
-            index: Of the chunk.
-            contribution: What is added.
-            seat: Whose.
+            index: Index of the chunk.
+            contribution: The contribution to add.
+            seat: Seat of the worker.
             step: In the seat's tenure.
-            learning_rate: Of the update, should it close the step.
-            crc32c: Of the payload as it came; None: not known any more.
+            learning_rate: Rate of the update, should it close the step.
+            crc32c: CRC of the payload as it came; None: not known any more.
             closes: Whether it is the last of the step.
 
         Returns:

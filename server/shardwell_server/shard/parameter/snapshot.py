@@ -1,7 +1,7 @@
 """Snapshots of a slice: each chunk as it was at one version, taken while training goes on.
 
-A chunk that is about to leave the version is copied first, into a spool. Whoever reads the snapshot
-takes the other chunks as they lie, when their turn comes. Neither waits for the other.
+A chunk that is about to leave the version is copied first, into a spool. The reader takes the
+other chunks as they lie, when their turn comes. Neither waits for the other.
 
 Invariant: when `Snapshots.under_way` has begun, every chunk is either at or below the version, or
 kept in the spool as it was there (or the snapshot has failed, and says why).
@@ -34,10 +34,10 @@ class Snapshot(snapshots.Snapshot):
     """One of them, under way; its learning rate is that of the chunk that was taken last.
 
     Args:
-        version: That every chunk is taken at.
-        chunk_count: Of the slice.
+        version: The version that every chunk is taken at.
+        chunk_count: Chunks of the slice.
         spool_dir: See `snapshots.Snapshot`.
-        is_wanted: The same.
+        is_wanted: See `snapshots.Snapshot`.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
         """While it lasts, every chunk can be captured at `version`; None in asynchronous mode.
 
         Args:
-            version: Of every chunk.
-            is_wanted: Whether somebody still reads it; any thread calls it.
+            version: Version of every chunk.
+            is_wanted: Whether the client still reads it; any thread calls it.
 
         Raises:
             NotInitializedError: there are no weights.
@@ -149,7 +149,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
 
         Args:
             chunk_index: The chunk.
-            snapshot: What is under way.
+            snapshot: The snapshot under way.
             deadline: Bounds the wait.
             into: One array for each of the chunk's, overwritten.
 

@@ -3,7 +3,7 @@
 Two kinds. `DirectRowIndex` has a number for each row that there can be, of which only pages that
 have rows cost memory. `HashRowIndex` takes any 64-bit integers, and 27 to 54 bytes for each.
 
-Invariant: what `add` was told last of an id, and `remove` has not taken back, is what `find` tells.
+Invariant: `find` returns the place that `add` noted last for an id and `remove` has not taken back.
 One thread may change an index (`add`, `make_room`, `remove`) while no other uses it; any number may
 read at once.
 """
@@ -38,7 +38,7 @@ class RowIndex(Protocol):
         """What `find` returns, and how many have no place."""
 
     def add(self, ids: Ids, places: Places) -> None:
-        """Notes where rows are; an id that is there already moves.
+        """Notes where rows are; a known id moves.
 
         Args:
             ids: (n,); of an id that repeats, the last counts.
@@ -143,7 +143,7 @@ class HashRowIndex:
     in `_old` counts, and `len` has them twice until the block is moved.
 
     Args:
-        salt: 64 bits. Drawn at random, it keeps anybody from choosing keys that meet.
+        salt: 64 bits. Drawn at random, it keeps a client from choosing keys that meet.
     """
 
     def __init__(self, salt: int = _SALT) -> None:

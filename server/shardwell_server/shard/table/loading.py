@@ -113,7 +113,7 @@ class TableLoading:
         """Makes all rows of a load stand; how many.
 
         Args:
-            number: Which load.
+            number: Number of the load.
             version: At which the table goes on.
             learning_rate: From then on; None: the spec's.
 

@@ -36,8 +36,8 @@ class PartReader:
 
     Args:
         spec: The table.
-        codec: Of its rows.
-        placement: Of its ids.
+        codec: Codec of its rows.
+        placement: Placement of its ids.
         shard_index: This shard.
     """
 

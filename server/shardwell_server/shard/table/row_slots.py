@@ -18,9 +18,9 @@ class RowSlots:
     Places that rows have left are given out before new ones.
 
     Args:
-        layout: Of the storage.
-        storage: Which makes room.
-        stored_bytes: Of its owner; room counts as soon as it is made.
+        layout: Layout of the storage.
+        storage: The storage, which makes room.
+        stored_bytes: Budget of its owner; room counts as soon as it is made.
         row_count_max: Rows that may exist.
     """
 

@@ -54,10 +54,10 @@ class TableRows:
 
     Args:
         spec: The table.
-        placement: Of its ids.
+        placement: Placement of its ids.
         shard_index: This shard.
-        storage: What is kept.
-        places: Of the storage.
+        storage: The table's storage.
+        places: Places of the storage.
         batch_row_count_max: Rows of one change.
         snapshots: Told of rows before they are written.
 
@@ -92,7 +92,7 @@ class TableRows:
         for step, ids, rows in storage.kept_rows():
             if version - 1 <= step <= version:  # a loss of power may have taken later ones back
                 self._before.add(step, ids, rows)
-        # Which rows have a sum, so that nobody has to look for them.
+        # Rows that have a sum, so that no call has to look for them.
         self._touched = [touched_rows(storage.has_sum, places.used)] if spec.sums_gradients else []
 
     # Reading.
@@ -152,7 +152,7 @@ class TableRows:
         Args:
             start: First place.
             stop: Last place, and one more.
-            claim: Which of them are wanted; None: all that had an update.
+            claim: Chooses those that are wanted; None: all that had an update.
 
         Raises:
             StorageError: an earlier process left a damaged row.
@@ -248,9 +248,9 @@ class TableRows:
         Args:
             ids: (n,), without repeats.
             gradients: (n, dim), overwritten.
-            learning_rate: Of this update.
-            record: What is to stand with it.
-            position: The same.
+            learning_rate: Rate of this update.
+            record: Record to commit with it.
+            position: Position to commit with it.
 
         Raises:
             LimitError, StorageError: nothing changed.
@@ -309,8 +309,8 @@ class TableRows:
             ids: (n,), without repeats.
             gradients: (n, dim), overwritten.
             factor: A float32.
-            record: What is to stand with it.
-            position: The same.
+            record: Record to commit with it.
+            position: Position to commit with it.
 
         Raises:
             NonFiniteSumError: the spec refuses it; nothing changed.
@@ -397,7 +397,7 @@ class TableRows:
     # Parts of a change.
 
     def _keep(self, step: int, ids: Ids, is_new: Flags | None, change: RowChange) -> None:
-        """Keeps what a change's rows were before it, in synchronous mode; nobody reads."""
+        """Keeps a change's rows as they were before it, in synchronous mode; no call reads."""
         if not self._keeps:
             return
         rows = change.weights_before.copy()

@@ -1,7 +1,7 @@
 """What rows were before the step that changed them last, for a worker that was started again.
 
 A synchronous step changes each row once. Rows of the newest step that has changed any are kept, by
-id, as a place may be given to another row meanwhile. The caller changes it while nobody reads.
+id, as a place may be given to another row meanwhile. The caller changes it while no call reads.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class TableScan:
         """While it lasts, `states` can have all rows at `version`; None in asynchronous mode.
 
         Args:
-            version: Of every row.
-            is_wanted: Whether somebody still reads them; any thread calls it.
+            version: Version of every row.
+            is_wanted: Whether the client still reads them; any thread calls it.
 
         Raises:
             StepOrderError: the table has left the version already.
@@ -99,7 +99,7 @@ class TableScan:
         """Returns once `states` can have all rows.
 
         Args:
-            snapshot: What is under way.
+            snapshot: The snapshot under way.
             deadline: Bounds the wait for its version.
 
         Raises:
@@ -119,7 +119,7 @@ class TableScan:
         """All rows with all that is known of them, a message's worth at a time.
 
         Args:
-            snapshot: What is under way and has begun; None: each row as it is when its turn comes.
+            snapshot: The snapshot, which has begun; None: each row as it is when its turn comes.
 
         Raises:
             StorageError: a row was damaged, or could not be kept.

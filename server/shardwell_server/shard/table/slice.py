@@ -1,6 +1,6 @@
 """One table on this shard: parts of gradients counted in their turn, steps that close, rows out.
 
-The tracker decides, rows.py moves bytes, the storage keeps them; here threads meet. Whoever
+The tracker decides, rows.py moves bytes, the storage keeps them; here threads meet. A thread that
 changes anything holds `changed`, and waits for other workers there; a reader does not need it. A
 part is decoded and checked before it is taken.
 """
@@ -71,13 +71,13 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
 
     Args:
         spec: The table.
-        layout: Of its storage.
-        storage: What is kept; if an earlier process left it, `go_on` comes before anything else.
-        placement: Of its ids.
+        layout: Layout of its storage.
+        storage: Its storage; if an earlier process left it, `go_on` comes before anything else.
+        placement: Placement of its ids.
         shard_index: This shard.
-        limits: Of this shard.
-        stored_bytes: The same.
-        sessions: Which are alive.
+        limits: Limits of this shard.
+        stored_bytes: Budget of this shard.
+        sessions: Answers which sessions are alive.
         spans: What the shard did last.
         timer: Looks after elastic members; None: nothing does.
         spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
@@ -162,9 +162,9 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         self._late_part_count = 0
 
     def go_on(self) -> None:
-        """Closes a step that an earlier process was closing; damage is told to whoever meets it.
+        """Closes a step that an earlier process was closing; damage is raised when it is read.
 
-        One that awaits nobody closes, too.
+        A step that awaits no worker closes, too.
         """
         with self._lock, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
@@ -177,7 +177,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody changes anything now, and a part changes no rows but its own.
+        """Whether no call changes anything now, and a part changes no rows but its own.
 
         The last part of a step of several workers closes it, which takes as long as all its rows.
         """
@@ -250,7 +250,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             NotInitializedError: a checkpoint is being restored.
             ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
             SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
-            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or nobody's.
+            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or free.
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
         """
@@ -426,7 +426,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             self._changed.notify_all()
 
     def _finish_step(self) -> None:
-        """Closes the open step if all workers have ended it; nobody else changes anything."""
+        """Closes the open step if all workers have ended it; the caller holds `changed`."""
         record = self.storage.record
         if self._tracker.is_decided(record):
             rate = self.register.rates.at(record.version)
@@ -438,7 +438,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                     TableRecord(record.row_used, record.version + 1),
                 )
             except BaseException:
-                self._changed.notify_all()  # whoever waits tries, or has the error, too
+                self._changed.notify_all()  # waiting calls try, or have the error, too
                 raise
             self._catch_up()
 
@@ -453,7 +453,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
     def _settle(self) -> None:
         """Decides the open step's set without a contribution, if it is complete now; and closes it.
 
-        Nobody else changes anything.
+        The caller holds `changed`.
 
         Raises:
             StorageError: it can't be written; the step is open still, or closing.

@@ -1,8 +1,8 @@
 """Snapshots of a table: its rows as they were at one version, taken while training goes on.
 
-As shard/parameter/snapshot.py for parameters, by rows: whoever is about to write rows that a
+As shard/parameter/snapshot.py for parameters, by rows: a thread that is about to write rows that a
 snapshot has not passed copies them first into a spool. The reader takes the others as they lie, and
-then what is in the spool. Rows that are created later are none of its.
+then those in the spool. Rows that are created later do not belong to it.
 
 Invariant: of a snapshot that has begun, each row of its version was either given to the reader, is
 in the spool, or lies in the storage as it was then; of one that has not begun, the table has not
@@ -38,9 +38,9 @@ class TableSnapshot(Snapshot):
 
     Args:
         spec: The table.
-        version: That of all rows.
+        version: Version of all rows.
         spool_dir: See Snapshot.
-        is_wanted: The same.
+        is_wanted: See Snapshot.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class TableSnapshot(Snapshot):
         return 0 if self._left is None else self._left.size
 
     def begin(self, update_counts: npt.NDArray[np.int64], learning_rate: float) -> None:
-        """The table is at the version; nobody writes to it now.
+        """Begins at the table's version; no call writes to it now.
 
         Args:
-            update_counts: Of all places in use. A row without an update was created by a gradient
+            update_counts: Updates of all places in use. A row without one was created by a gradient
                 of the open step, which is no part of the version.
-            learning_rate: Of the update that follows.
+            learning_rate: Rate of the update that follows.
         """
         self.learning_rate = learning_rate
         self._left = update_counts > 0
 
     def claim(self, places: Places) -> Places:
-        """Those of some places that nobody has passed; the caller has."""
+        """Returns those of some places that were not passed, and marks them passed."""
         with self._lock:
             return self._claim(places)
 
@@ -143,7 +143,7 @@ class TableSnapshots(Snapshots[TableSnapshot]):
     def begin_at(
         self, version: int, update_counts: npt.NDArray[np.int64], learning_rate: float
     ) -> None:
-        """The table has reached a version; nobody writes to it now."""
+        """Notes that the table has reached a version; no call writes to it now."""
         for snapshot in self.pending:
             if snapshot.version < version and not snapshot.has_begun:
                 snapshot.drop(too_late(self._spec, snapshot.version, version))

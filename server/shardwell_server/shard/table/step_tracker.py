@@ -26,7 +26,7 @@ Elastic members, whose steps may close without them (docs/adr/0036):
     the tenure is over, s < v, or the set of v is decided         LATE, unless it was counted
     of a step that an earlier tenure of the worker gave           SUPERSEDED, unless it was counted
     the tenure is over, o = v and c > 0: `cut_off`                to be ended: (v + 1, 0)
-    nobody is awaited, min_count at v + 1                         complete: the set is decided
+    no worker is awaited, min_count at v + 1                         complete: the set is decided
 
 Awaited is whose tenure is not over and who has not ended v, if it has begun v, or its `from` is v
 at the most. In the set of a step is who has a part in its sums, or has ended it.
@@ -34,7 +34,7 @@ at the most. In the set of a step is who has a part in its sums, or has ended it
 Invariants:
   - Positions never decrease, so a part counts once however often it is sent.
   - Synchronous: o <= v + 1; a step closes when worker_count workers, who hold all the seats, have
-    ended it, so nobody who has contributed is left behind.
+    ended it, so no worker that has contributed is left behind.
   - Versions only grow, by one for each step that closes (asynchronous: that a worker ends).
 
 The caller holds the table's lock around all of it.
@@ -52,13 +52,13 @@ from shardwell_server.store.contract import Position, TableRecord
 
 
 class Seat(seats.Seat):
-    """One worker, and where it stands.
+    """One worker, and its position.
 
     Args:
-        worker_id: Who.
-        stored: The seat's position in the storage, whoever's.
+        worker_id: The worker's id.
+        stored: The seat's position in the storage, of any worker.
         owner: See `seats.Seat`.
-        tenure: The same.
+        tenure: See `seats.Seat`.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class TableStepTracker(Seats[Seat]):
     """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
 
     Args:
-        version: Where the table stands.
+        version: Steps that have closed.
         worker_count: Workers that make a synchronous step.
         worker_count_max: Workers that may have a seat.
-        sessions: Which are alive.
-        elastic: Who makes a step, where workers come and go; None: worker_count of them.
+        sessions: Answers which sessions are alive.
+        elastic: Limits of members that come and go; None: worker_count of them make a step.
         is_closing: Whether the open step's set was decided, with elastic members.
     """
 

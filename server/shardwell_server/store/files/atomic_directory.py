@@ -40,7 +40,7 @@ class AtomicDirectories:
         """Those that were made, in order; removes what was never made. To be called first.
 
         Raises:
-            StorageError: something else is there, or it can't be read.
+            StorageError: another thing has the path, or it can't be read.
         """
         try:
             self._path.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ class AtomicDirectories:
         at = making = directory.with_suffix(".new")
         try:
             self._path.mkdir(exist_ok=True)
-            if directory == self._given_up:  # nobody else's, who may have copied one there
+            if directory == self._given_up:  # this process's own; a user may have copied one there
                 os.replace(directory, making)
                 self._given_up = None
             if making.exists():

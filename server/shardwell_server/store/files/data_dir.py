@@ -152,7 +152,7 @@ class DataDir(Closing):
 
     @property
     def origin(self) -> str:
-        """What its shard began with, for whoever finds that it lacks something."""
+        """State of its files when the shard began, for errors about things that it lacks."""
         if self.is_new:
             return f"its data directory {self.path} was empty when it started"
         return f"its data directory {self.path} has no files of it: they are older, or another's"

@@ -18,7 +18,7 @@ PAGE_SIZE_BYTES = 4096
 
 
 def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
-    """What an operator is told of a failed call of the system."""
+    """The error for a failed call of the operating system."""
     hints = {
         errno.ENOSPC: "free space on that disk, then call again",
         errno.EDQUOT: "raise the quota, then call again",

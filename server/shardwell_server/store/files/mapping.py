@@ -1,7 +1,7 @@
 """Files mapped into memory, without a descriptor each.
 
 Python's `mmap` keeps a descriptor for as long as the memory is mapped. A parameter has five mapped
-files, and a process has 1024 descriptors where nobody has raised that, so that some hundred small
+files, and a process has 1024 descriptors unless a user raises that, so that some hundred small
 parameters would use all of them up. The kernel needs none once a file is mapped.
 """
 

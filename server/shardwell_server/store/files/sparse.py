@@ -1,8 +1,8 @@
 """Mapped files as large as they may ever get, whose disk space is taken step by step.
 
 The whole file is mapped from the start, so that growing moves nothing: addresses stay, and threads
-that read go on. What was never reserved is a hole; it must not be written, because a write to a
-mapped page that the full disk has no room for kills the process.
+that read go on. Bytes that were never reserved are a hole, which must not be written, because a
+write to a mapped page that the full disk has no room for kills the process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def extended(reserved: int, wanted: int, capacity: int, unit_bytes: int = 1) -> 
     All in units of `unit_bytes`: bytes, or rows.
 
     Args:
-        reserved: What is reserved.
-        wanted: What is needed; at most `capacity`.
+        reserved: Units that are reserved.
+        wanted: Units that are needed; at most `capacity`.
         capacity: The most that there may be.
         unit_bytes: Bytes of a unit, in all files together.
     """
@@ -44,7 +44,8 @@ class SparseFile(MappedFile):
 
     Attributes:
         data: (size,) uint8, writable up to `reserved_bytes`.
-        reserved_bytes: 0 where the file was opened: what an earlier process had is told again.
+        reserved_bytes: 0 where the file was opened: `reserve` notes again what an earlier process
+            had.
     """
 
     reserved_bytes = 0
@@ -71,7 +72,7 @@ class SparseFile(MappedFile):
     def reserve(self, size_bytes: int) -> None:
         """Takes disk space for the first `size_bytes`, in whole pages; exactly, see `extended`.
 
-        What is there already is left as it is.
+        Existing bytes stay as they are.
 
         Raises:
             StorageError: there is none; nothing changed.
@@ -93,7 +94,7 @@ class SparseFile(MappedFile):
         """Makes a hole from `kept_bytes`, whole pages, to `taken_bytes`; what was there is lost.
 
         A call that failed may have taken some of it. Where the file system takes nothing back, it
-        stays known as reserved, and is there when it is asked for next.
+        stays known as reserved, and serves the next call.
         """
         end = min(-(-taken_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
         if self._mapping is None or end <= kept_bytes:
@@ -119,7 +120,7 @@ def reserve_all(
     """Reserves rows in files that all have them; returns how many are reserved now.
 
     Takes more than is wanted where there is space (`extended`), else exactly that. What some files
-    have taken, when another could not, is given back: nothing is kept that nobody counts.
+    have taken, when another could not, is given back: no uncounted space is kept.
 
     Args:
         files: Each with the bytes that it has of one row.

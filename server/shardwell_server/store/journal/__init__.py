@@ -1,1 +1,1 @@
-"""What was counted, in order, and the images that it starts from, which survive a loss of power."""
+"""The journal of counted contributions, and the images it starts from, on disk."""

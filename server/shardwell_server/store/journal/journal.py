@@ -1,4 +1,4 @@
-"""What was counted, in order, in files that are synced to disk.
+"""The journal: counted contributions, in order, in files that are synced to disk.
 
 The image of a parameter or table (store/mmap/storage.py) and the journal since make it again after
 its machine lost power. Segments are numbered; an image of number k needs the segments from k on. A
@@ -6,10 +6,10 @@ segment:
 
     magic, bytes that were synced, CRC of both | entries (parameter_entries.py, table_entries.py)
 
-Behind what was synced a loss of power may leave anything, in any order of blocks: there the first
-entry that is not whole is the end. Before it, such an entry was damaged, and what it and those
-behind it had was acknowledged. What was synced is noted after each sync, and so is on disk after
-the next one, or when the kernel writes it by itself, within half a minute.
+Behind the synced part a loss of power may leave anything, in any order of blocks: there the first
+entry that is not whole is the end. Before it, such an entry was damaged, and it and those behind it
+had been acknowledged. The synced length is noted after each sync, and so is on disk after the next
+one, or when the kernel writes it by itself, within half a minute.
 
 Images lie beside the segments; `Journaling` says when one is due, and when the journal is synced:
 
@@ -52,7 +52,7 @@ _NUMBER = re.compile(r"[0-9]{6,}")
 IMAGE_AT_BYTES_MIN = 64 << 20
 """A journal smaller than that is not worth an image, however small what it is of."""
 FAILED_NAME = "failed-journal"
-"""A file that is there while a segment may lack what could not be synced."""
+"""A file that exists while a segment may lack what could not be synced."""
 
 
 def segments(directory: Path) -> dict[int, Path]:
@@ -91,7 +91,7 @@ def read_segment(
     """The whole entries of a segment, and where each ends.
 
     Args:
-        path: Of the segment.
+        path: Path of the segment.
         of: The parameter or table, for messages.
         read: The entry that begins at an offset, and its end. Raises NotWholeError.
 
@@ -226,7 +226,7 @@ class Journal:
             raise storage_error(path, error, "beginning it") from None
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
-                with contextlib.suppress(OSError):  # told by the next `sync`
+                with contextlib.suppress(OSError):  # the next `sync` raises it
                     self._sync_file()
                     os.fdatasync(self._file)  # what it has noted, too
                 self._let_go()
@@ -352,7 +352,7 @@ def forget_images(
             path.rename(path.with_suffix(".new"))  # a part of one is no image
             reached("image forgotten")
         if older:
-            sync_directory(directory)  # a segment is needed for as long as its image is there
+            sync_directory(directory)  # a segment is needed for as long as its image exists
         for number, path in segments(directory).items():
             if before is None or number < before:
                 path.unlink()
@@ -366,10 +366,10 @@ def forget_images(
 
 
 class Journaling:
-    """What is done beside the files that serve. To be made when replay is over.
+    """Journal and images beside the files that serve. To be made when replay is over.
 
     Args:
-        directory: Of the files.
+        directory: Directory of the files.
         reached: Called after every write.
         sync_names: Makes names, and what is not mapped, survive a loss of power.
         syncs_each: Whether `make_durable` waits for the disk.
@@ -439,7 +439,7 @@ class Journaling:
         """A directory for an image, which is in force when the block has filled and synced it.
 
         Args:
-            number: Of the segment that was begun with it.
+            number: Number of the segment that was begun with it.
 
         Raises:
             StorageError: it can't be written; the one before stays in force.
@@ -454,7 +454,7 @@ class Journaling:
             sync_directory(making)
             self._reached("image written")
             making.rename(image)
-            self._reached("image stands")
+            self._reached("image in place")
             sync_directory(self._directory)
         except OSError as error:
             raise storage_error(image, error, "making an image") from None
@@ -476,7 +476,7 @@ def forget_journal(
     """Makes images and journal superfluous, and removes them.
 
     Args:
-        directory: Of the files.
+        directory: Directory of the files.
         reached: Called after every write.
         sync_files: Writes the files that serve to disk.
 

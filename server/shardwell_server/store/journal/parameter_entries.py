@@ -37,7 +37,7 @@ _HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
-    """What is appended for an entry."""
+    """The bytes of an entry."""
     factors = factors_of(entry.learning_rate)
     rest = struct.pack(f"<{len(factors)}fI", *factors, len(factors)) if factors else b""
     head = _HEAD.pack(

@@ -49,7 +49,7 @@ class TableEntry(NamedTuple):
 
 
 def pack_entry(entry: TableEntry, salt: int) -> list[Buffer]:
-    """What is appended for a change."""
+    """The bytes of an entry."""
     rows = entry.rows
     flags = _VALUES * bool(rows.values) | _SUMS * bool(rows.sums) | _CLEARS * rows.clears
     arrays = [rows.places, *rows.values, *rows.sums, *rows.new_rows]

@@ -31,7 +31,7 @@ class _MemoryChange:
 
     Args:
         chunk_index: The chunk.
-        records: Of all chunks.
+        records: Records of all chunks.
         last_steps: By seat, then chunk.
     """
 

@@ -35,7 +35,7 @@ class KeptRows:
     """The file of one table; made with its first entry. One thread at a time.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         dim: Values of a row.
         row_count_max: Rows of one entry.
         salt: Drawn for the table, so that no other's entry fits.

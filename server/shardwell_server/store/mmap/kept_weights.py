@@ -7,8 +7,8 @@ A place a chunk, of `Layout.kept_size_bytes` and a head, each rounded up to a pa
     16       the encoding: a message, whose own CRC covers it and the version
 
 A place is written before its chunk leaves the version. A kill meanwhile leaves a place that is not
-whole, and a chunk that still has the version, so that nobody reads the place before it is written
-again. What a reader finds is checked by its CRC.
+whole, and a chunk that still has the version, so that no call reads the place before it is written
+again. A reader checks the CRC.
 """
 
 from __future__ import annotations

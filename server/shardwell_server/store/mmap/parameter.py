@@ -4,7 +4,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
 
     parameter.json    what it is
     weights, gradient_sum, slot-0, slot-1
-    records           where each chunk stands, and CRCs of its arrays   (records/atomic_records.py)
+    records           counters of each chunk, and CRCs of its arrays   (records/atomic_records.py)
     marks             the last step of each worker for each chunk       (records/worker_steps.py)
     undo              what chunks were that are being changed           (undo.py)
     events            seats, first weights, learning rates              (records/event_log.py)
@@ -18,7 +18,7 @@ A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the 
 The record is the instant of change. Before it, an undo entry with the chunk's sequence number takes
 the blocks back; after it, the entry is void, and the mark is written again from the record.
 
-What is in the files is believed when its CRC fits: records, marks, events and undo at the start,
+The files' contents are believed when their CRCs fit: records, marks, events and undo at the start,
 arrays chunk by chunk (`verify`) before their first use.
 """
 

@@ -84,7 +84,7 @@ class RowGuard:
         """Writes the checks of rows as they lie; returns the rows, without new ones.
 
         Args:
-            places: Which were written; what is beyond `row_used` is left to `write_new`.
+            places: Places that were written; those from `row_used` on are left to `write_new`.
             copies: Arrays to gather rows in.
             row_used: Places from there on are new.
             given: Rows at all places that need not be gathered, by number of their array.

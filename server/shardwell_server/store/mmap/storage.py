@@ -37,9 +37,9 @@ class MmapStorage(ABC):
     """Base of both.
 
     Args:
-        directory: Of the files.
+        directory: Directory of the files.
         layout: What they are made for.
-        unit_count: Of what each worker's last step is kept.
+        unit_count: Units of which each worker's last step is kept.
         salt: Drawn for the storage, so that no other's records fit.
         reached: Called after every write.
     """
@@ -136,7 +136,7 @@ class MmapStorage(ABC):
         Args:
             directory: Where it is.
             layout: What it is.
-            salt: That it was made with.
+            salt: The salt that it was made with.
             reached: Called after every write.
             is_torn: Whether the machine lost power, so that an image replaces the files.
 

@@ -72,9 +72,9 @@ class _Kind(Generic[LayoutT, StorageT]):
 
     Args:
         what: "parameter" or "table".
-        directories: Of each.
+        directories: Directory of each.
         storage: How one is kept.
-        layout: What is known of one.
+        layout: The layout of one.
         reached: Called after every write.
     """
 
@@ -326,7 +326,7 @@ class MmapStore:
         self._has_names = True
 
     def close(self) -> None:
-        """The files stay; they are unmapped when nobody uses the arrays any more.
+        """The files stay; they are unmapped when the last reference to the arrays is gone.
 
         Raises:
             StorageError: the disk failed; what it lacks is on it only if the machine stays up.

@@ -6,7 +6,7 @@ Files of a table's directory; the arrays are plain little-endian numbers, by pla
     keys, update_counts, last_steps, weights, slot-0, slot-1
     sums, has_sum     where gradients are summed
     row_checks, key_checks, sum_checks                          (row_checks.py)
-    records           where the table stands                    (records/atomic_records.py)
+    records           counters of the table                   (records/atomic_records.py)
     marks             what each worker has contributed          (records/worker_steps.py)
     undo              the rows that are being changed           (row_undo.py)
     events            seats, learning rates                     (records/event_log.py)
@@ -19,9 +19,9 @@ A change, in the order of its writes (docs/adr/0010-tables.md):
 The record is the instant of change. Before it, an undo entry with the record's sequence number
 takes the rows back; after it, the entry is void, and the mark is written again from the record.
 
-Files are sparse up to the table's capacity (files/sparse.py). What is in them is believed when its
-check fits: records, marks, events, undo and the rows' keys at the start, rows before their first
-use. So opening a table reads 24 bytes a row, and 9 more where gradients are summed.
+Files are sparse up to the table's capacity (files/sparse.py). Their contents are believed when
+their checks fit: records, marks, events, undo and the rows' keys at the start, rows before their
+first use. So opening a table reads 24 bytes a row, and 9 more where gradients are summed.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class MmapTable(MmapStorage):
             np.copyto(into[start:stop], array[start:stop])
 
     def copy_records(self, source: MmapTable) -> None:
-        """Takes over where another table stands, and what workers have contributed to it.
+        """Takes over another table's counters, and what workers have contributed to it.
 
         Raises:
             StorageError: there is no room for the marks.
@@ -435,7 +435,7 @@ class MmapRowChange:
             if of._journaling is not None:
                 of._journal(of._journaling, stored, rows._replace(new_rows=new_rows))
         except StorageError:
-            self._roll_back()  # while nobody reads
+            self._roll_back()  # while no call reads
             raise
         self._is_committed = True
         of.put(stored)

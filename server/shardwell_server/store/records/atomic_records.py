@@ -1,4 +1,4 @@
-"""Small records on disk, each replaced by one instruction: where each chunk and each table stands.
+"""Small records on disk, each replaced by one instruction: counters of each chunk and each table.
 
 A record has two places and a word that says which one is current:
 
@@ -49,9 +49,9 @@ class AtomicRecords:
     """Records of one file, by index. Different ones may be put at once.
 
     Args:
-        file: Of `file_size(count)`.
+        file: File of `file_size(count)` bytes.
         count: How many.
-        packed_bytes: Of each, without CRC.
+        packed_bytes: Bytes of each, without CRC.
         what: What a record is of, in messages: "chunk 3" for index 3.
         salt: Drawn for the owner, so that no other's records fit.
         reached: Called after every write.
