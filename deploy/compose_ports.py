@@ -17,7 +17,7 @@ CONNECTION_COUNT_MAX = 256
 """At once, of all ports; more are closed when they come. Each takes two files, of 1024."""
 CONNECT_TIMEOUT_S = 10.0
 BUFFER_SIZE_BYTES = 256 * 1024
-"""Of each direction of a connection; whoever sends more waits for whoever reads."""
+"""Of each direction of a connection; a faster sender waits for the reader."""
 
 
 class Forwarder:
@@ -75,7 +75,7 @@ async def _forward(
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until one end says that it sends no more, which the other is told."""
+    """Copies until one end sends no more, and passes that on to the other."""
     while data := await reader.read(BUFFER_SIZE_BYTES):
         writer.write(data)
         await writer.drain()

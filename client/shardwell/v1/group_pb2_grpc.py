@@ -64,7 +64,7 @@ class GroupServiceServicer(object):
         there, and `size` is reached or replacement_wait_ms have passed. Who asks for a rank that
         another has, or for the name with another spec, waits until one of those that have it is heard
         of, and is then refused, or until all their leases have ended, and then has it. Errors:
-        FAILED_PRECONDITION with ERROR_CODE_GROUP_MISMATCH (the name has another spec, and somebody who
+        FAILED_PRECONDITION with ERROR_CODE_GROUP_MISMATCH (the name has another spec, and a member that
         has it was heard of after this caller asked first), ERROR_CODE_RANK_TAKEN (the same of a rank),
         ERROR_CODE_WORKER_LOST (this member's lease ended, others followed its generation without it,
         or the generation is over: join anew, with another member_id), UNAVAILABLE with

@@ -140,7 +140,7 @@ class ParameterServerServiceServicer(object):
         message). With optimizer state, the ranges of each of its arrays follow those of the weights,
         array by array; all of it is needed where `version` is not 0. Without, the state is what the
         optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
-        are committed; the others use theirs after ConfirmInit. What is committed is never written
+        are committed; the others use theirs after ConfirmInit. Committed weights are never written
         again; a repeat of its epoch is acknowledged. Errors: ABORTED (a higher epoch came: claim one
         above the ErrorDetail's init_epoch), FAILED_PRECONDITION (the epoch was not granted, or other
         weights are committed), DATA_LOSS (CRC), INVALID_ARGUMENT.
@@ -204,14 +204,14 @@ class ParameterServerServiceServicer(object):
     def CloseStep(self, request, context):
         """Closes a step whose mean gradient is clipped by its norm (Optimizer.clip_norm, MODE_SYNC,
         worker_count above 1), in two phases, for no shard knows the norm of all: chunks keep the sum
-        of their gradients until they hear it. Any client may do it; whoever needs a version does, for
+        of their gradients until they hear it. Any client may do it; a client that needs a version does, for
         the step before, after its gradient was counted (PutGradient).
 
         First, without `norm`, on all shards with a slice: each waits until all workers have contributed to
         all its chunks, and answers with `squared_norm`; or with `norm`, if it has heard it; or neither,
         if the step has long been closed everywhere: then nothing is left to do. The norm is the
         root of the sum. Then, with it, on the first of these shards, whose answer has the norm that
-        counts: the first that it was ever told. Then, with that one, on the others. Safe to repeat.
+        counts: the first that it ever got. Then, with that one, on the others. Safe to repeat.
         Errors: DEADLINE_EXCEEDED (names who is missing), FAILED_PRECONDITION (with `norm`: not all have
         contributed), INVALID_ARGUMENT (the norm; a parameter that is not clipped so).
         """
@@ -224,7 +224,7 @@ class ParameterServerServiceServicer(object):
         training goes on: what a checkpoint is made of.
 
         The first message says that the shard has begun, and has no chunk. From then on a chunk that
-        leaves the version is copied before, so that reading may take its time; nobody waits for the
+        leaves the version is copied before, so that reading may take its time; no worker waits for the
         reader. Then, for each chunk in order, come the ranges of its weights, then those of each array
         of optimizer state; a chunk that has not reached the version is waited for. MODE_ASYNC: each
         chunk as it is when its turn comes.
@@ -253,7 +253,7 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Notes figures that a worker reports of a step, such as its loss, for whoever looks at the cluster.
+        """Notes figures that a worker reports of a step, such as its loss, for status pages and metrics.
         Training does not depend on them: they are kept in memory, the last 512 steps of 16 figures, and
         one that is sent again counts again. A learner in outer training says instead how far it has come:
         the last of each worker is kept, of the 1,024 workers that said so last. Call it on shard 0.

@@ -76,7 +76,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndSession(self, request, context):
-        """Ends a session in order: its seats are free for whoever comes with their worker ids, and its
+        """Ends a session in order: its seats are free for sessions with their worker ids, and its
         workers are done (ParameterStatus.done_worker_ids). Idempotent. A client that ends without it
         frees them, too, once its connection is gone.
 
@@ -102,7 +102,7 @@ class SessionServiceServicer(object):
         a gradient, takes its tenures for over after member_return_s. Give each shard what all shards have answered before:
         so each learns of tenures that another one has found to be over. Safe to repeat. A worker leaves by saying that its
         own tenure is over, on every shard. It needs the right to contribute to each parameter or table that it names.
-        A session that does not attend is told of nothing. Errors: INVALID_ARGUMENT (too many tenures), DATA_LOSS (CRC).
+        A session that does not attend gets no such tenures. Errors: INVALID_ARGUMENT (too many tenures), DATA_LOSS (CRC).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

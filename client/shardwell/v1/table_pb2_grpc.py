@@ -128,11 +128,11 @@ class TableServiceServicer(object):
         The first message has `open`: from then on, also after a restart, the table takes no gradients
         and gives no rows (FAILED_PRECONDITION), until the message with `finish` makes all of it stand.
         A stream that ends before leaves the table empty and so; load it again. Rows of an earlier
-        load, be it finished or not, are replaced, as long as no gradient was counted: so whoever loads
+        load, be it finished or not, are replaced, as long as no gradient was counted: so a client that loads
         a table into several shards begins on each before it finishes on any, on those where rows stand
         first, and after a failure does all of it again. Where some shards have finished a load of this
         load_id, and all others have begun it (see TableStatus), it is enough to do it on those others:
-        workers may have gone on where it stands. The newest load counts. Errors: FAILED_PRECONDITION
+        workers may have gone on where it is complete. The newest load counts. Errors: FAILED_PRECONDITION
         (gradients were counted, another load began), INVALID_ARGUMENT, DATA_LOSS, RESOURCE_EXHAUSTED
         (a limit of rows or bytes, by name).
         """

@@ -62,14 +62,14 @@ class TraceServiceServicer(object):
     """
 
     def GetClock(self, request, context):
-        """Reads the shard's clock. Whoever asks takes it for that of the middle between asking and answer.
+        """Reads the shard's clock. The client takes it for that of the middle between asking and answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitRecording(self, request, context):
-        """Returns when somebody records, once for each recording; at the end of its deadline with none, and at once
+        """Returns when a client records, once for each recording; at the end of its deadline with none, and at once
         where the session does not attend.
 
         Only shard 0 answers; others FAILED_PRECONDITION. Errors: UNAVAILABLE (the session has made the call
