@@ -51,7 +51,7 @@ help:
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
 	@echo "make fuzz    properties and state machines again, with new random examples"
 	@echo "make soak    kill shards and workers for MINUTES=10, and compare the weights"
-	@echo "make lint    ruff, mypy, import-linter, names in texts, the structure, stubs, locks, vulnerabilities"
+	@echo "make lint    ruff, mypy, import-linter, names and words in texts, the structure, stubs, locks, vulnerabilities"
 	@echo "make audit   known vulnerabilities of what the images install, where they can be asked for"
 	@echo "make lock    lock what the images install, with hashes; UPGRADE=1 takes newer versions"
 	@echo "make sbom    what each image installs, as CycloneDX, in dist/"
@@ -118,6 +118,7 @@ lint: $(VENV)/.has-lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/references.py
+	$(BIN)/python tools/words.py
 	$(BIN)/python tools/ratchets.py
 	PYTHON=$(BIN)/python tools/generate_stubs.sh --check
 	$(BIN)/buf lint protos

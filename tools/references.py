@@ -132,7 +132,7 @@ class Code:
         """Names with dots in strings."""
         self.files: set[str] = set()
         self.folders: set[str] = set()
-        for path in _sources(root):
+        for path in sources(root):
             name = path.relative_to(root).as_posix()
             self.files.add(name)
             parts = Path(name).parts[:-1]
@@ -192,17 +192,8 @@ class Code:
 
     def _add_page(self, file: str, source: str) -> None:
         """What its examples define counts as code, so that the page may speak of it."""
-        is_fenced = is_indented = in_list = False
-        was_blank = True
-        for number, line in enumerate(source.splitlines(), 1):
-            if line.lstrip().startswith("```"):
-                is_fenced = not is_fenced
-                continue
-            if not line.startswith(" ") and line.strip():
-                in_list = re.match(r"[-*+]|\d+\.", line) is not None
-            is_indented = line.startswith("    ") and not in_list and (was_blank or is_indented)
-            was_blank = not line.strip()
-            if is_fenced or is_indented:
+        for number, line, is_code in page_lines(source):
+            if is_code:
                 self.words |= set(_WORD.findall(line))
                 self.files |= set(_PATH.findall(line))
             elif file != "CHANGELOG.md":
@@ -273,7 +264,7 @@ class Code:
         )
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def sources(root: Path) -> Iterator[Path]:
     """The files that are read, in order."""
     yield from sorted(path for path in root.iterdir() if path.is_file() and path.suffix in _SOURCES)
     yield from (path for name in ("Makefile", "Dockerfile") if (path := root / name).is_file())
@@ -281,6 +272,21 @@ def _sources(root: Path) -> Iterator[Path]:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and path.suffix in _SOURCES and not path.name.endswith(_GENERATED):
                 yield path
+
+
+def page_lines(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Numbers and lines of a page of Markdown, and whether each is code."""
+    is_fenced = is_indented = in_list = False
+    was_blank = True
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+            continue
+        if not line.startswith(" ") and line.strip():
+            in_list = re.match(r"[-*+]|\d+\.", line) is not None
+        is_indented = line.startswith("    ") and not in_list and (was_blank or is_indented)
+        was_blank = not line.strip()
+        yield number, line, is_fenced or is_indented
 
 
 def _words(node: ast.AST) -> Iterator[str]:
