@@ -58,6 +58,7 @@ from shardwell.specs.parameter import (
 )
 from shardwell.specs.table import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.steps.handle import Handle
+from shardwell.steps.opening import Ranking
 from shardwell.table.cache import CACHE_ROW_COUNT_MAX
 from shardwell.table.membership import find_table_spec
 from shardwell.table.table import Table
@@ -206,6 +207,69 @@ class Client(Connected, Closing):
     def cluster_id(self) -> str:
         """Name of the cluster."""
         return self._shards.channels[0].identity.cluster_id
+
+    @property
+    def rank(self) -> int:
+        """This worker's 0-based rank; rank 0 saves and evaluates. See `worker_count`.
+
+            if client.rank == 0:
+                client.save_checkpoint("runs/{step}")
+
+        A launcher's rank counts (RANK of torchrun and `shardwell run`, mpirun's, srun's). Without
+        one, shard 0 ranks workers in the order in which they take their seats in the first
+        parameter or table that this client has opened; a worker that is started again under its id
+        keeps its rank. The first call takes the seat, which the first gradient would.
+
+        With elastic members shard 0 ranks the members of now, whatever the launcher says: 0 is the
+        one that steps await longest. A rank changes when members change, so ask anew each time, and
+        take a share of the data by `worker_id`, which stays.
+
+        Raises:
+            ArgumentError: no launcher has set a rank, and nothing is open that has ranks; or
+                WORLD_SIZE is not the worker_count of what is open.
+            NotInitializedError: what is open has no first weights yet.
+            SeatsTakenError: worker_count other workers have seats.
+            ShardwellError: a shard does not answer within `timeout_s`.
+        """
+        return self._ranking().rank
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers have a rank: WORLD_SIZE, `worker_count`, or the elastic members of now.
+
+        Raises:
+            ShardwellError: see `rank`.
+        """
+        return self._ranking().worker_count
+
+    def _ranking(self) -> Ranking:
+        """See `rank`."""
+        # Programs that ask for no rank need nothing of groups.
+        from shardwell.group.launch.launchers import known_launcher
+
+        opened: list[Handle[Any]] = [*self._parameters.all(), *self._tables.all()]
+        opened = [each for each in opened if each.spec.mode == "sync"]
+        for each in opened:
+            if each.spec.members is not None:
+                return each.ranking()
+        launcher = known_launcher(os.environ)
+        if launcher is None and not opened:
+            raise ArgumentError(
+                "no launcher has set this worker's rank, and this client has nothing open that has "
+                "ranks; open a parameter with worker_count= or members= first, or set RANK and "
+                "WORLD_SIZE for each worker, as torchrun and `shardwell run` do"
+            )
+        if launcher is None:
+            return opened[0].ranking()
+        count = opened[0].spec.worker_count if opened else launcher.size
+        if count != launcher.size:
+            raise ArgumentError(
+                f"{launcher.source} started {launcher.size} workers, and {opened[0].kind} "
+                f"{opened[0].name!r} has worker_count={count}: a rank of one is none of the other; "
+                f"start {count} workers, or make it anew with worker_count={launcher.size}, or "
+                "unset RANK and WORLD_SIZE for ranks by seats"
+            )
+        return Ranking(launcher.rank, launcher.size)
 
     @overload
     def parameter(
@@ -937,6 +1001,11 @@ class _Opened(Generic[OpenT]):
         """What is open under that name."""
         with self._lock:
             return self._open(name)
+
+    def all(self) -> list[OpenT]:
+        """What is open, in the order in which it was opened."""
+        with self._lock:
+            return [each for each in self._objects.values() if not each.is_closed]
 
     def keep(self, name: str, made: OpenT) -> OpenT:
         """Keeps what was made, except where another thread was faster; returns what is kept.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from typing_extensions import override
@@ -15,7 +16,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer, check_learning_rate
 from shardwell.steps.member import Member
-from shardwell.steps.opening import Opening
+from shardwell.steps.opening import Opening, Ranking
 from shardwell.steps.transfer import StepTransfer
 
 
@@ -42,6 +43,10 @@ class Spec(Protocol):
     def crew(self) -> str:
         """Who makes a step, in words."""
 
+    @property
+    def worker_count(self) -> int:
+        """Workers that make a step, where they are fixed."""
+
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
@@ -54,6 +59,8 @@ class Handle(Connected, Closing, Generic[SpecT]):
     _opening: Opening[Any, Any]
     _member: Member | None = None
     """This worker, where members come and go."""
+    _ranking: Ranking | None = None
+    """Once it is known, where it stays."""
 
     def __init__(self, spec: SpecT, shards: Shards, *, timeout_s: float) -> None:
         self.spec: SpecT = spec
@@ -76,6 +83,31 @@ class Handle(Connected, Closing, Generic[SpecT]):
         In asynchronous mode it is this worker's own count, from 0, and from 0 again when the shards
         have given its seat away meanwhile, for want of seats: see `Limits.worker_count_max`.
         """
+
+    def ranking(self, *, timeout_s: float | None = None) -> Ranking:
+        """This worker's rank among those that make a step, and their number; see `Client.rank`.
+
+        With a fixed worker_count, the worker takes its seat, which its first gradient would, and
+        the rank stays. With elastic members it is as of now; the worker does not join.
+
+        Raises:
+            ArgumentError: asynchronous mode, in which nobody makes a step with others.
+            NotInitializedError: there are no first weights, and no seats before.
+            SeatsTakenError: worker_count other workers have seats.
+            ShardwellError: a shard does not answer.
+        """
+        if self.spec.mode != "sync":
+            raise ArgumentError(
+                f"{self._what} has mode='async', in which workers have no ranks; set RANK and "
+                "WORLD_SIZE for each worker, as torchrun and `shardwell run` do"
+            )
+        if self._ranking is not None:
+            return self._ranking
+        is_fixed = self.spec.members is None
+        found = self._calls.run(partial(self._opening.rank, takes_seat=is_fixed), timeout_s)
+        if is_fixed:
+            self._ranking = found
+        return found
 
     # Elastic members.
 

@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from shardwell.errors import DeadlineError
+from shardwell.errors import DeadlineError, WrongShardError
 from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -27,6 +27,15 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 _JOIN_PAUSE_S = 0.05
 """Before a member whose tenure a shard has ended meanwhile begins another."""
+
+
+class Ranking(NamedTuple):
+    """A worker among those that make a step."""
+
+    rank: int
+    """0 to worker_count - 1."""
+    worker_count: int
+    """How many there are."""
 
 
 class Declared(Protocol):
@@ -142,6 +151,32 @@ class Opening(Generic[SpecT, AnswerT]):
         first = join(self._channels[0], incarnation=incarnation, must_exist=is_known)
         others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
         return [first, *ask_all(self._channels[1:], others)]
+
+    def rank(self, attempts: Attempts, *, takes_seat: bool) -> Ranking:
+        """This worker's rank on shard 0. Beside other calls: it changes nothing of the worker.
+
+        Args:
+            attempts: Bounds the calls.
+            takes_seat: Whether the rank is that of a seat that is kept for good, and taken now.
+
+        Raises:
+            SeatsTakenError, WorkerIdInUseError, NotInitializedError: see the errors.
+            WrongShardError: the shards are of an earlier version.
+        """
+        ask = partial(self.join_all, attempts, incarnation=self.incarnation)
+        if takes_seat:
+            tenure = secrets.randbits(63) + 1
+            answers = claim_seat(attempts, partial(ask, tenure=tenure))
+        else:
+            answers = attempts.run(ask)
+        found = Ranking(answers[0].rank, answers[0].ranked_count)
+        if not found.worker_count:
+            raise WrongShardError(
+                f"{self._what}: shard 0 is of an earlier version, which knows no ranks; run the "
+                "same version everywhere, or set RANK and WORLD_SIZE for each worker",
+                shard_index=0,
+            )
+        return found
 
     def _seated(self, attempts: Attempts) -> list[AnswerT]:
         """The answers to taking this worker's seat: shard 0 decides, the others follow.

@@ -95,7 +95,7 @@ class OpenTableRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat", "needed_step", "crc32c")
+    __slots__ = ("created", "rows_per_message_max", "version", "next_step", "counted_part_count", "row_count", "incarnation", "begun", "took_over", "tenure", "has_seat", "needed_step", "rank", "ranked_count", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PER_MESSAGE_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,8 @@ class OpenTableResponse(_message.Message):
     TENURE_FIELD_NUMBER: _ClassVar[int]
     HAS_SEAT_FIELD_NUMBER: _ClassVar[int]
     NEEDED_STEP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKED_COUNT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     rows_per_message_max: int
@@ -121,8 +123,10 @@ class OpenTableResponse(_message.Message):
     tenure: int
     has_seat: bool
     needed_step: int
+    rank: int
+    ranked_count: int
     crc32c: int
-    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., needed_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, created: bool = ..., rows_per_message_max: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., counted_part_count: _Optional[int] = ..., row_count: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., needed_step: _Optional[int] = ..., rank: _Optional[int] = ..., ranked_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class TableOpen(_message.Message):
     __slots__ = ("shard", "table", "worker_id", "incarnation", "session", "tenure", "crc32c")

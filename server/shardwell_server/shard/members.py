@@ -343,14 +343,14 @@ class Seats(ABC, Generic[SeatT]):
 
         While its session is alive, and while there is room: of very many, some are not named.
         """
-        self._openers.pop(session_number, None)
-        if len(self._openers) >= self._worker_count_max:
+        is_new = session_number not in self._openers  # which keeps its place among them
+        if is_new and len(self._openers) >= self._worker_count_max:
             self._openers = {
                 number: name
                 for number, name in self._openers.items()
                 if self._sessions.alive_for_s(number)
             }
-        if len(self._openers) < self._worker_count_max:
+        if not is_new or len(self._openers) < self._worker_count_max:
             self._openers[session_number] = worker_id
 
     def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
@@ -684,6 +684,33 @@ class Seats(ABC, Generic[SeatT]):
     def has_seat(self, worker_id: str) -> bool:
         """Whether a worker has a seat."""
         return worker_id in self._seats
+
+    def rank_of(self, worker_id: str) -> tuple[int, int]:
+        """A worker's rank, and how many workers have one; (0, 0): asynchronous, or no worker.
+
+        A fixed crew's ranks are the indexes of its seats. Of elastic members the one that steps
+        await longest has rank 0; behind all of them come workers that have opened it, of which one
+        that asks before anybody has joined is rank 0, too.
+        """
+        if not self.is_sync or not worker_id:
+            return 0, 0
+        if self.elastic is None:
+            seat = self._seats.get(worker_id)
+            return (0 if seat is None else seat.index), self._worker_count
+        by_age = sorted(
+            self.awaited,
+            key=lambda seat: (seat.from_step is None, seat.from_step or 0, seat.index),
+        )
+        ranked = [seat.worker_id for seat in by_age]
+        member_count = len(ranked)
+        if worker_id not in ranked:
+            ranked += [
+                name
+                for number, name in self._openers.items()
+                if name not in ranked and self._sessions.alive_for_s(number)
+            ]
+        rank = ranked.index(worker_id) if worker_id in ranked else len(ranked)
+        return rank, max(member_count, rank + 1)
 
     @property
     def seats(self) -> list[SeatT]:

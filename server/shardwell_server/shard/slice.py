@@ -152,6 +152,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             response.took_over = took_over
             response.tenure = tracker.tenure_of(worker_id)
             response.has_seat = tracker.has_seat(worker_id)
+            response.rank, response.ranked_count = tracker.rank_of(worker_id)
             if is_changed:
                 self._say_when(response, worker_id)
         if is_changed:

@@ -108,6 +108,18 @@ def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launche
     Raises:
         ArgumentError: nobody has, or variables contradict one another or are no numbers.
     """
+    found = known_launcher(environ, parent_pid)
+    if found is None:
+        raise ArgumentError(_nobody(environ))
+    return found
+
+
+def known_launcher(environ: Mapping[str, str], parent_pid: int | None = None) -> Launcher | None:
+    """Who started the process, as `find_launcher`; None where no launcher has set a rank.
+
+    Raises:
+        ArgumentError: variables contradict one another or are no numbers.
+    """
     given = {name: value for name, value in environ.items() if value}
     if by_name := _pair(given, "RANK", "WORLD_SIZE"):
         _refuse_contradiction(given, *by_name)
@@ -119,9 +131,7 @@ def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launche
         place = _pair(given, mpi.rank_variable(given), mpi.size_variable)
         if place and place != task:
             return _mpi_without_job_id(given, mpi, *place, parent_pid)
-    if task:
-        return _slurm(given, *task)
-    raise ArgumentError(_nobody(given))
+    return _slurm(given, *task) if task else None
 
 
 def _by_name(given: Mapping[str, str], rank: int, size: int) -> Launcher:
@@ -282,7 +292,8 @@ def crc_of(text: str) -> int:
     return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
-def _nobody(given: Mapping[str, str]) -> str:
+def _nobody(environ: Mapping[str, str]) -> str:
+    given = {name: value for name, value in environ.items() if value}
     if "SLURM_JOB_ID" in given or "SLURM_NTASKS" in given:
         found = {
             v: given[v] for v in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS") if v in given
