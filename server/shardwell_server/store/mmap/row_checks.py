@@ -68,29 +68,23 @@ class _ArrayHash:
     def of(self, rows: Float32) -> Checks:
         """(n,) of (n, width) C-contiguous rows."""
         found = np.zeros(len(rows), np.uint64)
-        if len(rows):
-            data = rows.view(np.uint8)
-            for part, factors, constants in self._pieces:
-                found += _sums_of_products(data, part, factors).view(np.uint64) @ constants
+        data = rows.view(np.uint8)
+        for part, factors, constants in self._pieces if len(rows) else ():
+            sums = np.zeros((len(data), _COLUMN_COUNT), np.uint32)
+            if native.LIBRARY is not None:
+                count = part.stop - part.start
+                result = native.LIBRARY.hash_rows(
+                    data, data.shape[1], part.start, count, factors, sums
+                )
+                assert result == 0, (data.shape, part, factors.shape)
+            else:
+                for first in range(0, factors.shape[1], _EXACT_BYTES):
+                    piece = factors[:, first : first + _EXACT_BYTES].T.astype(np.float32)
+                    start = part.start + first
+                    values = data[:, start : start + len(piece)].astype(np.float32)
+                    sums += (values @ piece).astype(np.uint32)
+            found += sums.view(np.uint64) @ constants
         return found
-
-
-def _sums_of_products(
-    data: npt.NDArray[np.uint8], part: slice, factors: npt.NDArray[np.int16]
-) -> npt.NDArray[np.uint32]:
-    """(n, 4) of a part of each of (n, bytes) with each of (4, bytes of the part) factors."""
-    if native.LIBRARY is not None:
-        sums = np.empty((len(data), _COLUMN_COUNT), np.uint32)
-        count = part.stop - part.start
-        result = native.LIBRARY.hash_rows(data, data.shape[1], part.start, count, factors, sums)
-        assert result == 0, (data.shape, part, factors.shape)
-        return sums
-    sums = np.zeros((len(data), _COLUMN_COUNT), np.uint32)
-    for first in range(0, factors.shape[1], _EXACT_BYTES):
-        piece = factors[:, first : first + _EXACT_BYTES].T.astype(np.float32)
-        start = part.start + first
-        sums += (data[:, start : start + len(piece)].astype(np.float32) @ piece).astype(np.uint32)
-    return sums
 
 
 class RowChecks:
