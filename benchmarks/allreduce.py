@@ -9,9 +9,9 @@ N processes on this machine each have M megabytes of float32, and end with the s
 torch.distributed's, on the CPU; Open MPI is measured as installed (shared memory) and over TCP, as
 the others are. The floor is a ring of bare grpcio streams that move the bytes that Shardwell's ring
 must move, encoded, and add nothing. All live at the same time and take turns step by step, so that
-the machine's moods hit all alike; whoever waits for its turn sleeps. Ratios are of medians; CPU
-time is a process's; "sent" is what a worker sends, over 2 (n - 1) / n of the encoded array. Peers
-that are not installed are skipped, and named; they may be in other interpreters.
+the machine's moods hit all alike; a system that waits for its turn sleeps. Ratios are of medians;
+CPU time is a process's; "sent" is what a worker sends, over 2 (n - 1) / n of the encoded array.
+Peers that are not installed are skipped, and named; they may be in other interpreters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row:
     crew: Crew
     """Who does it."""
     order: dict[str, Any] = field(default_factory=dict)
-    """What the crew is told."""
+    """The order for the crew."""
     floor: str = ""
     """Name of the row of bare gRPC that moves the same bytes."""
     in_latency: bool = True
@@ -132,7 +132,7 @@ def measure(rows: list[Row], megabytes: int, count: int, step_count: int) -> dic
             figures["over_bare"] = round(medians[row.name] / medians[row.floor], 3)
             encoded_bytes = megabytes * 10**6 // 4 * SUMMED_CODECS[row.order["codec"]].item_size
             least_bytes = 2 * (count - 1) / count * encoded_bytes
-            sent_bytes = max(told["sent_bytes"] for step in taken for told in step.told)
+            sent_bytes = max(report["sent_bytes"] for step in taken for report in step.reports)
             figures["sent_over_least"] = round(sent_bytes / least_bytes, 5)
     return found
 
@@ -145,7 +145,7 @@ def latency(rows: list[Row]) -> dict[str, Any]:
         for row in rows:
             step = row.crew.step(do="latency", calls=LATENCY_CALLS, **row.order)
             if number:
-                times[row.name] += step.told[0]["times"]
+                times[row.name] += step.reports[0]["times"]
     medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     found: dict[str, Any] = {}
     for name, median in medians.items():

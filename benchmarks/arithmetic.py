@@ -44,7 +44,7 @@ PAYLOAD, TOTAL = SECOND_SLOT + 1, SECOND_SLOT + 2
 
 
 def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
-    """What is done with a chunk, by name."""
+    """The kinds of work on a chunk, by name."""
     random = np.random.default_rng(0)
     values, weights, total = (
         [random.standard_normal(ELEMENT_COUNT, np.float32) for _ in range(chunk_count)]

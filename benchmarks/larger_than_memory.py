@@ -96,12 +96,12 @@ class DataLimit:
         self._limit_kib = (limit_bytes + _UNTOUCHED_BYTES) // 1024
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """See MemoryCgroup."""
+        """Prefixes a command with the limits of a shell."""
         script = f'ulimit -s {_STACK_KIB} && ulimit -d {self._limit_kib} && exec "$0" "$@"'
         return ["sh", "-c", script, *command]
 
     def peak_mb(self) -> float | None:
-        """See MemoryCgroup."""
+        """None: a shell does not measure it."""
         return None
 
 
@@ -111,11 +111,11 @@ class NoLimit:
     name = "no limit"
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """See MemoryCgroup."""
+        """Returns the command as it is."""
         return list(command)
 
     def peak_mb(self) -> float | None:
-        """See MemoryCgroup."""
+        """None: it is not measured."""
         return None
 
 

@@ -53,7 +53,7 @@ PREFIX = "shardwell-bench"
 PORT = 7070
 WARM_UP_COUNT = 2
 INSECURE = {INSECURE_VARIABLE: "1"}
-"""Nobody else is on these links."""
+"""These links are the benchmark's own."""
 BURST_BYTES = 128 * 1024
 """What may pass at once after a pause: two of the kernel's largest packets; 1 ms of a Gbit/s."""
 QUEUE_MS = 50

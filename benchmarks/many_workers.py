@@ -115,7 +115,7 @@ def steps(pipes: Sequence[Connection], count: int) -> float:
 def work(
     pipe: Connection, target: str, worker_ids: list[str], worker_count: int, element_count: int
 ) -> None:
-    """A process of workers: exchanges as often as it is told to, until it is told 0."""
+    """A process of workers: exchanges as often as each order says, until one says 0."""
     turn = threading.Barrier(len(worker_ids) + 1)
     count = 0
 

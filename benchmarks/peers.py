@@ -21,11 +21,11 @@ Parts, all where none is named:
     import      `import shardwell` in a new process
 
 Shardwell sends fp16, its default. All of a part live at the same time and take turns step by step,
-so that the machine's moods hit all alike; whoever waits for its turn sleeps. Times are medians,
-with half of the distance between their quartiles. A ratio is ours over the peer's in the same turn:
-the median of all turns, and the quartiles. CPU is the processor time of all workers and servers, of
-a step or of a call of each worker, in ms. Peers that are not installed are named, and may be in
-other interpreters.
+so that the machine's moods hit all alike; a system that waits for its turn sleeps. Times are
+medians, with half of the distance between their quartiles. A ratio is ours over the peer's in the
+same turn: the median of all turns, and the quartiles. CPU is the processor time of all workers and
+servers, of a step or of a call of each worker, in ms. Peers that are not installed are named, and
+may be in other interpreters.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Line:
     what: str
     peer: str
     goal: str
-    """What is to be reached, in words where it is no ratio."""
+    """The goal, in words where it is no ratio."""
     goal_max: float | None = None
     """The largest ratio, or without a peer the largest time in ms, with which it is reached."""
     note: str = ""
@@ -115,14 +115,14 @@ class Line:
         return [mine.ms / other.ms for mine, other in zip(self.ours, self.theirs, strict=True)]
 
     def value(self) -> float | None:
-        """What is compared with the goal."""
+        """The figure that is compared with the goal."""
         if self.note or self.goal_max is None:
             return None
         return statistics.median(self.ratios()) if self.theirs else median_ms(self.ours)
 
 
 class Peers:
-    """What is installed, and why the rest is left out."""
+    """The installed peers, and why the rest is left out."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -138,7 +138,7 @@ class Peers:
         *words: Any,
         **order: Any,
     ) -> None:
-        """Lets a peer take turns, if it is there and starts."""
+        """Lets a peer take turns, if it is installed and starts."""
         if name in self.missing:
             return
         try:
@@ -166,9 +166,9 @@ def take_turns(sides: dict[str, Side], step_count: int) -> Times:
             if number < WARM_UP_COUNT:  # the first steps open streams and touch memory
                 continue
             call_count = side.order.get("calls", 1)
-            busy_s = cpu_s(side.server_pids) - before + step.cpu_s * len(step.told)
-            busy_s += step.told[0].get("server_cpu_s", 0.0)
-            calls_s = step.told[0]["times"] if call_count > 1 else [step.seconds]
+            busy_s = cpu_s(side.server_pids) - before + step.cpu_s * len(step.reports)
+            busy_s += step.reports[0].get("server_cpu_s", 0.0)
+            calls_s = step.reports[0]["times"] if call_count > 1 else [step.seconds]
             times[name].append(Taken(statistics.median(calls_s) * 1e3, busy_s / call_count * 1e3))
     return times
 
@@ -181,7 +181,7 @@ def median_ms(taken: list[Taken]) -> float:
 def exchange_side(
     stack: contextlib.ExitStack, *flags: str, same_host: str = "auto", count: int = WORKER_COUNT
 ) -> Side:
-    """Shards, and workers beside them, which are still to be told what to do."""
+    """Shards, and workers beside them, which wait for orders."""
     cluster = LocalCluster(SHARD_COUNT, processes=True, same_host=same_host)
     target = stack.enter_context(cluster).target
     command = worker_command("shardwell_exchange.py", "--shards", target, *flags)
@@ -387,7 +387,7 @@ PARTS: dict[str, Callable[[Peers], list[Line]]] = {
 
 
 def available_bytes() -> int:
-    """Memory that nobody uses."""
+    """Memory that no process uses."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -444,7 +444,7 @@ def row(line: Line) -> list[str]:
 
 
 def markdown(lines: list[Line]) -> str:
-    """The table as it stands in docs/performance.md."""
+    """The table as docs/performance.md has it."""
     table = [list(TITLES), ["---"] * len(TITLES), *map(row, lines)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
 

@@ -148,7 +148,7 @@ def main() -> None:
     rows = []
     for layout, workers, shards in cases(args):
         for codec, (seconds, cores) in measured(args, layout, workers, shards).items():
-            told = predicted(args, layout, workers, shards, codec)
+            expected = predicted(args, layout, workers, shards, codec)
             rows.append(
                 {
                     "layout": layout,
@@ -156,8 +156,8 @@ def main() -> None:
                     "shards": shards if layout in ("co-located", "dedicated") else 0,
                     "codec": codec,
                     "measured_ms": round(seconds * 1e3, 1),
-                    "predicted_ms": round(told.communication_s * 1e3, 1),
-                    "ratio": round(told.communication_s / seconds, 3),
+                    "predicted_ms": round(expected.communication_s * 1e3, 1),
+                    "ratio": round(expected.communication_s / seconds, 3),
                     "cores": round(cores, 2),
                 }
             )

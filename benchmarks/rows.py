@@ -15,7 +15,7 @@ of it whatever the table's size is; its rows are created before, and batches are
 uniformly or by Zipf's law with exponent 1.1. Measured are the first optimizer, codec, mode and
 store that are named, and each of the others in the place of the first; with larger tables than the
 smallest, the first optimizer, codec and mode alone. All workers make each step of a synchronous
-table: puts and exchanges wait for those of the other worker, gets for nobody.
+table: puts and exchanges wait for those of the other worker, gets do not wait.
 
 Beside it: Redis, a server a shard on 127.0.0.1 that keeps the same rows packed as bytes (MGET,
 MSET; also SET in a pipeline), the client splitting batches by id. It stores what it is sent, and
@@ -24,12 +24,12 @@ protocol by whole NumPy arrays. torch's EmbeddingBag with its sparse optimizer, 
 network. Bare gRPC streams that move as many bytes of distinct rows, and do nothing with them.
 
 All live at the same time and take turns step by step, so that the machine's moods hit all alike;
-whoever waits for its turn sleeps. A step is one call, or as many as make 16,384 rows, 16 at most;
-larger batches take three steps where others take five. All systems are asked for the same ids in
-the same turn. Rows a second are those of all workers together, repeats included: medians of the
+a system that waits for its turn sleeps. A step is one call, or as many as make 16,384 rows, 16 at
+most; larger batches take three steps where others take five. All systems are asked for the same ids
+in the same turn. Rows a second are those of all workers together, repeats included: medians of the
 steps, with half of the distance between their quartiles; ratios are of medians, those to Redis with
-redis-py where it is there. CPU time is that of a worker and all servers for one batch; where
-everybody shares the same cores, or somebody else is at work, it says more. What is not installed is
+redis-py where it is installed. CPU time is that of a worker and all servers for one batch; where
+all share the same cores, or other programs run, it says more. Peers that are not installed are
 skipped, and named; peers may be in other interpreters. Then: Python's share (rows_python.py) and
 the file of a large table (table_file.py).
 """

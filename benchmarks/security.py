@@ -42,13 +42,13 @@ WORKER_COUNT = 2
 WARM_UP_COUNT = 3
 TINY_CALL_COUNT = 50
 Key = tuple[str, str]
-"""What is done, and which of SIDES."""
+"""The kind of work, and one of SIDES."""
 SIDES = ("plain", "TLS", "TLS, token, audit")
 TOKEN_COUNT = 100
 
 
 def start(stack: contextlib.ExitStack, megabytes: int) -> dict[Key, tuple[Crew, dict[str, object]]]:
-    """Workers of each kind, and what they are told to do."""
+    """Workers of each kind, and their orders."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     files = make_certificates(directory, ["127.0.0.1"], 1)
     of_workers = {
@@ -115,7 +115,7 @@ def main() -> None:
             for key, (crew, order) in crews.items():
                 step = crew.step(**order)
                 if number >= WARM_UP_COUNT:
-                    calls = step.told[0]["times"] if "calls" in order else [step.seconds]
+                    calls = step.reports[0]["times"] if "calls" in order else [step.seconds]
                     times.setdefault(key, []).append(statistics.median(calls))
     table = Table("exchange", *(f"{side}, ms" for side in SIDES), *SIDES[1:])
     found = {}

@@ -57,11 +57,11 @@ class Echo(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(4096))
 
     def connection_made(self, transport: Any) -> None:
-        """See asyncio.BaseProtocol."""
+        """Keeps the transport."""
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See asyncio.BufferedProtocol."""
+        """The buffer to receive into."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -112,7 +112,7 @@ def latencies(crews: dict[str, Crew]) -> dict[str, float]:
         ):
             step = crews[crew].step(calls=LATENCY_CALLS, **order)
             if number:
-                times.setdefault(name, []).extend(step.told[0]["times"])
+                times.setdefault(name, []).extend(step.reports[0]["times"])
     return {name: statistics.median(values) for name, values in times.items()}
 
 

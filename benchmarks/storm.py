@@ -54,7 +54,7 @@ from shardwell.connection.credentials import INSECURE_VARIABLE
 
 NAME = "net"
 WARM_UP_S = 3.0
-"""What is not counted: workers find one another."""
+"""The time that is not counted: workers find one another."""
 
 
 # A worker.
@@ -112,7 +112,7 @@ class Worker:
     Args:
         options: What `work` is given.
         prefix: The command that runs it elsewhere.
-        program: What is run with `--worker` and the options.
+        program: The program, run with `--worker` and the options.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Worker:
         self.events: list[dict[str, Any]] = []
         """What it has said, with "start" for each process."""
         self.is_disturbed = False
-        """Whether it is dead, or stands still."""
+        """Whether it is dead, or stopped."""
         self.start()
 
     def start(self) -> None:

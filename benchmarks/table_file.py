@@ -75,7 +75,7 @@ class Story:
         self.entries: list[dict[str, Any]] = []
 
     def note(self, what: str, seconds: float, touched: int) -> None:
-        """What is so after something that took so long, with so many rows that exist."""
+        """Notes the state after work that took so long, with so many existing rows."""
         pid = self._cluster.children[0].pid
         resident = resident_mb(pid)
         cpu_s = time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)'s

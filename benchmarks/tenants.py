@@ -118,7 +118,7 @@ def main() -> None:
                 times = []
                 for _ in range(args.steps):
                     step = crew.step(**order)
-                    times += step.told[0]["times"] if "calls" in order else [step.seconds]
+                    times += step.reports[0]["times"] if "calls" in order else [step.seconds]
                 medians[what] = statistics.median(times)
             return medians
 

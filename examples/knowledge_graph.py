@@ -69,6 +69,6 @@ with shardwell.connect(worker_id=f"w{worker}") as client, shardwell.LeaveRequest
     scores = queries.view(np.float32) @ everything.T
     right = np.take_along_axis(scores, t[:, None], axis=1)
     known = np.zeros((len(entity_names), len(relation_names), len(entity_names)), bool)
-    known[tuple(facts.T)] = True  # other true answers stand in nobody's way
+    known[tuple(facts.T)] = True  # other true answers do not count
     ranks = 1 + ((scores > right) & ~known[h, r]).sum(axis=1)
     print(f"MRR {(1 / ranks).mean():.3f}  hits@10 {(ranks <= 10).mean():.3f}")

@@ -62,7 +62,7 @@ def train(config: dict[str, Any]) -> None:
 
 def main(folder: str) -> None:
     checkpoint = os.path.join(folder, "checkpoints", "{step}")
-    # Ray itself lets in whoever reaches its ports, so its network is private: insecure=True. Else
+    # Ray itself lets in all that reach its ports, so its network is private: insecure=True. Else
     # tls= and tokens=, as docs/ray.md says.
     with shardwell.ray.start_shards(2, checkpoint=checkpoint, insecure=True) as cluster:
         result = TorchTrainer(

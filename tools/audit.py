@@ -28,7 +28,7 @@ CANARY_TIMEOUT_S = 24
 AUDIT_TIMEOUT_S = 60
 """For a lock, one question a package."""
 ACCEPTED: dict[str, str] = {}
-"""Findings that don't hold anybody up: by their ids, why they can do no harm here."""
+"""Findings that don't fail the audit: by their ids, why they can do no harm here."""
 UNREACHED = (
     "requests.exceptions.",
     "VulnServiceConnectionError",
@@ -90,7 +90,7 @@ def is_reached(service: str) -> bool:
     """Whether a service tells what it must know.
 
     Raises:
-        BrokenOffError: pip-audit failed, and not because nobody answered.
+        BrokenOffError: pip-audit failed, and not for want of an answer.
     """
     try:
         return any(audit(service, CANARY, CANARY_TIMEOUT_S).values())

@@ -39,7 +39,7 @@ FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
-    # Each product and sum rounds by itself, as NumPy's do; nobody looks at errno and exceptions.
+    # Each product and sum rounds by itself, as NumPy's do; no code reads errno and exceptions.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -110,7 +110,8 @@ def build(root: Path, to: Path, *, target: str = "", flags: tuple[str, ...] = ()
             _run([*command, *options, "-c", str(sources / source), "-o", f"{folder}/{name}"])
         made = Path(folder, LIBRARY_NAME)
         _run([*command, "-shared", *(f"{folder}/{name}" for name in parts), "-o", str(made)])
-        # Whole, whoever loads it meanwhile; who has the one before goes on with that.
+        # Whole for processes that load it meanwhile; one that has the library before goes on with
+        # that.
         whole = to.with_name(f"{to.name}.{os.getpid()}")
         try:
             shutil.copyfile(made, whole)
@@ -135,7 +136,7 @@ def _run(command: list[str]) -> None:
 
 
 class NativeCode(BuildHookInterface[Any]):
-    """See the module."""
+    """The build hook, which compiles native code into a wheel."""
 
     _folder = ""
     """Of a library that goes into a wheel."""

@@ -51,7 +51,7 @@ def _note(frame: FrameType, event: str, _: Any) -> None:
 
 
 def _entered_by(call: Callable[[], object]) -> list[tuple[str, Function]]:
-    """What is entered until nothing more is, or for ten seconds."""
+    """The functions entered until none is any more, or for ten seconds."""
     global _entered
     _entered = entered = []
     call()

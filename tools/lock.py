@@ -119,7 +119,7 @@ def problems(root: Path) -> list[str]:
     if {IMAGE_LOCK, DEMO_LOCK} <= locked.keys():
         of_demo = {str(pin.requirement): set(pin.hashes) for pin in locked[DEMO_LOCK]}
         found += [
-            f"{DEMO_LOCK}: {pin.requirement} of {IMAGE_LOCK} is not there as it is there"
+            f"{DEMO_LOCK}: {pin.requirement} of {IMAGE_LOCK} differs there"
             for pin in locked[IMAGE_LOCK]
             if of_demo.get(str(pin.requirement)) != set(pin.hashes)
         ]
@@ -127,7 +127,7 @@ def problems(root: Path) -> list[str]:
 
 
 def _missing(requirement: Requirement, pins: list[Pin], surroundings: dict[str, Any]) -> list[str]:
-    """What is wrong with the pin of a requirement."""
+    """Problems of the pin of a requirement."""
     if requirement.marker and not requirement.marker.evaluate(surroundings):
         return []
     name = canonicalize_name(requirement.name)
@@ -173,7 +173,7 @@ def make(*, is_upgrade: bool) -> None:
     """Writes the locks.
 
     Args:
-        is_upgrade: What is pinned may become newer, too.
+        is_upgrade: Pinned versions may become newer, too.
     """
     python = f"--python-version={_python(ROOT)}"
     for lock, selected in SELECTED.items():
@@ -198,7 +198,7 @@ def _uv(*arguments: str) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Writes or checks the locks, by the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--check", action="store_true", help="say whether the locks are current")

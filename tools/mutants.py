@@ -4,9 +4,9 @@
     python tools/mutants.py CRC journal     those whose description has one of these words
     python tools/mutants.py --exhaustive    with the tests that `make test` leaves out
 
-A defect is one line that somebody might write, or leave out. Each names the tests that are to tell;
-a defect that none of them tells is a promise that nothing keeps. The exit code is the number of
-those.
+A defect is one line that a programmer might write, or leave out. Each names the tests that are to
+fail; a defect that fails none of them is a promise that nothing keeps. The exit code is the number
+of those.
 """
 
 from __future__ import annotations
@@ -130,14 +130,16 @@ def main() -> int:
             finally:
                 copies.put(copy)
 
-        for mutant, (is_told, took_s) in zip(mutants, pool.map(tried, mutants), strict=True):
-            print(f"{'told  ' if is_told else 'MISSED'} {took_s:4.0f} s  {mutant.what}", flush=True)
-            if not is_told:
+        for mutant, (is_caught, took_s) in zip(mutants, pool.map(tried, mutants), strict=True):
+            print(
+                f"{'caught' if is_caught else 'MISSED'} {took_s:4.0f} s  {mutant.what}", flush=True
+            )
+            if not is_caught:
                 missed.append(mutant.what)
         tests = sorted({test for mutant in mutants for test in mutant.tests})
         if copies.get().tests_tell(None, tests, [*arguments, "-n", "4"]):
-            sys.exit("these tests fail without any defect: what they told above says nothing")
-    print(f"{len(mutants) - len(missed)} of {len(mutants)} defects are told")
+            sys.exit("these tests fail without any defect: what they caught above says nothing")
+    print(f"{len(mutants) - len(missed)} of {len(mutants)} defects are caught")
     return len(missed)
 
 

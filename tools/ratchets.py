@@ -52,7 +52,7 @@ ADVICE = {
 
 
 class Count(NamedTuple):
-    """What was counted."""
+    """A count."""
 
     name: str
     """As the record has it."""
@@ -169,7 +169,7 @@ def limit_of(count: Count, limits: Mapping[str, int]) -> int:
 
 
 def problems(counts: list[Count], limits: Mapping[str, int]) -> list[str]:
-    """What is more than it may be: what, found, allowed, where, and what to do."""
+    """Counts that exceed their limits: what, found, allowed, where, and what to do."""
     found = []
     for count in counts:
         limit = limit_of(count, limits)

@@ -125,7 +125,7 @@ class Code:
         self.classes: dict[str, list[tuple[set[str], list[str]]]] = {}
         """Members and bases, of each class or message with the name."""
         self.others = {*sys.stdlib_module_names, *dir(builtins)}
-        """What is imported from other projects, or is Python's."""
+        """Names imported from other projects, or Python's."""
         self.aliases: dict[str, str] = {}
         """Names under which modules are imported."""
         self.dotted: set[str] = set()

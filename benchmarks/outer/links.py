@@ -31,7 +31,7 @@ STEP_LIMIT_S = 120.0
 
 
 class Rate(NamedTuple):
-    """What is measured on links of one rate."""
+    """The measurements on links of one rate."""
 
     mbit: int
     goal: float
@@ -67,7 +67,7 @@ class Setup:
     Args:
         stack: Ends it all.
         with_exchange: Whether synchronous learners are started, too.
-        sync_every: Of outer training.
+        sync_every: Inner steps between offers of a fragment.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Setup:
         return stack.enter_context(crew)
 
     def train_outer(self, rounds: int) -> tuple[Step, Step]:
-        """Trains each fragment so many outer steps; what was told before and after.
+        """Trains each fragment so many outer steps; returns the reports before and after.
 
         One fragment before, so that the measured steps begin as they end: with one on its way.
         """
@@ -152,7 +152,7 @@ def congestion() -> str:
 def hidden_part(before: Step, after: Step) -> float:
     """Of the seconds that offers travelled; the mean of the learners."""
     parts = []
-    for old, new in zip(before.told, after.told, strict=True):
+    for old, new in zip(before.reports, after.reports, strict=True):
         hidden_s, waited_s = (moved(old, new, key) for key in ("hidden_s", "waited_s"))
         parts.append(hidden_s / (hidden_s + waited_s))
     return statistics.mean(parts)
@@ -162,7 +162,7 @@ def row_of(rate: Rate, outer: tuple[Step, Step], exchange_s: dict[str, float]) -
     """Of one rate.
 
     Args:
-        rate: Which.
+        rate: The links' rate.
         outer: See `Setup.train_outer`.
         exchange_s: Seconds of a synchronous step, by delay.
     """
@@ -181,7 +181,7 @@ def row_of(rate: Rate, outer: tuple[Step, Step], exchange_s: dict[str, float]) -
 
 
 def about(sync_every: int) -> str:
-    """What is measured, in words."""
+    """The measurement, in words."""
     return (
         f"{LEARNER_COUNT} learners of 25 M elements and {SHARD_COUNT} shards, each on a host of "
         f"its own; an inner step sleeps for {COMPUTE_MS:g} ms; H={sync_every}, {FRAGMENT_COUNT} "

@@ -36,7 +36,7 @@ class Counted:
         """Notes an inner step.
 
         Args:
-            offered: Of each fragment whether it is offered after the step.
+            offered: Whether each fragment is offered after the step.
             kept: Whether work of a fragment that was taken did not count.
 
         Returns:

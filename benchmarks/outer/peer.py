@@ -55,7 +55,7 @@ def after_step(worker: Worker, count: int) -> float:
 
 
 def last_members(worker: Worker) -> int:
-    """Who took part in the last outer step that a worker has told of; ours do not tell."""
+    """How many took part in the last outer step that a worker has reported; ours report none."""
     return int(worker.steps(0, 1e12)[-1].get("members", LEARNER_COUNT))
 
 
@@ -86,8 +86,8 @@ def opened(worker: Worker) -> bool:
 
 def loopback_bytes(network: Network) -> int:
     """What has passed on the loopback of the one host."""
-    told = json.loads(run(*network.command(0, ["ip", "-s", "-j", "link", "show", "lo"])))
-    return int(told[0]["stats64"]["tx"]["bytes"])
+    links = json.loads(run(*network.command(0, ["ip", "-s", "-j", "link", "show", "lo"])))
+    return int(links[0]["stats64"]["tx"]["bytes"])
 
 
 def watch(network: Network, workers: Sequence[Worker]) -> Found:
@@ -199,7 +199,7 @@ def rows_of(own: Found, other: Found) -> list[Row]:
 
 
 def measure(python: str) -> Iterator[Row]:
-    """Beside torchft, if it is there."""
+    """Measures torchft in turns with ours, if it is installed."""
     reason = why_not()
     if reason is None and not has_module(python, "torchft.local_sgd"):
         reason = f"{python} can't import torchft; pass --torchft-python PYTHON"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What was measured, beside what is to be reached."""
+    """A measurement, beside its goal."""
 
     what: str
     goal: str

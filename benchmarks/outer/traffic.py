@@ -47,12 +47,12 @@ def measure() -> list[Row]:
             return stack.enter_context(Crew([command] * LEARNER_COUNT, LEARNER_COUNT))
 
         outer = crew("outer")
-        first = outer.step(do="settle").told[0]  # counters alone, as nothing is open
-        warm = outer.step(do="train", steps=SYNC_EVERY).told[0]
-        last = outer.step(do="train", steps=SYNC_EVERY * OUTER_STEP_COUNT).told[0]
+        first = outer.step(do="settle").reports[0]  # counters alone, as nothing is open
+        warm = outer.step(do="train", steps=SYNC_EVERY).reports[0]
+        last = outer.step(do="train", steps=SYNC_EVERY * OUTER_STEP_COUNT).reports[0]
         exchange = crew("exchange")
-        before = exchange.step(do="train", steps=1).told[0]
-        after = exchange.step(do="train", steps=EXCHANGE_COUNT).told[0]
+        before = exchange.step(do="train", steps=1).reports[0]
+        after = exchange.step(do="train", steps=EXCHANGE_COUNT).reports[0]
     return rows(first, warm, last, before, after)
 
 

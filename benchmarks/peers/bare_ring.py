@@ -32,7 +32,7 @@ ITEM_SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 class BareRing(Bench):
-    """See Bench."""
+    """The ring's part of one rank."""
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self._rank = rank

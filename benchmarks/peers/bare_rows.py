@@ -1,6 +1,6 @@
 """A worker of the floor: bare gRPC streams that move the bytes of rows, encoded, and no more.
 
-What is asked and what is answered have the sizes that Shardwell's distinct rows have, in messages
+Requests and answers have the sizes that Shardwell's distinct rows have, in messages
 of 1 MiB at the most; servers do nothing with them (bare_grpc.py).
 """
 
@@ -60,7 +60,7 @@ class BareRows(RowBench):
             self._bare.step(message, count)
 
     def _message(self, ids: Ids) -> tuple[bytes, int]:
-        """What is sent to each shard, and how often."""
+        """The message to each shard, and how often it is sent."""
         rows_bytes = self.dim * ITEM_SIZES[self.order["codec"]]
         row_count = np.unique(ids).size / self._shard_count
         count = math.ceil(row_count * (ID_BYTES + rows_bytes) / MESSAGE_BYTES)

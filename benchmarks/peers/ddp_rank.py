@@ -25,7 +25,7 @@ WIDTH = 1024
 
 
 class DdpBench(Bench):
-    """See Bench."""
+    """One rank of DistributedDataParallel."""
 
     def __init__(self, megabytes: int, batch: int, target: str, worker_id: str) -> None:
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(max(megabytes // 4, 1))]

@@ -15,7 +15,7 @@ BLOCK = 2**16
 
 
 class GlooBench(Bench):
-    """See Bench."""
+    """One rank of gloo's all-reduce."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

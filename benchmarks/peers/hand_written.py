@@ -1,4 +1,4 @@
-"""What a parameter server is that somebody writes by hand for one model, and what is checked of it.
+"""A parameter server written by hand for one model, and the check of its result.
 
 The first half of the ranks are workers, the others servers, each with a slice of the weights. A
 worker sends its gradient, piece by piece, and takes the weights into its own array; a server adds
@@ -25,8 +25,8 @@ class HandWritten(Bench):
 
     Args:
         rank: Its own.
-        size: Of all, workers and servers; even.
-        megabytes: Of float32, the whole model.
+        size: Number of all ranks, workers and servers; even.
+        megabytes: Float32 of the whole model.
     """
 
     piece_size = 2**18

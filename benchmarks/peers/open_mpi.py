@@ -14,7 +14,7 @@ BLOCK = 2**16
 
 
 class MpiBench(Bench):
-    """See Bench."""
+    """One rank of Open MPI's all-reduce."""
 
     def __init__(self) -> None:
         self._rank = MPI.COMM_WORLD.Get_rank()

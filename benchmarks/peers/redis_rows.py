@@ -34,7 +34,7 @@ class PackageClient:
     """Connections of redis-py; the one that clients use inside, so that both servers work at once.
 
     Args:
-        ports: Of the servers.
+        ports: Ports of the servers.
     """
 
     def __init__(self, ports: list[int]) -> None:
@@ -91,12 +91,12 @@ class RawClient:
         self._buffer = bytearray()
 
     def send_get(self, server: int, keys: Packed) -> None:
-        """See PackageClient."""
+        """Sends MGET for keys."""
         head = b"*%d\r\n$4\r\nMGET\r\n" % (keys.size + 1)
         self._send(server, head, _laid_out(*_word(keys)))
 
     def send_put(self, server: int, keys: Packed, rows: Packed, *, pipelined: bool) -> None:
-        """See PackageClient."""
+        """Sends MSET of rows, or SET for each."""
         if pipelined:
             self._send(server, b"", _laid_out(b"*3\r\n$3\r\nSET\r\n", *_word(keys), *_word(rows)))
             return
@@ -116,12 +116,12 @@ class RawClient:
         return rows
 
     def read_put(self, server: int, count: int) -> None:
-        """See PackageClient."""
+        """Reads the answers to SET or MSET."""
         found = self._read(server, 5 * count)
         assert found == b"+OK\r\n" * count, bytes(found[:80])
 
     def close(self) -> None:
-        """See PackageClient."""
+        """Closes the connections."""
         for connection in self._sockets:
             connection.close()
 

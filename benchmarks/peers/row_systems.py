@@ -35,7 +35,7 @@ class System:
     worker_count: int
     """Of the crew."""
     order: dict[str, Any] = field(default_factory=dict)
-    """What the crew is told."""
+    """The order for the crew."""
     does: tuple[str, ...] = DOES
     """What can be asked of it."""
     server_pids: list[int] = field(default_factory=list)

@@ -19,7 +19,7 @@ STRATEGIES: dict[str, shardwell.Strategy] = {
 
 
 class GroupBench(Bench):
-    """See Bench."""
+    """One rank of a group."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, strategies: list[str]) -> None:
         self._rank = rank

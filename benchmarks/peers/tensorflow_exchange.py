@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # nothing here uses it; else it is told
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # unused; else it is logged
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import numpy as np
@@ -32,7 +32,7 @@ WARM_UP_COUNT = 12
 
 
 class TensorflowExchange(Bench):
-    """See Bench."""
+    """One worker of a TensorFlow cluster."""
 
     def __init__(self, spec: Spec, pids: list[int], megabytes: int) -> None:
         self._pids = pids

@@ -44,7 +44,7 @@ class Bench:
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """What is to be told, besides times."""
+        """Figures to report, besides times."""
         return {}
 
     def close(self) -> None:
@@ -58,8 +58,8 @@ class Step(NamedTuple):
     """From the common start until the last rank is done."""
     cpu_s: float
     """Of a process, at the mean."""
-    told: list[dict[str, Any]]
-    """What the ranks told, by rank."""
+    reports: list[dict[str, Any]]
+    """The ranks' reports, by rank."""
 
 
 def worker_parser() -> argparse.ArgumentParser:
@@ -164,11 +164,11 @@ class Crew:
             assert self._heard(stream) == "prepared"
         start = time.perf_counter() + START_MARGIN_S
         self._tell(start)
-        told = [self._heard(stream) for stream in self._streams]
+        heard = [self._heard(stream) for stream in self._streams]
         return Step(
-            max(end for end, _, _ in told) - start,
-            sum(cpu for _, cpu, _ in told) / len(told),
-            [more for _, _, more in told],
+            max(end for end, _, _ in heard) - start,
+            sum(cpu for _, cpu, _ in heard) / len(heard),
+            [more for _, _, more in heard],
         )
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class Crew:
 
 
 def _close(stream: Any) -> None:
-    """Closes a connection whose other end may be gone, with what it was not told."""
+    """Closes a connection whose other end may be gone, with messages unsent."""
     with contextlib.suppress(OSError):
         stream.close()
 

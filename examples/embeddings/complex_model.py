@@ -47,7 +47,7 @@ class ComplEx:
     def loss_and_gradients(
         self, entities: Rows, relations: Rows, entity_ids: Ids
     ) -> tuple[float, Rows, Rows]:
-        """How well true facts are told from false ones, and the gradients by the rows.
+        """The loss of true facts against false ones, and the gradients by the rows.
 
         Each fact asks two questions, which tail and which head, and the answer is to score above
         the negatives: softmax cross-entropy, the mean over all questions. A negative that is the
@@ -60,7 +60,7 @@ class ComplEx:
 
         Returns:
             The loss, and the gradients by `entities` and by `relations`: new, of their shapes. Rows
-            of an entity that is there more than once are to be added up.
+            of an entity that occurs more than once are to be added up.
         """
         count = len(relations)
         heads, tails, negatives = np.split(entities, [count, 2 * count])

@@ -51,7 +51,7 @@ class Display:
         self._who = who
 
     def show(self, state: TrainingState, measures: Mapping[str, float], *, last: bool) -> None:
-        """Shows where the training stands: steps of all workers, as they don't wait for another."""
+        """Shows how far the training is: steps of all workers, as they don't wait for another."""
         if state.loss is None:
             return
         figures = [f"loss {state.loss:.4f}"]

@@ -40,11 +40,11 @@ class Evaluator:
         return entities, relations
 
     def progress(self) -> Mapping[str, float]:
-        """What is shown on the way: the filtered MRR of the validation facts."""
+        """The figures on the way: the filtered MRR of the validation facts."""
         return {VALIDATION_MRR: self._validation.ranking(self._model, *self.rows()).mrr}
 
     def result(self) -> Mapping[str, float]:
-        """What is told at the end: of the test facts too."""
+        """The figures at the end: of the test facts too."""
         rows = self.rows()
         validation = self._validation.ranking(self._model, *rows)
         test = self._test.ranking(self._model, *rows)

@@ -121,7 +121,7 @@ def _read_facts(path: Path) -> _Names:
 
 
 def _check_distinct(folder: Path, facts: Facts, names: _Names) -> None:
-    """Refuses a fact that is there twice: one in two parts would be known before it is asked."""
+    """Refuses a fact that occurs twice: one in two parts would be known before it is asked."""
     _, first_places, counts = np.unique(facts, axis=0, return_index=True, return_counts=True)
     if (counts > 1).any():
         fact: Sequence[str] = names[first_places[counts > 1][0]].tolist()

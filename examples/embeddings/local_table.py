@@ -37,7 +37,7 @@ class RowTable(Protocol):
     def exchange_rows(self, ids: Ids, gradients: Float32, next_ids: Ids) -> Float32:
         """Updates rows, then gets those of `next_ids`.
 
-        Gradients of an id that is there more than once add up.
+        Gradients of an id that occurs more than once add up.
         """
 
 
@@ -60,20 +60,20 @@ class LocalTable:
 
     @property
     def next_step(self) -> int:
-        """See `shardwell.Table`."""
+        """Steps so far, as of `shardwell.Table`."""
         return self._step
 
     @property
     def version(self) -> int:
-        """See `shardwell.Table`."""
+        """Steps so far, as of `shardwell.Table`."""
         return self._step
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `shardwell.Table`."""
+        """Sets the rate of later updates."""
         self._learning_rate = learning_rate
 
     def get_rows(self, ids: Ids) -> Float32:
-        """See `shardwell.Table`."""
+        """Returns rows by id, as `shardwell.Table` does."""
         return np.take(self._rows, ids, axis=0)
 
     def exchange_rows(self, ids: Ids, gradients: Float32, next_ids: Ids) -> Float32:

@@ -1,4 +1,4 @@
-"""How good embeddings are: where each held-out fact's answer stands among all entities.
+"""How good embeddings are: the rank of each held-out fact's answer among all entities.
 
 The usual measure of this field: filtered ranks, of heads and of tails, the mean over both. An
 answer that is not asked for, but is known to be true (from any part of the graph), does not count
@@ -92,12 +92,12 @@ class Examination:
 
 
 def filtered_ranks(scores: npt.NDArray[Any], answers: Ids, others: Flags) -> Ranks:
-    """Where each answer stands, (n,), from 1.
+    """The rank of each answer, (n,), from 1.
 
     Args:
         scores: (n, entities) of each question.
         answers: (n,): the entity that is asked for.
-        others: (n, entities): other true answers, which stand in nobody's way.
+        others: (n, entities): other true answers, which do not count.
 
     Raises:
         ArgumentError: a score is not finite. Compared with anything, NaN is not above it: a model

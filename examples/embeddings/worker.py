@@ -36,7 +36,7 @@ RELATION_INITIALIZER = shardwell.Uniform(low=-0.5, high=0.5, seed=31)
 BATCH_SIZE = 128
 """Facts of one gradient."""
 NEGATIVE_COUNT = 64
-"""Entities that each fact's answers are told from."""
+"""Entities that each fact's answers are compared with."""
 BATCH_COUNT = 1600
 """Of all workers together: 40 passes over the facts, after which little is gained."""
 BATCH_SEED = 32
