@@ -112,10 +112,17 @@ def test_every_expression(cluster, connect, prometheus, tmp_path) -> None:
         nets[0].exchange(np.ones(9, np.float32))
     with pytest.raises(shardwell.SpecMismatchError):
         connect(running, "w2").parameter("net", size=9, optimizer=SGD)
+    options = {"sync_every": 2, "fragments": 1, "members": shardwell.Elastic(max_count=2)}
+    weights = {"bias": np.zeros(4, np.float32)}
+    learner = shardwell.Outer(
+        connect(running, "learner"), "outer", tensors={"bias": (4,)}, **options
+    )
+    learner.init(weights)
     until_s = time.monotonic() + 8
     while time.monotonic() < until_s:  # over some scrapes
         for net in nets:
             net.put_gradient(ONES)
+        weights.update(learner.after_step(weights))
     nets[0].put_gradient(ONES)  # and waits
     eventually("it is told", lambda: server.query("shardwell_step_open_seconds > 1"))
     for title, expression in expressions().items():
@@ -126,6 +133,10 @@ def test_every_expression(cluster, connect, prometheus, tmp_path) -> None:
     assert waited["metric"]["worker"] == "w1"
     assert waited["metric"]["host"] == socket.gethostname()
     assert len(server.query(expressions()["Payload"])) == 4
+    members = server.query(expressions()["Members, by state"])
+    assert {each["metric"]["name"] for each in members} == {"outer.fragment-0"}
+    assert sum(float(each["value"][1]) for each in members) == 1
+    learner.leave()
     assert {each["metric"]["reason"] for each in server.query(expressions()["Calls refused"])} == {
         "SpecMismatchError"
     }
