@@ -32,7 +32,7 @@ _WITH_LEAK_CHECK = {"integration", "fault"}
 _DESCRIPTOR_COUNT_MAX = 100
 """Of a process between two tests; a state machine's stores, killed by being dropped, have many."""
 
-# Whoever runs the tests in the background may ignore Ctrl-C, and with nohup hangups; children
+# A shell that runs the tests in the background may ignore Ctrl-C, and with nohup hangups; children
 # inherit that, but not what has a handler here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, lambda *_: None)

@@ -258,7 +258,7 @@ class StoreContract:
         storage.compact([{"kind": "seat", "worker_id": f"w{number}"} for number in range(70)])
 
     def test_chunks_are_changed_at_once(self, store: Store) -> None:
-        """By more threads than there is room for at a time; chunk by chunk the last one stands."""
+        """By more threads than there is room for at a time; chunk by chunk the last one counts."""
         chunk_count, step_count, seat_count = 12, 20, 3
         storage = store.create(
             layout("p", chunk_count * CHUNK_ELEMENT_COUNT - 5, slot_count=1, with_sum=True)

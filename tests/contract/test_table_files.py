@@ -135,7 +135,7 @@ def test_rows_of_an_earlier_process_are_verified_once(store: MmapStore, tmp_path
             again.change(places_of(3, 7), values=False, sums=True)
     again.weights[7, 1] = 3
     again.verify(places_of(7))
-    again.weights[7, 1] = 4  # nobody looks again
+    again.weights[7, 1] = 4  # no call looks again
     again.verify(np.arange(50))
     with pytest.raises(StorageError, match="place 7"):
         reopened(tmp_path).verify(np.arange(50))

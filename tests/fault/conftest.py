@@ -1,4 +1,4 @@
-"""What tests of damage share: the stories that they cut off, each told once a module."""
+"""Fixtures of the tests of damage: the stories that they cut off, each run once a module."""
 
 from __future__ import annotations
 

@@ -61,19 +61,15 @@ class Living:
         self.attending: set[int] = set()
 
     def alive_for_s(self, number: int, process: str = "") -> float:
-        """See Liveness."""
         return math.inf if number in self.attending else 0.0
 
     def spare_in_s(self, number: int) -> float:
-        """See Liveness."""
         return math.inf if number in self.attending else -1.0
 
     def gone_for_s(self, number: int) -> float:
-        """See Liveness."""
         return 0.0 if number in self.attending else math.inf
 
     def silent_for_s(self, number: int) -> float:
-        """See Liveness."""
         return 0.0
 
 
@@ -84,7 +80,6 @@ class HandTimer:
         self.due: list[Callable[[], float | None]] = []
 
     def after(self, delay_s: float, act: Callable[[], float | None]) -> None:
-        """See Timer."""
         self.due.append(act)
 
     def fire(self) -> None:

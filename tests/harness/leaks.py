@@ -43,7 +43,7 @@ class Resources:
         )
 
     def beyond(self, earlier: Resources) -> list[str]:
-        """What is here that was not there earlier, in words."""
+        """The resources that did not exist earlier, in words."""
         return [
             *(f"thread {thread.name!r}" for thread in self.threads - earlier.threads),
             *(f"child process {pid}" for pid in self.child_pids - earlier.child_pids),

@@ -46,7 +46,7 @@ class Tokens:
 
 
 def _replace(path: Path, contents: str) -> None:
-    """As whoever replaces files that are in use does."""
+    """Replaces a file that is in use."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(contents)
     os.replace(new, path)

@@ -120,7 +120,7 @@ def test_public_names_are_all_in_all() -> None:
 
 
 def test_who_trains_with_shards_imports_nothing_of_groups() -> None:
-    """All of it is there when it is asked for; a wrong name is an error as anywhere."""
+    """All of it is imported on first use; a wrong name is an error as anywhere."""
     code = """if True:
         import sys, shardwell
         for name in shardwell._LATER:
@@ -185,4 +185,4 @@ def test_everything_says_what_it_is() -> None:
         for name in PROMISED
         if inspect.isclass(kind := getattr(shardwell, name)) and kind.__repr__ is object.__repr__
     }
-    assert silent == {"GradientSync", "Strategy"}  # which nobody makes
+    assert silent == {"GradientSync", "Strategy"}  # which users never make

@@ -1,4 +1,4 @@
-"""Goal: the images' locks are what pyproject.toml asks for, and anything else is told.
+"""Goal: the images' locks are what pyproject.toml asks for, and anything else is reported.
 
 Method: the repository's own files as they are, and with one defect each.
 """
@@ -72,7 +72,7 @@ def test_a_lock_that_lacks_something_is_told(lock, root, name, pattern, by, told
     found = lock.problems(root)
     own = [each for each in found if each.startswith(f"deploy/{name}: ")]
     assert any(re.search(told, each) for each in own), found
-    # What is wrong in the image's lock is then not as it is in the demo's.
+    # An entry that is wrong in the image's lock differs in the demo's.
     assert all(each.endswith("differs there") for each in found if each not in own)
 
 

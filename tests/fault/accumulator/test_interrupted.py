@@ -66,7 +66,7 @@ class Batch:
     """A file with old rows, and a batch that is interrupted.
 
     Args:
-        path: Of the file, made anew.
+        path: Path of the file, made anew.
         at_write: Number of the write after which it is interrupted; None: not by this.
         then: An interrupt that is counted from there on, or from the start.
     """
@@ -98,7 +98,7 @@ class Batch:
         self.accumulator.accumulate_rows(ROWS, gradients_of(ROWS, 2))
 
     def check(self) -> bool:
-        """Whether the batch is there as a whole or not at all; False: nobody is told any more."""
+        """The batch is in the file as a whole or not at all. Returns whether it is."""
         copy = self._path.with_name("copy")
         shutil.copyfile(self._path, copy)
         found = sums_in(copy, recover=True)
@@ -143,7 +143,7 @@ def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_all_sums_are_taken_away(tmp_path: Path) -> None:
-    """What is added afterwards stands."""
+    """Sums that are added afterwards remain."""
     path, copy = tmp_path / "sums", tmp_path / "copy"
     for number in itertools.count():
         path.unlink(missing_ok=True)

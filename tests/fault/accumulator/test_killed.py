@@ -1,5 +1,5 @@
 """Goal: an accumulator whose process was killed is opened for recovery alone, however many threads
-were adding; each of their calls is there whole or not at all.
+were adding; each of their calls counts whole or not at all.
 
 Method: images after each write of a story; threads that hammer are killed at drawn moments. Oracle:
 counts that each thread notes when it was answered. Kills after each write: store/test_killed.py.
@@ -122,7 +122,7 @@ def test_the_story_applies_several_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_hammering_threads_are_killed(tmp_path: Path, seed: int) -> None:
-    """Each thread has a column of its own, so that its calls can be told apart in any row."""
+    """Each thread has a column of its own, so that its calls can be distinguished in any row."""
     moment = random.Random(seed)
     expected = np.zeros((hammered_accumulator.ROW_COUNT, hammered_accumulator.THREAD_COUNT))
     for round_number in range(2):

@@ -320,7 +320,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
 def test_a_restorer_that_dies_before_it_confirms(
     cluster, connect, tmp_path, monkeypatch, version: int
 ) -> None:
-    """Shard 0 stands, shard 1 has the values and has not been told; whoever opens next tells it."""
+    """Shard 0 has committed, shard 1 has the values alone; the next opening confirms them."""
 
     class DiedError(BaseException):
         """As SIGKILL: nothing of the client's runs afterwards."""

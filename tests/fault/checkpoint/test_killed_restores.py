@@ -2,7 +2,7 @@
 
 Method: clients in processes of their own restore a checkpoint and are killed before and after each
 call and message, of parameters, tables, and both. Then another client restores the same again, and
-what is there is what was saved, bit for bit; another checkpoint over it is refused.
+the shards have what was saved, bit for bit; another checkpoint over it is refused.
 """
 
 from __future__ import annotations

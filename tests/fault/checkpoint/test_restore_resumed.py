@@ -1,7 +1,7 @@
 """Goal: a restore that ended between two shards can be brought to its end, and mixes nothing.
 
-Method: whoever restores ends when one chosen shard has finished; workers go on where the table
-stands already; shards are killed meanwhile.
+Method: the restoring client ends when one chosen shard has finished; workers go on where the table
+is restored already; shards are killed meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONES = np.ones((IDS.size, DIM), np.float32)
 
 
 class EndedError(Exception):
-    """Whoever restored is no more."""
+    """The restoring client ended here."""
 
 
 def open_table(client: shardwell.Client) -> shardwell.Table:
@@ -123,7 +123,7 @@ def test_another_checkpoint_does_not_complete_it(
     second = checkpoint(connect(cluster(2), "saver"), tmp_path / "second", value=9.0)
     client = connect(cluster(3, data_dir=tmp_path / "data"), "w0")
     cut_off(client, saved, 1, monkeypatch)
-    client.restore_checkpoint(second)  # nobody counted a gradient: it replaces what came
+    client.restore_checkpoint(second)  # no gradient was counted: it replaces what came
     table = open_table(client)
     np.testing.assert_array_equal(table.get_rows(IDS), 9.0)
     assert table.status()[1].row_count + table.status()[0].row_count < IDS.size

@@ -1,4 +1,4 @@
-"""Goal: whatever ends in the middle of a save or a restore of a table, what stands is whole.
+"""Goal: whatever ends in the middle of a save or a restore of a table, the result is whole.
 
 Method: shards are processes that are killed at chosen messages; hostile streams come from a worker
 made of the generated stubs alone; disks fail where they are written to.
@@ -79,7 +79,7 @@ def kill_and_start_again(running: LocalCluster, shard_index: int) -> None:
 def test_a_shard_that_is_killed_during_a_restore(
     cluster, connect, tmp_path, monkeypatch, saved, killed, moment
 ) -> None:
-    """It comes back with half of it on its disk, or when the other stands; all is done again."""
+    """It comes back with half of it on its disk, or when the other is done; all is done again."""
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
     client = connect(running, "w0")
     kills = []

@@ -129,7 +129,7 @@ def test_a_client_of_the_child_s_own_works(cluster, tmp_path: Path) -> None:
     """With gRPC's support of forks, which is to be asked for, and is for processes of clients.
 
     gRPC fails to connect in about one such child of a thousand, where the processors are busy (ADR
-    0003). Such a child is told so within its timeout, and that one may be among these.
+    0003). Such a child gets an error within its timeout, and it may be among these.
     """
     program = tmp_path / "forks.py"
     program.write_text(
@@ -235,7 +235,7 @@ def test_a_cluster_is_its_parent_s_to_stop(processes: bool) -> None:
 
 
 def test_a_client_is_refused_whatever_other_threads_did_at_the_fork(cluster, connect) -> None:
-    """What was locked then is locked in the child for good."""
+    """Locks that were held then are held in the child for good."""
     client = connect(cluster(1), "w0")
     client.parameter("m", size=SIZE, optimizer=SGD)
     client.table("t", row_count=9, dim=2, optimizer=SGD)

@@ -74,7 +74,7 @@ Give = Callable[..., None]
 
 
 class Replay:
-    """What is right, of one worker."""
+    """The right weights, of one worker."""
 
     def __init__(self) -> None:
         self.worker, self.weights = Int8Worker(SIZE), Int8Weights(np.zeros(SIZE, np.float32))
@@ -219,7 +219,7 @@ def begun_in_part(net: Any, step: int) -> tuple[Float32, Float32]:
 
 
 def test_another_gradient_takes_the_rest(cluster, connect) -> None:
-    """What was counted of the first has taken the residual with it, and left its own."""
+    """The counted part of the first has taken the residual with it, and left its own."""
     net = opened(connect(cluster(3), "w0"), optimizer=shardwell.Adagrad(0.5))
     for step in range(4):
         before, first = begun_in_part(net, step)

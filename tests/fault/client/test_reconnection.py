@@ -253,7 +253,7 @@ def test_close_ends_the_wait_at_once(proxies, join, kind, verb, what) -> None:
 
 
 def test_a_line_that_never_lasts_for_a_whole_tensor(running, proxies, join) -> None:
-    """What was acknowledged is not sent again: each connection takes the exchange further."""
+    """Acknowledged chunks are not sent again: each connection takes the exchange further."""
     trained = join()
     trained.prepare("exchange")
     model = trained.handle
@@ -331,7 +331,7 @@ print("closed", flush=True)
 
 
 def test_calls_of_a_parameter_take_turns_while_one_waits(proxies, join) -> None:
-    """The one whose turn does not come is told so at its own deadline; nothing is lost."""
+    """The call whose turn does not come fails at its own deadline; nothing is lost."""
     trained = join()
     trained.prepare("exchange")
     model = trained.handle

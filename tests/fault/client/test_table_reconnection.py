@@ -166,7 +166,7 @@ def test_the_others_go_on_with_what_was_counted_of_an_abandoned_step(
 
 
 def test_a_worker_that_died_in_the_middle_goes_on(running, proxies, join, connect) -> None:
-    """Its next process is told, sends the same rows again, and each counts once."""
+    """Its next process learns of it, sends the same rows again, and each counts once."""
     client, table = join(timeout_s=BRIEF_S)
     table.put_row_gradients(*batch(0))
     _half_counted(running, proxies, lambda: table.put_row_gradients(*batch(1)))

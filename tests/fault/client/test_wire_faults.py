@@ -148,7 +148,7 @@ def _stalls(model: shardwell.Parameter, proxy: Proxy, verb: str, *, timeout_s: f
 
 
 def test_stalled_in_the_middle_and_going_on(model, proxy) -> None:
-    """A wire that stands still for a moment costs time alone."""
+    """A wire that stalls for a moment costs time alone."""
     model.exchange(_gradient(0))
     proxy.stall()
     exchanging = in_background(lambda: model.exchange(_gradient(1)))

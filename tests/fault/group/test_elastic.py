@@ -1,6 +1,7 @@
 """Workers of an elastic group that come, leave, are killed or stand still while all go on.
 
-Goal: nobody calls rebuild(), every step has the same sum on all that made it, weights are those of
+Goal: no worker calls rebuild(), every step has the same sum on all that made it, weights are those
+    of
 a replay of who took part, and a newcomer goes on from the state of the others. Method: real
 processes, killed for real; a sum says who took part in it.
 """
@@ -91,7 +92,7 @@ def test_a_rank_that_is_killed(target, start, strategy, victim, retry) -> None:
 DEATHS = [
     (rank, at)
     for rank in (0, 1, 2)
-    for at in ("announcing", "sending", "made", "told", "going", "making")
+    for at in ("announcing", "sending", "made", "known", "going", "making")
     if rank == 0 or at not in ("going", "making")
 ]
 DEATH_STEP = 5
@@ -111,7 +112,7 @@ def test_a_rank_dies_at_one_instant_of_a_sum(target, start, rank, at, retry) -> 
         worker.await_step_of(each.uid for each in left)
     finish(*left)
     found = check_steps(left)
-    counts = at in ("told", "making")
+    counts = at in ("known", "making")
     assert found[DEATH_STEP] == sum(2**each.uid for each in (workers if counts else left))
     fails = not (retry or counts or at == "announcing")
     for worker in left:
@@ -169,7 +170,7 @@ def test_a_killed_worker_comes_back_with_nothing(target, start) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_stood_still_beyond_its_lease(target, start, victim) -> None:
-    """The others go on; it is told to join again, and does, as a newcomer."""
+    """The others go on; its call says that it must join again, and it does, as a newcomer."""
     workers = start(target, 0, 1, 2)
     stopped = next(each for each in workers if each.steps[-1]["rank"] == victim)
     left = [each for each in workers if each is not stopped]
@@ -213,7 +214,7 @@ def test_a_newcomer_that_is_killed_while_it_comes_in(target, start) -> None:
 
 @pytest.mark.parametrize("at", ["giving", "taking"])
 def test_a_worker_dies_in_the_middle_of_a_state(target, start, at) -> None:
-    """A state of several pieces: another member gives all of it, and nobody keeps a part."""
+    """A state of several pieces: another member gives all of it, and no worker keeps a part."""
     dies = {"rank": 0, "size": 0, "step": 0, "at": at}
     given = {"ballast_bytes": BALLAST_BYTES}
     workers = start(target, 0, 1, 2, **given, **({"dies": dies} if at == "giving" else {}))

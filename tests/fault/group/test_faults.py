@@ -1,6 +1,6 @@
 """Members that die, stop, or are interrupted, at any moment of a group's life.
 
-Goal: nobody hangs, all survivors name the same rank within the lease, and rebuild() goes on with
+Goal: no member hangs, all survivors name the same rank within the lease, and rebuild() goes on with
 exact results. Method: members are processes that sum integers; they are killed for real.
 """
 
@@ -57,7 +57,7 @@ def kill(member: GroupProcess) -> None:
 
 
 def lost(survivors: list[GroupProcess], rank: int) -> None:
-    """Each is told of the same rank."""
+    """Each survivor's error names the same rank."""
     for answer in answers(survivors, PATIENCE_S):
         assert (answer.get("error"), answer["rank"]) == ("WorkerLostError", rank), answer
 
@@ -131,7 +131,7 @@ def test_two_deaths_at_once(target, start) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_that_is_stopped(target, start, victim) -> None:
-    """As dead, when its lease ends; when it wakes up it is told to join again, and does."""
+    """As dead, when its lease ends; once awake, its call says to join again, and it does."""
     members = start(target, range(3), 3)
     for member in members:
         member.begin("sum", size=LONG)
@@ -141,7 +141,7 @@ def test_a_member_that_is_stopped(target, start, victim) -> None:
     lost(survivors, victim)
     for member in survivors:
         member.begin("rebuild")
-    found = answers(survivors, PATIENCE_S)  # the one that stands still is not waited for
+    found = answers(survivors, PATIENCE_S)  # the stopped one is not waited for
     assert [(answer.get("rank"), answer.get("size")) for answer in found] == [(0, 2), (1, 2)]
     exact(survivors)
     members[victim].send(signal.SIGCONT)
@@ -155,7 +155,7 @@ def test_a_member_that_is_stopped(target, start, victim) -> None:
 
 
 def to_join_again(woken: GroupProcess, rank: int) -> None:
-    """What a member is told whose lease ended: by its call, and by rebuild."""
+    """The errors of a member whose lease ended: of its call, and of rebuild."""
     for answer in (woken.answer(PATIENCE_S), woken.ask("rebuild")):
         assert (answer.get("error"), answer["rank"]) == ("WorkerLostError", rank), answer
         assert "close the group, and join it again" in answer["message"]

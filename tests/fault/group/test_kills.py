@@ -98,7 +98,7 @@ def test_kills_at_random_moments(cluster, seed, strategy) -> None:
 
 
 def test_one_killed_while_others_join_is_waited_for(cluster) -> None:
-    """It has asked for its place, so that the others find nobody at its address."""
+    """It has asked for its place, so that the others find no process at its address."""
     target = cluster(1).target
 
     def is_known() -> bool:

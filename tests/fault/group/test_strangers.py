@@ -1,6 +1,7 @@
 """Strangers that call PeerService, and a member that sends junk: raw gRPC, from the .proto.
 
-Goal: what belongs elsewhere is refused with a status that says so, nobody hangs, and a group goes
+Goal: what belongs elsewhere is refused with a status that says so, no member hangs, and a group
+    goes
 on with exact sums; a member that sends junk ends the call with an error, and nothing is written.
 """
 
@@ -103,7 +104,7 @@ def test_streams_that_belong_elsewhere_are_refused(place) -> None:
 def test_messages_of_an_earlier_generation_are_refused(place) -> None:
     def work(group: shardwell.Group) -> None:
         summed(group)
-        group.barrier()  # nobody's data are under way when the first one rebuilds
+        group.barrier()  # no data are under way when the first one rebuilds
         stranger = Stranger(group)
         with stranger.channel:
             group.rebuild()

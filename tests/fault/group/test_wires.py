@@ -73,7 +73,7 @@ def failing(group: shardwell.Group, **options: Any) -> shardwell.ShardwellError:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_wire_that_is_cut(place, victim) -> None:
-    """All are told at once, and rebuild: everybody lives, so everybody is there again."""
+    """All calls fail at once, and all rebuild: all live, so all are members again."""
     with behind_proxy(place, victim) as (proxy, futures):
         groups = [future.result(PATIENCE_S) for future in futures]
         each(groups, summed)
@@ -91,7 +91,7 @@ def test_a_wire_that_is_cut(place, victim) -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_damage_below_the_framing_of_grpc_at_the_meeting_place(place, direction) -> None:
     """It costs time and nothing else: the meeting place is asked again."""
-    for at in (0, 3, 5, 8):  # of its first frame: others make a connection that stands still
+    for at in (0, 3, 5, 8):  # of its first frame: others make a connection that stalls
         with Proxy(place) as proxy:
             proxy.corrupt_at(direction, at, 0x40)
             with joined(proxy.address, 0, 1, name=f"job-{at}", lease_s=LEASE_S) as group:
@@ -229,7 +229,7 @@ def test_a_member_that_answers_late_is_waited_for(place) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "192.0.2.1:9", "no-such-host.invalid:1"])
 def test_an_address_that_others_can_not_reach(place, address) -> None:
-    """Said at join, to all, with the rank: at once where nobody listens, else at the deadline."""
+    """Join says so to all, with the rank: at once if no process listens, else at the deadline."""
     timeout_s = 20.0 if address == "127.0.0.1:1" else 3.0
 
     def join(rank: int) -> shardwell.ShardwellError:

@@ -81,7 +81,7 @@ def test_a_fixed_crew_ends_as_if_nothing_had_been(
             assert learner.process.wait(2 * PATIENCE_S) == 0, learner.log
     for fragment, (weights, version) in enumerate(weights_of(connect(running, "reader"))):
         expected = np.zeros(SIZE)
-        # What is taken later may be a step behind another fragment's.
+        # A fragment that is taken later may be a step behind another.
         assert stop_version <= version <= stop_version + (options.get("overdue") == "later")
         for step in range(version):
             both = [outer_gradient(name, fragment, step) for name in ("w0", "w1")]

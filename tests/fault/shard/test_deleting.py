@@ -74,7 +74,7 @@ def test_a_client_that_ends_anywhere(
     assert left == [number < 5, number < 4]
     if number < 3:  # nothing is decided: it goes on
         np.testing.assert_array_equal(step(one), -2.0)
-    elif number < 5:  # nobody makes a part of it anew, with whatever spec
+    elif number < 5:  # no client can make a part of it anew, with whatever spec
         for dim in (2, 3):
             with pytest.raises(unknown, match="is being deleted by 'ends'"):
                 opened(connect(running, f"w{dim}"), kind, dim)

@@ -135,7 +135,7 @@ def test_clip_norm_with_members_that_come_and_go() -> None:
 
 
 def test_a_full_step_whose_members_are_all_gone_is_closed_by_the_next_one() -> None:
-    """Shards wait for the norm of a step that has all its gradients, and nobody is left to say."""
+    """Shards wait for the norm of a step that is full, and no client is left to send it."""
     gradient = np.zeros(SIZE, np.float32)
     gradient[0] = 4.0
     with LocalCluster(shard_count=2, chunk_size_bytes=1024) as cluster:

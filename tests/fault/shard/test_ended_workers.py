@@ -30,7 +30,7 @@ LONG_S = 600.0
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has nobody wait for a worker that has ended."""
+    """Calls do not wait for a worker that has ended."""
     monkeypatch.setattr(members, "RETURN_AFTER_END_S", 0.0)
 
 
@@ -297,7 +297,7 @@ def test_a_snapshot_of_a_step_that_is_stuck_half_way(cluster, connect, tmp_path)
 def test_a_worker_that_fails_is_waited_for_and_one_that_exits_is_not(
     cluster, connect, error
 ) -> None:
-    """What is started again after an error goes on where it was, as after a kill."""
+    """A worker that starts again after an error goes on where it was, as after a kill."""
     running = cluster(2, chunk_size_bytes=64)
     net = opened(connect(running, "w0"))
     net.put_gradient(ones())

@@ -1,4 +1,4 @@
-"""Goal: SIGKILL at any moment, of anybody, changes nothing about what is learned.
+"""Goal: SIGKILL at any moment, of any process, changes nothing about what is learned.
 
 Method: random kills (harness/faults/random_kills.py) in clusters that keep files, hundreds in all;
 after every round the shards hold the weights, or rows, of an undisturbed run, bit for bit. The

@@ -3,7 +3,7 @@
 Method: one training of a synchronous table by two workers, with abandoned steps, evictions and
 steps that close in several batches, one of an asynchronous table with more workers than seats,
 which go from worker to worker, and one of elastic members, without whom steps close that they had
-begun, are told on files, of which an image is taken after every write.
+begun, run on files, of which an image is taken after every write.
 From each image a shard goes on: all parts are sent again, as workers do. Oracle: the same training
 in memory. What lies below the shard is store/test_killed.py's.
 """

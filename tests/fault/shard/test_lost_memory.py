@@ -153,7 +153,7 @@ def test_before_anything_has_begun_nothing_is_lost(cluster, connect, shard_index
 def test_a_start_on_an_empty_directory(
     tmp_path, cluster, connect, kind, shard_index, durability
 ) -> None:
-    """Whoever opens what the others have trained reads which shard it is, and why."""
+    """The error of a client that opens what the others have trained names the shard, and why."""
     running = cluster(2, data_dir=tmp_path, processes=True, durability=durability)
     sgd = shardwell.SGD(learning_rate=1.0)
 
@@ -189,7 +189,7 @@ def test_a_start_on_an_empty_directory(
 @pytest.mark.parametrize("shard_index", [0, 1])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_rows_that_are_gone_are_not_taken_for_new_ones(cluster, connect, mode, shard_index) -> None:
-    """Whoever opens the table again, under whatever name, is told."""
+    """A client that opens the table again, under whatever name, gets an error."""
     running = cluster(2)
     options = {"row_count": 100, "dim": 1, "optimizer": shardwell.SGD(learning_rate=1.0)}
     options |= {"mode": mode, "initializer": shardwell.Zeros()}

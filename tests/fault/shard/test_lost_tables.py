@@ -1,4 +1,5 @@
-"""Goal: when a shard without files loses its memory, nobody ever gets, sends or saves half a table.
+"""Goal: when a shard without files loses its memory, no client ever gets, sends or saves half a
+table.
 
 Method: shards are processes in memory; one is killed and started again, empty; workers that had the
 table open and new ones try everything, again and again.
@@ -117,7 +118,7 @@ def test_a_kept_table_is_the_same_after_a_kill(cluster, connect, tmp_path) -> No
 
 
 def test_a_table_that_was_made_and_not_yet_told_apart(cluster, connect, monkeypatch) -> None:
-    """Shard 0 ended between making it and drawing its incarnation; whoever comes next has one."""
+    """Shard 0 ended between making it and drawing its incarnation; the next client gets one."""
 
     def failing(*_: object) -> None:
         raise shardwell.StorageError("the disk is gone")

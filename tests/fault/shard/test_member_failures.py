@@ -118,7 +118,7 @@ def test_a_joiner_dies_between_two_shards_join() -> None:
 
 @pytest.mark.parametrize("min_count", [1, 2])
 def test_all_members_are_lost_with_a_chunk_partly_in(min_count: int) -> None:
-    """A has w's gradient of the step, B has nobody's: newcomers take part from B's open step."""
+    """A has w's gradient of the step, B has none: newcomers take part from B's open step."""
     with LocalCluster(shard_count=2) as cluster, ExitStack() as stack:
         clients = [
             stack.enter_context(

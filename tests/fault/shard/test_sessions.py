@@ -1,5 +1,5 @@
 """Goal: whatever happens to processes, machines and shards, one session at a time has a worker's
-place, a restarted worker has it at once, and one that comes too late is told so.
+seat, a restarted worker has it at once, and one that comes too late gets an error.
 
 Method: worker processes that are killed and stopped, shards that are killed, lines that are cut;
 the weights show which gradients counted: every element is minus their sum.

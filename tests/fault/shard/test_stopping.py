@@ -1,4 +1,4 @@
-"""A shard that is asked to stop: what it has begun it finishes, what waits for others is told."""
+"""A shard that is asked to stop finishes what it has begun; calls that wait for others fail."""
 
 from __future__ import annotations
 

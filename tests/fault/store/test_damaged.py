@@ -1,7 +1,7 @@
 """Goal: files that are gone, cut, blank, or not a store's own are refused by name or do no harm;
 they never become other weights or rows.
 
-Method: the files of the stories of a parameter and of a table, told to the end, are damaged one at
+Method: the files of the stories of a parameter and of a table, run to the end, are damaged one at
 a time, and gone on with. Oracle: the stories in memory, undisturbed. Single bits are flipped in
 test_damaged_parameters.py and test_damaged_tables.py.
 """

@@ -1,8 +1,9 @@
-"""Goal: damage in a journal is told by name, and a torn end that nobody was told of is none.
+"""Goal: damage in a journal is reported by name, and a torn end that was never acknowledged is
+none.
 
 Method: bits of journals that parameters and tables need after a loss of power are flipped, all of
-what was synced. And journals are torn as disks tear them: each block that was written since the
-last sync is there or not, in any order, life after life. Oracle: what was synced.
+its synced part. And journals are torn as disks tear them: each block that was written since the
+last sync is on the disk or not, in any order, life after life. Oracle: the synced part.
 """
 
 from __future__ import annotations

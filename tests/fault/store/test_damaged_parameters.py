@@ -106,7 +106,7 @@ def test_a_flipped_bit_in_a_small_file(finished: Damage, directory: str, name: s
 
 
 def test_a_flipped_bit_in_marks(finished: Damage) -> None:
-    """Three seats of three chunks in rows of a page; then a row that nobody has."""
+    """Three seats of three chunks in rows of a page; then a row without a seat."""
     name = f"{FIRST}/marks"
     for row in range(3):
         for offset in range(3 * 16):

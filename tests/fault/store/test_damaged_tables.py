@@ -72,7 +72,7 @@ def test_bits_of_what_stands_beside_rows(finished: Damage) -> None:
             if offset < len(finished.contents(name)):
                 finished.flip(name, offset)
         refused[name] = finished.refused_count
-    assert refused["records"] == 8 + 56 + 4  # the word, the record that stands, its CRC
+    assert refused["records"] == 8 + 56 + 4  # the word, the current record, its CRC
     assert refused["marks"] == 16  # of one seat; what the record names is written again
     assert refused["undo"] == 8  # the word that says that an entry is valid
     for name in ("events", "table.json"):

@@ -136,7 +136,7 @@ def fill_rows(storage: TableStorage, count: int) -> None:
 
 
 def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
-    """In more than one table, of which neither dies of it, and what is there goes on."""
+    """In more than one table, of which neither dies of it, and existing rows go on."""
     store = opened(disk.path)
     small, large = store.create_table(LAYOUT), store.create_table(LARGE)
     tell(small)

@@ -1,9 +1,9 @@
 """Goal: whatever instruction a process is killed at, its files hold each change whole or not at
 all, and all that was answered; and what goes on from them comes to the same end, bit for bit.
 
-Method: a story each of a parameter, a table and an accumulator is told again and again, cut off
+Method: a story each of a parameter, a table and an accumulator is run again and again, cut off
 after each single write: by SIGKILL to a process of its own, and, for what lies between two writes,
-by images of the files in which a write is there in part. Oracles: the same stories, undisturbed, in
+by images of the files in which a write is done in part. Oracles: the same stories, undisturbed, in
 memory or plain Python (harness/stories/killed.py).
 """
 
@@ -60,7 +60,7 @@ def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
     assert told.returncode == 0, told.stderr
     last = int(told.stdout)
     assert last > story.write_count_min
-    for number in range(1 + part, last + 1, PART_COUNT):  # the last was told to its end
+    for number in range(1 + part, last + 1, PART_COUNT):  # the last ran to its end
         path = tmp_path / str(number)
         answered_count = len((path / "answered").read_bytes())
         story.check_goes_on(path / "store", answered_count, f"kill {number}")
@@ -122,7 +122,7 @@ def test_parameters_and_accumulators_write_nothing_without_a_name(writes_of: Wri
 
 
 def test_several_chunks_were_being_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By as many threads as may at once: each chunk is taken back, or stands, by itself."""
+    """By as many threads as may at once: each chunk is taken back, or kept, by itself."""
     monkeypatch.setattr(elementwise, "BLOCK_ELEMENT_COUNT", 8)
     size, chunk_size = 80, 16
     path, images = tmp_path / "store", []

@@ -1,6 +1,6 @@
 """Goal: whatever write a shard is killed at, int8's weights and image go on with the same bits.
 
-Method: a training of two parameters, told on files, of which each write leaves an image; a shard
+Method: a training of two parameters, run on files, of which each write leaves an image; a shard
 goes on from each, on the same machine or on one that lost power since, and comes to the end of the
 same training in memory. Beside it the replay of harness.oracles.int8 for what it comes to.
 """

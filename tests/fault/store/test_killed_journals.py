@@ -52,7 +52,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
-    """What every write of a story leaves, told once."""
+    """The images that every write of a story leaves; each story runs once."""
 
     @functools.cache
     def told(kind: str) -> list[Written]:
@@ -99,8 +99,8 @@ def test_a_table_changes_while_an_image_is_under_way(writes_of: WritesOf) -> Non
 def test_killed_after_each_write(tmp_path: Path, writes_of: WritesOf, kind: str, part: int) -> None:
     """And the machine loses power after that.
 
-    What was journaled before the kill and never counted may count after the other in a parameter,
-    where whoever sent it sends it again, and must not in a table.
+    Entries that were journaled before the kill and never counted may count after the other in a
+    parameter, where their sender sends them again, and must not in a table.
     """
     story, without_power = STORIES[kind], AFTER_POWER_LOSS[kind]
     for written in writes_of(kind)[part::PART_COUNT]:

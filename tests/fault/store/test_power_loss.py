@@ -59,7 +59,7 @@ def test_what_step_acknowledged_survives(
         run = Run(target, optimizer)
         for step in range(lost_after):
             np.testing.assert_array_equal(run.step(step), expected[step])
-        # One worker is ahead: what it was told must survive in the open step's sum.
+        # One worker is ahead: its acknowledged gradient must survive in the open step's sum.
         assert run.models[0].put_gradient(gradient(lost_after, 0)) == lost_after
         disk.lose_power(tmp_path / "first", tmp_path / "second")
         run.close()
@@ -390,7 +390,7 @@ def test_going_back_to_process_loses_nothing(
 
 
 def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk: Disk) -> None:
-    """The shard's thread and whoever sets first weights may both write one, one after the other."""
+    """The shard's thread and a setter of first weights may both write one, one after the other."""
     config = ShardConfig(
         shard_index=0, shard_count=1, chunk_size_bytes=256, durability=Durability("step")
     )

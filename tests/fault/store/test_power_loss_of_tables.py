@@ -76,7 +76,7 @@ def test_a_journal_with_a_part_gone_is_refused(
 def test_an_image_newer_than_its_journal_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows may be of changes that nobody knows of any more."""
+    """Its rows may be of changes that no journal has any more."""
     path = tmp_path / "store"
     storage = JOURNALED.recovered(restore({}, path))
     take_seats(storage)
@@ -122,7 +122,7 @@ def test_without_an_image_what_is_damaged_is_refused(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_table_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """What was answered to workers is there, and they go on at the step that they were at."""
+    """Acknowledged steps survive, and workers go on at the step that they were at."""
     disk = Disk(monkeypatch)
     first, second = tmp_path / "first", tmp_path / "second"
     ids = np.arange(0, 90, 3)

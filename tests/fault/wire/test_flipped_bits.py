@@ -94,7 +94,7 @@ class Line:
             method: The RPC whose message is damaged.
             direction: "request" or "response".
             call: Makes the call; passed its timeout_s.
-            number: Which of the call's messages; 0 is the first.
+            number: Number of the message in the call; 0 is the first.
         """
         sizes: list[tuple[int, int]] = []
 
@@ -233,7 +233,7 @@ def test_the_mean_weighs_as_it_was_meant(line, connect) -> None:
 
 
 def test_what_a_shard_says_it_has_counted(line) -> None:
-    """Who is told another count sends the gradient again, which is counted once."""
+    """A client that reads another count sends the gradient again, which is counted once."""
     model = opened(line.client)
 
     def call(timeout_s: float | None) -> None:
@@ -277,7 +277,7 @@ def test_weights(line, direction) -> None:
 @pytest.mark.parametrize("direction", ["request", "response"])
 @pytest.mark.parametrize("number", [1, 2], ids=["asked", "told"])
 def test_norms(line, connect, direction, number) -> None:
-    """Of a step that is clipped: what the shard found, and what it is told, after a gradient."""
+    """Of a clipped step: the norm that the shard found, and the one it gets, after a gradient."""
     options = {"codec": "fp32", "worker_count": 2, "optimizer": CLIPPED}
     model = opened(line.client, **options)
     other = opened(connect(line.running, OTHER_WORKER), **options)
@@ -423,7 +423,7 @@ def test_first_weights(line, monkeypatch) -> None:
 )
 @pytest.mark.parametrize("method", ["Snapshot", "ScanRows"])
 def test_checkpoints(line, tmp_path, method, direction, number) -> None:
-    """What is saved is byte for byte what an undisturbed client saves."""
+    """The checkpoint is byte for byte what an undisturbed client saves."""
     for value, name in enumerate((NAME, *NEIGHBOURS), start=1):
         if method == "Snapshot":
             opened(line.client, name).put_gradient(np.full(SIZE, value, np.float32))
@@ -568,7 +568,7 @@ def changes_of(line: Line, kind: str, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("kind", ["parameter", "table"])
 def test_learning_rates(line, kind) -> None:
-    """A rate, a step or a name with another bit is none that anybody asked for."""
+    """A rate, a step or a name with another bit is none that a client asked for."""
     open_one = opened if kind == "parameter" else opened_table
     for name in NEIGHBOURS:
         open_one(line.client, name)
@@ -610,7 +610,7 @@ def test_evictions(line) -> None:
     [("parameter", "CreateParameter"), ("parameter", "ClaimInit"), ("table", "OpenTable")],
 )
 def test_openings(line, kind, method) -> None:
-    """What is made has the spec that was meant, and nothing else is made."""
+    """The parameter has the spec that was meant, and nothing else is made."""
     names = iter(f"m{number:05d}" for number in range(10**5))
     made: list[str] = []
     optimizer = shardwell.Adam(learning_rate=0.5, beta1=0.25)
@@ -823,7 +823,7 @@ def test_where_a_step_ends(line, verb, number, field) -> None:
 
 
 def test_a_verdict_that_was_damaged_mixes_no_mean(cluster, monkeypatch) -> None:
-    """One rank is told other sample counts than the others: nobody gets a result."""
+    """One rank gets other sample counts than the others: no rank gets a result."""
     put = Mailbox.put_verdict
 
     def damaged(self: Mailbox, verdict: peer_pb2.Verdict) -> None:

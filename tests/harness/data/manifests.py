@@ -13,7 +13,7 @@ MANIFEST = "manifest.json"
 
 
 def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest as somebody does who knows how its CRC is made."""
+    """Changes the manifest, and makes its CRC fit."""
     fields = json.loads((path / MANIFEST).read_text())
     change(fields)
     fields["crc32c"] = "00000000"

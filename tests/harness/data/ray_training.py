@@ -14,7 +14,7 @@ Float32 = npt.NDArray[np.float32]
 SIZE = 3000
 SGD = shardwell.SGD(learning_rate=0.5, momentum=0.5)
 CHECKPOINT_STEPS = 20
-"""Worker 0 saves a checkpoint after each so many steps, if it is told where."""
+"""Worker 0 saves a checkpoint after each so many steps, if it has a path."""
 _TIMEOUT_S = 5.0
 """Of calls: longer than a shard's process takes to be started again."""
 _LIFE_COUNT_MAX = 40

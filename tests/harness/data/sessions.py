@@ -42,19 +42,15 @@ class AllAlive:
     """Every session attends."""
 
     def alive_for_s(self, number: int, process: str = "") -> float:
-        """See Liveness."""
         return math.inf
 
     def spare_in_s(self, number: int) -> float:
-        """See Liveness."""
         return math.inf
 
     def gone_for_s(self, number: int) -> float:
-        """See Liveness."""
         return 0.0
 
     def attends_as(self, worker_id: str) -> bool:
-        """See Liveness."""
         return True
 
 

@@ -1,6 +1,6 @@
 """A parameter and a table in training whose outcome is known, with all verbs by name.
 
-What is to be true of both when lines are cut or shards go away is tested once, with either.
+Tests of cut lines and lost shards are written once, and run with either.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Trained(abc.ABC):
         """How many there are in so many steps."""
 
     def prepare(self, verb: str) -> None:
-        """What is to be there before a call: nothing, or first values and a step."""
+        """Makes what a call needs: nothing, or first values and a step."""
         if verb != "init":
             self.initialize()
             if not verb.startswith("first"):

@@ -1,1 +1,1 @@
-"""The chart and the images, as whoever deploys them has them."""
+"""The chart and the images, as an operator has them."""

@@ -63,14 +63,14 @@ class Container:
 
     Args:
         pod: Its spec.
-        name: Of the container.
-        image: Which is run instead of the pod's, whose name is a registry's.
+        name: Name of the container.
+        image: The image that is run instead of the pod's, whose name is a registry's.
         settings: Its environment, resolved.
         secrets: Files by the names of secrets.
         directory: Where secrets are written.
-        network: Of the engine, on which it is reached by `host`.
+        network: The engine's network, on which it is reached by `host`.
         host: A whole name.
-        ports: Of this machine, by those of the container.
+        ports: Ports of this machine, by those of the container.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class Damage:
         return self.of(name, bytes(contents), f"a bit of byte {offset}")
 
     def zero(self, name: str, start: int, stop: int) -> str | None:
-        """Zeros in place of what is there."""
+        """Writes zeros over a range."""
         contents = self.contents(name)
         contents[start:stop] = bytes(len(contents[start:stop]))
         return self.of(name, bytes(contents), f"zeros in [{start}, {stop})")

@@ -39,7 +39,7 @@ class FlippingProxy(grpc.GenericRpcHandler):
         Args:
             method: Its name, such as "Exchange".
             direction: "request" or "response".
-            number: Which of the messages that come from now on; 0 is the next.
+            number: Number of the message from now on; 0 is the next.
             bit: Where there is none such, the message stays as it is.
         """
 
@@ -65,7 +65,6 @@ class FlippingProxy(grpc.GenericRpcHandler):
         return self._change is None
 
     def service(self, handler_call_details: Any) -> Any:
-        """See grpc.GenericRpcHandler."""
         path = handler_call_details.method
         method = path.rpartition("/")[2]
 

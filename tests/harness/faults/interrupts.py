@@ -40,7 +40,7 @@ class Interrupt:
         return False
 
     def begin(self) -> None:
-        """Counts from here on. Whoever calls it ends that by `sys.setprofile(None)`."""
+        """Counts from here on. The caller ends that by `sys.setprofile(None)`."""
         sys.setprofile(self._reached)
 
     def _reached(self, frame: FrameType, event: str, _: Any) -> None:

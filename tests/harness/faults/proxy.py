@@ -253,7 +253,7 @@ class Proxy:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends a connection at once, waking whoever reads it; a reset instead of an orderly end."""
+    """Ends a connection at once, and wakes its reader; a reset instead of an orderly end."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with contextlib.suppress(OSError):

@@ -314,7 +314,7 @@ class RandomKills:
 
 @dataclass(frozen=True, kw_only=True)
 class KillCase:
-    """What is killed at random."""
+    """Processes that are killed at random."""
 
     name: str
     plan: TrainingPlan | TablePlan | FirstWeightsPlan

@@ -18,7 +18,7 @@ _STOPPED = "T"
 
 
 def stop(pid: int) -> None:
-    """Stops a process, and waits until each of its threads stands still."""
+    """Stops a process, and waits until each of its threads has stopped."""
     os.kill(pid, signal.SIGSTOP)
     eventually(f"process {pid} stands still", lambda: _states(pid) == {_STOPPED})
 

@@ -1,4 +1,5 @@
-"""Calls of collectives as ranks announce them, and a roll call that notes who was told what."""
+"""Calls of collectives as ranks announce them, and a call matcher that notes each rank's
+verdicts."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Room:
         return self.note(self.roll_call.expire(self.now_s))
 
     def note(self, told: Verdicts) -> Verdicts:
-        """Writes down who was told what; all do after a JOIN as engines do."""
+        """Notes each rank's verdicts; after a JOIN all do as engines do."""
         for rank, verdict in told:
             self.told[rank].append(verdict)
             if verdict.operation == pb.OPERATION_JOIN and not verdict.HasField("failure"):

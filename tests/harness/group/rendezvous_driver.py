@@ -13,7 +13,7 @@ LEASE_S = 5.0
 
 
 def group_spec(size: int = 3, **fields: Any) -> pb.GroupSpec:
-    """A group "job" with a ring of fp16, unless told otherwise."""
+    """A group "job" with a ring of fp16, unless fields say otherwise."""
     defaults = {"name": "job", "strategy": "ring", "codec": types_pb2.CODEC_FP16}
     return pb.GroupSpec(size=size, **{**defaults, **fields})
 
@@ -61,7 +61,7 @@ class Room:
     def renew(
         self, member_id: str, rank: int, generation: int, **fields: Any
     ) -> pb.RenewLeaseResponse:
-        """Renews once; the generation has `size` members unless told otherwise."""
+        """Renews once; the generation has `size` members unless fields say otherwise."""
         defaults = {
             "spec": self.spec,
             "member": group_member(member_id),

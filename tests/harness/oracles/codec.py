@@ -60,7 +60,7 @@ def bounds(name: str, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 def check_roundtrip(name: str, values: npt.NDArray[Any]) -> None:
     """Asserts that all values come back finite, within bounds, with their signs and zeros.
 
-    Whether the writer was told their peak or had to find it.
+    Whether the writer knew their peak or had to find it.
     """
     # What travels is float32; float64 is rounded to it first.
     exact = values.astype(np.float32).astype(np.float64)

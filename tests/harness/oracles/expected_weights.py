@@ -1,4 +1,4 @@
-"""What training of a plan comes to when nobody disturbs it, step after step."""
+"""The weights of an undisturbed training of a plan, step after step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class ComputedWeights:
         self._next_step = 0
 
     def after(self, last_step: int) -> Float32:
-        """See ExpectedWeights."""
         plan = self._plan
         workers = range(plan.worker_count)
         counts = [plan.sample_count(index) for index in workers]
@@ -59,7 +58,7 @@ class ComputedWeights:
         return result
 
     def close(self) -> None:
-        """See ExpectedWeights."""
+        """Has nothing to close."""
 
 
 class Undisturbed(ABC):
@@ -73,7 +72,6 @@ class Undisturbed(ABC):
         self._cluster = LocalCluster(1)
 
     def after(self, last_step: int) -> Float32:
-        """See ExpectedWeights."""
         plan, target = self._plan, self._cluster.target
         together(
             [
@@ -88,7 +86,6 @@ class Undisturbed(ABC):
         """What the shard has."""
 
     def close(self) -> None:
-        """See ExpectedWeights."""
         self._cluster.close()
 
 

@@ -17,7 +17,7 @@ LEVELS = np.float32(127)
 
 
 def rounded(values: npt.NDArray[np.floating]) -> Float32:
-    """What is read of values that were written in int8: one block at a time."""
+    """Values as they are read after writing in int8: one block at a time."""
     plain = values.astype(np.float32)
     found = np.zeros(plain.size, np.float32)
     for start in range(0, plain.size, BLOCK):

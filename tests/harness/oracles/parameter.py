@@ -39,7 +39,7 @@ class ModelParameter:
             self._update(self._mean(contributions))
 
     def _mean(self, contributions: list[tuple[Float64, int]]) -> Float64 | None:
-        """None: nobody's gradient has any weight."""
+        """None: no gradient has any weight."""
         if not self._is_sync:
             return contributions[0][0]
         total = sum(count for _, count in contributions)

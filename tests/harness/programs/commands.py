@@ -28,7 +28,7 @@ class Program:
         arguments: Behind `python`.
         environment: Variables besides this process's, of which it has none of Shardwell's but the
             token of all tests, where there is one.
-        stdin: As for subprocess.Popen; default: DEVNULL.
+        stdin: Argument of subprocess.Popen; default: DEVNULL.
         is_forked: Started by forkserver.py, unless $SHARDWELL_TEST_UNFORKED is set.
     """
 

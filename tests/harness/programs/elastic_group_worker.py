@@ -55,8 +55,8 @@ class Death:
         size: Members that there are then; the others begin the step again with fewer.
         step: The step in whose sum it does.
         at: "announcing": before it calls; "sending": when it has sent some chunks; "made": when it
-            has the result, and nobody knows; "told": when rank 0 knows that it has; "going" and
-            "making": rank 0, when it has told rank 1 alone that the call goes on, or is made.
+            has the result, and no other rank knows; "known": when rank 0 knows that it has; "going"
+            and "making": rank 0, when rank 1 alone knows that the call goes on, or is made.
             Of a state that moves, in any step: "giving": rank 0, and "taking": a newcomer, when
             some has come.
     """
@@ -91,7 +91,7 @@ class Death:
         elif self._at == "sending":
             self._send, self._count = engine._send, 0
             engine._send = self._sending
-        elif self._at in ("made", "told"):
+        elif self._at in ("made", "known"):
             agreement = group._generation._agreement
             self._made, agreement.made = agreement.made, self._making
         else:
@@ -105,7 +105,7 @@ class Death:
             die()
 
     def _making(self, call_index: int) -> None:
-        if self._at == "told":
+        if self._at == "known":
             self._made(call_index)
             threading.Event().wait(TELLING_S)
         die()

@@ -51,7 +51,7 @@ class ElasticTraining:
 
     Args:
         stack: Ends them.
-        folder: Of its file.
+        folder: Folder of its file.
         program: The workers'.
         options: Theirs.
     """
@@ -70,7 +70,7 @@ class ElasticTraining:
 
         Args:
             worker_id: Its name.
-            seed: Of its first weights.
+            seed: Seed of its first weights.
             more: Options of this worker alone.
         """
         given = json.dumps({**self._options, **more})

@@ -205,7 +205,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends it, and what it started."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # whoever else was forked may hold it, too
+        self._socket.shutdown(socket.SHUT_RDWR)  # other forked processes may hold it, too
         self._socket.close()
         self._process.wait()
 

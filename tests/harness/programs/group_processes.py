@@ -52,7 +52,7 @@ class GroupProcess(Program):
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """The next answer; the steps that were told before it are skipped."""
+        """The next answer; the steps that were reported before it are skipped."""
         deadline_s = time.monotonic() + timeout_s
         while (line := self.read_line(max(deadline_s - time.monotonic(), 0.01))) == "#":
             # Steps may come faster than the shortest wait.

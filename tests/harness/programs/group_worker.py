@@ -1,4 +1,4 @@
-"""A member of a group in a process of its own, told what to do by lines of JSON, one answer each.
+"""A member of a group in a process of its own; it does what lines of JSON say, one answer each.
 
 python group_worker.py TARGET NAME RANK SIZE STRATEGY OPTIONS
 

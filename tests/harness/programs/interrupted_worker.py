@@ -176,7 +176,7 @@ def _client_thread_count() -> int:
 
 
 def checkpoints(client: shardwell.Client, interrupts: Interrupts, count: int) -> dict[str, Any]:
-    """Checkpoints that are saved; each directory that is there is complete."""
+    """Checkpoints that are saved; each directory that exists is complete."""
     model = client.parameter("m", size=SIZE, optimizer=SGD, codec="fp32")
     model.init(np.ones(SIZE, np.float32))
     number = 0
@@ -202,7 +202,7 @@ def checkpoints(client: shardwell.Client, interrupts: Interrupts, count: int) ->
 def groups(
     _: shardwell.Client, interrupts: Interrupts, count: int, size: int = 2, threads: int = 1
 ) -> dict[str, Any]:
-    """All-reduces of two ranks, of which the other one is a thread that nobody interrupts.
+    """All-reduces of two ranks, of which the other one is a thread without interrupts.
 
     It goes on until a sum says that it is the last.
     """
@@ -251,7 +251,7 @@ KINDS = {
     "groups": (groups, 0.01),
     "groups of threads": (groups_of_threads, 0.03),
 }
-"""What is done, and the longest that a call may run before it is interrupted, in seconds."""
+"""The kinds of work, and the longest that a call may run before it is interrupted, in seconds."""
 
 if __name__ == "__main__":
     KIND, TARGET, SEED, COUNT = sys.argv[1:]

@@ -72,7 +72,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def _reaches(machine: Machine, host: str) -> bool:
-    """Whether a packet comes there and back: a port at which nobody listens answers at once."""
+    """Whether a packet comes there and back: a port without a listener answers at once."""
     look = f"import socket; print(socket.socket().connect_ex(({host!r}, 9)))"
     found = subprocess.run(
         machine.command(sys.executable, "-c", look), capture_output=True, text=True, check=True

@@ -13,7 +13,7 @@ _TRY_COUNT = 20
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens, nor will before it is asked for.
+    """A port of 127.0.0.1 on which no process listens, nor will before it is asked for.
 
     It is none of those that the system gives out, to listeners on port 0 and to connections, and
     tests that run at the same time in other processes of pytest-xdist have others.

@@ -1,4 +1,4 @@
-"""A worker process that contributes when it is told to, and says what came of it.
+"""A worker process that contributes when a line says so, and reports what came of it.
 
 python session_worker.py TARGET WORKER_ID KIND MODE
 

@@ -26,7 +26,7 @@ _IN_NAMESPACES = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && ex
 
 
 def why_not() -> str:
-    """What is missing for it here; empty: nothing."""
+    """The programs that are missing here, in words; empty: none."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed; Debian: slurmctld slurmd slurm-client munge"

@@ -155,7 +155,7 @@ class Telling:
 
 @contextlib.contextmanager
 def told(path: Path, reached: Callable[[str], None] = lambda point: None) -> Iterator[Telling]:
-    """What is in a directory, as a process has it that is killed at the end of the `with`."""
+    """The contents of a directory, as a process has it that is killed at the end of the `with`."""
     telling = Telling(path, reached)
     try:
         yield telling

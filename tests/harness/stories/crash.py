@@ -1,4 +1,4 @@
-"""The story told on stores of either kind: undisturbed, cut off, and gone on with."""
+"""The story on stores of either kind: undisturbed, cut off, and gone on with."""
 
 from __future__ import annotations
 

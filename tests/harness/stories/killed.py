@@ -81,7 +81,7 @@ class Story(abc.ABC):
     def check_goes_on(
         self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
     ) -> None:
-        """The same; and the rest can be told, to the same end.
+        """The same; and the story can go on, to the same end.
 
         Args:
             is_whole: Else only the end counts: what was damaged may be made anew on the way.
@@ -114,8 +114,8 @@ class StoredStory(Story):
     """Of what a shard's store holds.
 
     Args:
-        durability: As `--durability`.
-        boot: Of who goes on from files: the same machine, or one that lost power since.
+        durability: Argument of `--durability`.
+        boot: Boot id of the machine that goes on: the same one, or one that lost power since.
     """
 
     what: str
@@ -181,7 +181,7 @@ class ParameterStory(StoredStory):
         self, path: Path, answered_count: int, where: str, *, is_whole: bool = True
     ) -> None:
         with self._recovered(path) as shard:
-            if is_whole:  # else nobody looks first: what is damaged must be found in use
+            if is_whole:  # else no test looks first: damage must be found in use
                 assert self.may_be(parameter.state_of(shard), answered_count), where
             crash.go_on(shard, answered_count, self._undisturbed)
 

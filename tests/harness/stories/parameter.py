@@ -182,7 +182,7 @@ def _contribute(
 
 
 def _close(name: str, step: int, shard: Shard) -> bool:
-    """As a client does that is told the norm, or that it is too late."""
+    """As a client does that gets the norm, or learns that it is too late."""
     steps = shard.parameters.get(name).closing
     squared, _ = steps.measure(step, deadline())
     if squared is None:

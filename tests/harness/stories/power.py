@@ -42,7 +42,7 @@ OPTIMIZERS = [
 
 
 class Disk:
-    """What is on a disk for good: the contents of files when they were last synced."""
+    """The contents of a disk for good: those of files when they were last synced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._synced: dict[str, bytes] = {}
@@ -83,7 +83,7 @@ class Disk:
         return follow
 
     def holds(self, directory: Path) -> None:
-        """Takes what is there for synced: it was on disk when the machine started."""
+        """Takes existing files for synced: they were on disk when the machine started."""
         for path in directory.rglob("*"):
             if path.is_file():
                 self._synced[str(path)] = path.read_bytes()
@@ -115,7 +115,7 @@ class Disk:
 def after_power_loss(image: Image, synced: Mapping[str, bytes]) -> Image:
     """What another start of the machine finds of files.
 
-    What is mapped is scrambled where there is an image to go back to, even if it was synced once;
+    Mapped files are scrambled where there is an image to go back to, even if they were synced once;
     all else is what was synced of it. Images are whole, or begun and left behind.
     """
     imaged = {name.split("/image-")[0] for name in standing_images(image)}

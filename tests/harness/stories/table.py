@@ -1,6 +1,6 @@
 """What happens to a table, as a list of changes, each safe to repeat; on storage of any kind.
 
-The story stands in for a shard: it creates rows, updates them, sums gradients, closes a step in
+The story acts as a shard: it creates rows, updates them, sums gradients, closes a step in
 batches, evicts, and gives free places away again. How far it has come is `record.version`.
 """
 
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
     places: list[int]
     value: int
-    """What is written is a function of it and the place."""
+    """The written values are a function of it and the place."""
     values: bool = True
     sums: bool = False
     is_free: bool = False

@@ -22,13 +22,13 @@ class WireArena:
 
     Args:
         address: The shard's, as GetStatus says it.
-        identity: Who is meant.
-        size: What is said of the memory.
+        identity: Identity of the shard that is meant.
+        size: Size that the offer says.
         real_size: What it has.
         seals: With which it is sealed.
-        nonce: What stands in it.
+        nonce: The nonce that it holds.
         file: Another file that is handed over; the caller's to close.
-        message: What is sent instead of the offer.
+        message: The message that is sent instead of the offer.
         file_count: How often the file is handed over.
     """
 

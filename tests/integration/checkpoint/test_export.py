@@ -72,7 +72,7 @@ def test_a_full_disk(cluster, connect, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
     client.export_table("rows", tmp_path / "rows.safetensors")
     sync_count = 1000 - left[0]
-    for count in range(sync_count - 1):  # the last is that of the directory, in which it stands
+    for count in range(sync_count - 1):  # the last is that of the directory, which has it
         left[0] = count
         with pytest.raises(shardwell.StorageError, match="No space left on device"):
             client.export_table("rows", tmp_path / "again.safetensors")

@@ -59,7 +59,7 @@ def open_model(client, optimizer=MOMENTUM, *, size=SIZE, **options):
 
 
 class Training:
-    """Workers that take steps on threads until they are told to stop, all after the same step."""
+    """Workers that take steps on threads until `stop`, all after the same step."""
 
     def __init__(self, models: list[shardwell.Parameter]) -> None:
         self._models = models

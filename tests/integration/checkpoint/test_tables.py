@@ -114,7 +114,7 @@ def test_restored_training_is_the_same_bit_for_bit(
 
 
 class Training:
-    """Workers that take steps on threads until they are told to stop, all after the same step."""
+    """Workers that take steps on threads until `stop`, all after the same step."""
 
     def __init__(self, tables: list[shardwell.Table]) -> None:
         self._tables = tables
@@ -315,7 +315,7 @@ def test_synchronous_workers_go_on_after_a_restore(cluster, connect, tmp_path) -
 
 
 def test_a_limit_of_the_target_is_named(cluster, connect, tmp_path) -> None:
-    """Where shards can't take it, nothing stands, and gradients are refused."""
+    """Where shards can't take it, nothing is restored, and gradients are refused."""
     client = connect(cluster(2), "w0")
     open_table(client).put_row_gradients(np.arange(100), np.ones((100, DIM)))
     client.save_checkpoint(tmp_path / "c")

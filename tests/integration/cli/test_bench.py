@@ -1,4 +1,4 @@
-"""Goal: `shardwell bench` measures a real cluster, leaves nothing there, and disturbs nobody.
+"""Goal: `shardwell bench` measures a real cluster, leaves nothing there, and disturbs no other.
 
 Method: the command as a child process beside clusters that hold other parameters; which figures
 there are is asserted, and which of them can't be, but no time.
@@ -22,7 +22,7 @@ from shardwell_server import step_time
 SGD = shardwell.SGD(learning_rate=0.5)
 BRIEF = ("bench", "--megabytes=1", "--seconds=0.01")
 CHUNKS = {"chunk_size_bytes": 2**20}
-"""As shards have them unless told otherwise; payloads below 64 KiB share no memory."""
+"""The shards' default; payloads below 64 KiB share no memory."""
 
 
 def names_on(client: shardwell.Client) -> set[str]:

@@ -79,7 +79,7 @@ def test_certificates_shards_and_workers(made) -> None:
 
 
 def test_variables_are_enough_for_a_shard(made) -> None:
-    """Without a certificate of a client, nobody is let in."""
+    """Without a certificate of a client, no client is let in."""
     _, of_shards, of_workers = made
     command = ["-m", "shardwell_server", "serve", "--shard-index=0", "--shard-count=1"]
     with Program(*command, "--listen=127.0.0.1:0", environment=of_shards) as shard:

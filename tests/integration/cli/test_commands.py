@@ -28,7 +28,7 @@ CLUSTER = ["-m", "shardwell_server", "cluster", "--shard-count=2"]
 
 @pytest.fixture
 def trained(cluster, connect):
-    """A cluster with a step that waits for `late` and one that nobody has seen."""
+    """A cluster with a step that waits for `late` and a worker that it has not seen."""
     running = cluster(2)
     model, late = (
         connect(running, name).parameter("model", size=100, optimizer=SGD, worker_count=3)
@@ -52,7 +52,7 @@ def test_status_as_a_table(trained) -> None:
 
 
 def test_status_in_a_narrow_pipe_still_names_who_is_missing(trained) -> None:
-    """Without a terminal nobody knows the width: names and addresses must stay in one piece."""
+    """Without a terminal the width is unknown: names and addresses must stay in one piece."""
     code, output, _ = run_command("status", "--shards", trained.target)
     assert code == 0
     for words in (*trained.addresses, trained.cluster_id, "late", "early"):
@@ -328,7 +328,7 @@ def test_a_data_dir_belongs_to_one_shard_and_one_process(tmp_path) -> None:
         assert f"{directory} is in use by another process" in log
         first.send(signal.SIGKILL)
         first.end()
-    with ServingShard(*mine) as again:  # the lock of a killed process holds nobody up
+    with ServingShard(*mine) as again:  # the lock of a killed process is free
         again.address()
         again.send(signal.SIGTERM)
         assert again.end() == 0

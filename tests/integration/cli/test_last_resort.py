@@ -1,4 +1,4 @@
-"""A shard's process ends when one of its threads does, instead of answering nobody."""
+"""A shard's process ends when one of its threads does, instead of answering no call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Goal: what a command does never depends on whether what it says can be written.
 
-Method: every kind of command with standard output that is full, closed, or a pipe that nobody
+Method: every kind of command with standard output that is full, closed, or a pipe that no process
 reads; and on terminals, with and without $NO_COLOR.
 """
 

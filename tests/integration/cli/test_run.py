@@ -53,7 +53,7 @@ def script(tmp_path: Path):
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator:
-    """The process ids that workers have told so far; all must be gone at the end."""
+    """The process ids that workers have written so far; all must be gone at the end."""
 
     def told() -> list[int]:
         return [int(path.read_text()) for path in sorted(tmp_path.glob("*-[0-9]"))]
@@ -103,7 +103,7 @@ def test_workers_get_their_ranks_and_one_place_to_meet(script) -> None:
 
 
 def test_the_place_to_meet_is_served(script, pids) -> None:
-    """A member that asks for a place is told who is missing."""
+    """A member that asks for a rank learns who is missing."""
     program = script(
         "print(os.environ['SHARDWELL_RENDEZVOUS'], os.environ['SHARDWELL_GROUP'])\n"
         "tell(os.getpid()); time.sleep(60)"
@@ -260,7 +260,7 @@ def test_what_workers_leave_behind_is_waited_for_while_they_run(script, pids, tm
         "sys.exit(7 * rank)"
     )
 
-    def is_there(pid: str) -> bool:  # one that has ended is, until somebody waits for it
+    def is_there(pid: str) -> bool:  # one that has ended is, until its parent waits for it
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
@@ -369,7 +369,7 @@ def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores) ->
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.3, 0.35, 0.4, 0.5])
 def test_the_command_is_killed_while_it_starts(script, delay_s) -> None:
-    """Whenever it is: no worker is started whom nobody would end."""
+    """Whenever it is: no worker is started that would never end."""
     program = script("time.sleep(60)")
     with _start(8, program, "--grace-s=0.2") as running:
         threading.Event().wait(delay_s)
@@ -694,7 +694,7 @@ def test_nothing_is_left_of_an_elastic_worker_when_it_is_started_again(script, p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_elastic_worker_is_started_again_once_the_run_is_to_stop(script, pids, number) -> None:
-    """Neither one that pauses, whose end nobody waits for, nor one that the signal makes fail."""
+    """Neither one that pauses, whose end is not awaited, nor one that the signal makes fail."""
     program = script(
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
         "print('life', os.environ['SHARDWELL_RESTART'])\n"

@@ -1,5 +1,5 @@
 """Goal: memory that a worker shares with shards of its machine changes how fast results come, and
-nothing else; nobody gets hold of it who should not.
+nothing else; no other process gets hold of it.
 
 Method: the same steps with it and without, bit for bit; a client of its own that offers memory as
 the .proto says, right and in every wrong way; shards that refuse, forget, are full, or are off.
@@ -813,7 +813,7 @@ def test_a_stream_that_is_cancelled_when_its_answer_is_there(cluster, connect, m
 
 
 def test_time_that_offers_take_is_none_that_a_shard_waits(cluster, connect, monkeypatch) -> None:
-    """Or nobody would be told who is missing."""
+    """Or no error would name the missing worker."""
     client = connect(cluster(1), "w0")
     net = client.parameter("net", size=ELEMENTS, **OPTIONS)
     net.init(np.zeros(ELEMENTS, np.float32))

@@ -28,7 +28,7 @@ SLACK = 8
 def cell(target: str) -> shardwell.Parameter:
     """Connects, takes a step of a parameter and of a table, and closes nothing.
 
-    What the last run left is there no more: names are given anew, line by line.
+    The last run's objects are gone: names are given anew, line by line.
     """
     client = shardwell.connect(target, worker_id="notebook", timeout_s=20)
     table = client.table("t", row_count=9, dim=2, optimizer=SGD, mode="async", cache_row_count=4)

@@ -99,7 +99,7 @@ def test_a_name_in_use_is_refused_and_goes_on(running, connect, kind) -> None:
     assert caught.value.member_worker_ids == ("w0",)
     assert getattr(caught.value, kind) == "m"
     np.testing.assert_array_equal(step(used), -2.0)
-    worker.close()  # in order: nobody is waited for
+    worker.close()  # in order: no worker is waited for
     assert ops.delete("m") > 0
     assert names_on(ops) == [set()] * 3
 
@@ -222,7 +222,7 @@ def test_no_call_of_an_old_handle_reaches_the_next(
 
 
 def test_a_rate_after_shard_0_lost_its_memory_is_refused(cluster, connect) -> None:
-    """What was made since is none of the old handle's, though nothing was deleted."""
+    """The new one is not the old handle's, though nothing was deleted."""
     running = cluster(1, processes=True)
     worker = connect(running, "w0")
     old, old_table = opened(worker, "parameter"), opened(worker, "table", "t")

@@ -92,7 +92,7 @@ def test_readers_among_writers(cluster, connect) -> None:
 
 
 def test_more_than_the_flow_control_windows_hold(cluster, connect) -> None:
-    """Megabytes each way, two parameters at once, while nobody reads the other's stream."""
+    """Megabytes each way, two parameters at once, while no thread reads the other's stream."""
     running = cluster(2, chunk_size_bytes=64 * 1024)
     size = 600_000
     clients = [connect(running, f"w{index}") for index in (0, 1)]

@@ -98,7 +98,7 @@ def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
         program.process.stdin.flush()
         assert program.end(60) == 0
         assert program.lines[1:] == ["gave up", "gave up"]
-        # A machine may be so busy that to connect takes long, which is told for each shard.
+        # A machine may be so busy that to connect takes long, which is logged for each shard.
         (line,) = (line for line in program.log if "(connect_timeout_s)" not in line)
         assert f"waiting for shard 1 of 2 at {running.addresses[1]}" in line
         assert "the call gives up in " in line
@@ -129,7 +129,7 @@ def test_without_a_further_thread_a_call_waits_as_well(cluster, connect, monkeyp
 
 
 def test_a_call_that_takes_long_says_so_once(cluster, connect, monkeypatch, caplog) -> None:
-    """A quarter of its time, and no less than some seconds: whoever has slow steps gives more."""
+    """A quarter of its time, and no less than some seconds: a user of slow steps sets more."""
     monkeypatch.setattr(calls, "_LONG_S_MIN", 0.2)
     net = connect(cluster(1), "w0", timeout_s=4.0).parameter(
         "net", size=10, optimizer=shardwell.SGD(0.1), worker_count=2
@@ -162,7 +162,7 @@ def test_commands_say_what_they_wait_for_too(free_address: str, tmp_path: Path) 
 
 @pytest.fixture
 def free_address() -> str:
-    """Where nobody listens."""
+    """An address where no process listens."""
     return f"127.0.0.1:{free_port()}"
 
 

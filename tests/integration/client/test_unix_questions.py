@@ -43,7 +43,7 @@ STATUS = "/shardwell.v1.ParameterServerService/GetStatus"
 
 @pytest.fixture(autouse=True)
 def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Or nobody knows, as calls go on over gRPC without a word."""
+    """Else no output shows it, as calls go on over gRPC without a word."""
     caplog.set_level(logging.DEBUG, logger="shardwell")
     caplog.set_level(logging.DEBUG, logger="shardwell_server")
 
@@ -194,7 +194,7 @@ def test_a_request_that_is_too_long(cluster, connect, monkeypatch) -> None:
 
 
 def test_an_answer_that_is_lost_is_asked_for_again(cluster, connect, monkeypatch) -> None:
-    """What was asked for has happened, and happens once."""
+    """The call was made, and is made once."""
     real, lost = unix_streams._Connection._answered, [3]
 
     def answered(self: Any, answer: bytes) -> bool:

@@ -48,7 +48,7 @@ SERVICE = "/shardwell.v1.ParameterServerService"
 
 @pytest.fixture(autouse=True)
 def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Or nobody knows, as calls go on over gRPC without a word."""
+    """Else no output shows it, as calls go on over gRPC without a word."""
     caplog.set_level(logging.DEBUG, logger="shardwell")
     caplog.set_level(logging.DEBUG, logger="shardwell_server")
 
@@ -127,7 +127,7 @@ def test_much_that_is_inline_both_ways_at_once(cluster, connect) -> None:
 
 
 def test_answers_that_nobody_reads_do_not_pile_up(cluster, connect, monkeypatch) -> None:
-    """A shard's stream stands still while another's is read."""
+    """A shard's stream stops while another's is read."""
     most: list[int] = []
     real = unix_call.UnixCall.receive
 
@@ -188,7 +188,7 @@ def test_one_shard_that_is_elsewhere_keeps_all_on_grpc(cluster, connect) -> None
 def test_a_shard_on_another_machine_is_not_looked_for_again(
     cluster, connect, monkeypatch, caplog, size
 ) -> None:
-    """It told where it listens, there: looking again costs all open streams and their memory."""
+    """It said where it listens: looking again costs all open streams and their memory."""
     monkeypatch.setattr(neighbour, "_RESTART_S", 0.0)
     client = connect(cluster(2, chunk_size_bytes=2**20), "w0")
     client._shards.channels[1].unix.address = "@shardwell-nobody"
@@ -283,7 +283,7 @@ def test_a_socket_that_breaks_every_second_stream(cluster, connect, monkeypatch)
 
 
 def test_a_shard_that_does_not_know_the_session_yet(cluster, connect, monkeypatch) -> None:
-    """It has answered, so that it is there; however often that is the answer."""
+    """It has answered, so that it is up; however often that is the answer."""
     client = connect(cluster(1), "w0")
     net = opened(client)
     net.exchange(np.ones(10, np.float32))
@@ -390,7 +390,7 @@ def test_a_stream_that_gave_way_is_opened_again(cluster, connect) -> None:
 
 
 def test_more_connections_than_there_may_be(cluster, connect, monkeypatch) -> None:
-    """Whoever is not let in calls over gRPC."""
+    """A client that is not let in calls over gRPC."""
     running = cluster(1)
     running.servers[0]._unix_streams._count_max = 1
     nets = [opened(connect(running, f"w{rank}"), f"net{rank}") for rank in range(3)]
@@ -416,7 +416,7 @@ def test_a_child_that_ends_leaves_its_parent_s_streams(cluster, connect) -> None
     assert unix_calls(client) == [call]
 
 
-# What is no call.
+# Junk that is no call.
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The demo as a user runs it: a process, its exit code, its output, and what it leaves behind.
 
-Whoever kills something finds it in /proc: shards and workers have sessions of their own, so a
+A test finds its victims in /proc: shards and workers have sessions of their own, so a
 process group does not show them.
 """
 

@@ -109,7 +109,7 @@ class Shard(NamedTuple):
             return response.status, response.read()
 
     def probe(self, kind: str) -> int:
-        """The status that a probe of the pod gets; 0: nobody answers."""
+        """The status that a probe of the pod gets; 0: no answer."""
         probe = container_of(self.container.pod)[NAMES[kind]]["httpGet"]
         ports = {p["name"]: p["containerPort"] for p in container_of(self.container.pod)["ports"]}
         assert (ports[probe["port"]], probe["scheme"]) == (ADMIN_PORT, self.scheme)
@@ -125,7 +125,7 @@ class Shard(NamedTuple):
 
 
 class Release(NamedTuple):
-    """What was installed."""
+    """An installed release."""
 
     shards: list[Shard]
     worker_secrets: dict[str, dict[str, bytes]]

@@ -1,4 +1,4 @@
-"""Goal: `docker compose up` lets nobody in but its own, and each container has only what it needs.
+"""Goal: `docker compose up` lets in its own containers alone, and each has only what it needs.
 
 Method: docker-compose.yml is read as Compose reads it. The script of its service `credentials` runs
 in directories that stand for the volumes, and real shards and workers with the settings of the
@@ -438,7 +438,7 @@ def test_a_command_that_fails_fails(credentials) -> None:
 
 
 def check_page(address: str, tmp_path: Path) -> None:
-    """The status page lets in whoever has the shards' token, and nobody else."""
+    """The status page lets in those that have the shards' token, and no others."""
     tls = ssl.create_default_context(cafile=str(tmp_path / "shards/ca.pem"))
     token = (tmp_path / "shards/status.token").read_text().strip()
     for headers, expected in (({}, 401), ({"Authorization": f"Bearer {token}"}, 200)):

@@ -39,7 +39,7 @@ MEMORY_BYTES = {"shard": 512 * 2**20, "worker": 512 * 2**20}
 
 
 class Project:
-    """The cluster of docker-compose.yml, and a directory of somebody who works with it."""
+    """The cluster of docker-compose.yml, and a directory of a user who works with it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +57,7 @@ class Project:
         }
 
     def type(self, commands: str, *, timeout_s: float = BUILD_TIMEOUT_S) -> str:
-        """What a shell prints for commands that somebody types; fails if one of them does."""
+        """Returns what a shell prints for typed commands; fails if one of them does."""
         ran = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", commands],
             cwd=self.directory,

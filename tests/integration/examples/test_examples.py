@@ -1,6 +1,6 @@
 """Goal: each of examples/ does what it says.
 
-Method: each is run as it stands, by real processes. What pages tell people to do: test_docs.py.
+Method: each is run as it is, by real processes. What pages tell people to do: test_docs.py.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_the_example_of_keras(backend: str, tmp_path: Path) -> None:
 
 
 def test_one_after_the_other_on_one_cluster() -> None:
-    """Each as it stands; the first one again, after the others."""
+    """Each as it is; the first one again, after the others."""
     with LocalCluster(2) as cluster:
         lines = {}
         for name in ("worker.py", "all_reduce.py", "local_cluster.py", "worker.py"):

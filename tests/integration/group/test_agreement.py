@@ -140,7 +140,7 @@ def test_values_that_are_not_finite_where_all_allow_them(place) -> None:
 
 
 def test_ranks_that_differ_in_what_they_allow(place) -> None:
-    """Who refuses NaN never comes into a group with somebody that contributes it."""
+    """A rank that refuses NaN never comes into a group with one that contributes it."""
 
     def work(rank: int) -> Any:
         options = {"allow_non_finite": rank == 1, "join_timeout_s": 2.0, "lease_s": 1.0}
@@ -196,7 +196,7 @@ def test_a_rank_that_comes_within_the_deadline(place) -> None:
 
     def work(group: shardwell.Group) -> None:
         if group.rank == 0:
-            assert not waits.wait(1.0)  # nobody sets it: this rank is slow
+            assert not waits.wait(1.0)  # no thread sets it: this rank is slow
         goes_on(group)
 
     on_ranks(3, place, work)
@@ -290,7 +290,7 @@ def test_join_names_who_does_not_come_and_may_be_called_again(place) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_segments_while_a_rank_is_out(place, strategy) -> None:
-    """They are cut among the others; what the rank that is out would gather, nobody has."""
+    """They are cut among the others; the segment of the rank that is out goes to no rank."""
 
     def work(group: shardwell.Group) -> np.ndarray:
         found = np.empty(0, np.float32)
@@ -317,7 +317,7 @@ def test_segments_while_a_rank_is_out(place, strategy) -> None:
 
 
 def test_join_when_another_leaves_without(place) -> None:
-    """It will never come: whoever waits is told at once, not after an hour."""
+    """It will never come: ranks that wait fail at once, not after an hour."""
     both_know = threading.Barrier(2)
 
     def work(group: shardwell.Group) -> str:
@@ -350,7 +350,7 @@ def test_a_call_when_another_has_left(place, leaver) -> None:
         array = np.ones(4, np.float32)
         error = error_of(lambda: group.all_reduce(array))
         assert isinstance(error, shardwell.WorkerLostError)
-        # Whoever is a little later may hear of the other's rebuild first.
+        # The later rank may hear of the other's rebuild first.
         assert error.rank == leaver or "asked to rebuild" in error.message
         assert (array == 1).all()
         group.rebuild()
@@ -362,7 +362,7 @@ def test_a_call_when_another_has_left(place, leaver) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_block_that_ends_with_an_exception(place, failing) -> None:
-    """The others are told at once, and why."""
+    """The others fail at once, and know why."""
     all_there = threading.Barrier(3)
 
     def work(group: shardwell.Group) -> str:

@@ -1,7 +1,7 @@
 """Goal: memory that ranks of one machine share changes how fast results come, and nothing else.
 
 Method: real groups, the same calls with it and without, bit for bit; a rank that reads late,
-so that there is no room; offers that are refused, and tokens that nobody knows.
+so that there is no room; offers that are refused, and unknown tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_what_finds_no_place_goes_over_the_network(place, monkeypatch, place_cou
 
 @pytest.mark.parametrize("counts", [0, 2**63, 2**64 - 1], ids=["never", "wild", "below 0"])
 def test_a_reader_whose_count_is_wrong(place, monkeypatch, counts) -> None:
-    """It has what it wrote to itself for, and nobody else anything: results, or an error."""
+    """It suffers for what it wrote, and no other does: results, or an error."""
     expected, _ = reduced(place, 2, same_host=False)
     real = SharedMemory.set_number
 

@@ -28,7 +28,7 @@ def target(cluster) -> str:
 
 
 def elastic(target: str, size: int = 4, **options: Any) -> shardwell.Group:
-    """A member; of no rank that it asks for, unless told."""
+    """A member; it asks for no rank, unless options do."""
     given = {"lease_s": LEASE_S, "timeout_s": 60.0, "join_timeout_s": 60.0, **options}
     return shardwell.join_group("job", size=size, rendezvous=target, elastic=True, **given)
 

@@ -1,5 +1,5 @@
 """Goal: a GroupCluster is one cluster to all ranks, with a shard of each, for as long as any needs
-it; and what goes wrong on one rank is told to all.
+it; and an error on one rank is raised on all.
 
 Method: ranks as threads of this process, each with a shard in a real process of its own; workers
 that die are processes. Other addresses of the loopback interface stand for other machines.

@@ -238,7 +238,7 @@ def test_close_finishes_what_was_called(place) -> None:
 
 
 def test_ranks_leave_as_soon_as_they_are_done(place) -> None:
-    """At once after the last call, again and again: nobody's last call is cut off."""
+    """At once after the last call, again and again: no rank's last call is cut off."""
 
     def reduced(group: shardwell.Group) -> bool:
         array = np.full(50_000, group.rank, np.float32)
@@ -287,7 +287,7 @@ def test_a_list_of_addresses_needs_no_cluster() -> None:
 
 
 def test_a_rebuild_of_a_group_that_is_well(place) -> None:
-    """One asks for it, the others learn of it; nobody is taken for dead, again and again."""
+    """One asks for it, the others learn of it; no rank is taken for dead, again and again."""
     all_done = threading.Barrier(3)
 
     def work(group: shardwell.Group) -> None:

@@ -1,4 +1,5 @@
-"""Goal: ranks of one machine send chunks over a Unix socket, and nobody notices where they do not.
+"""Goal: ranks of one machine send chunks over a Unix socket; results are the same where they do
+not.
 
 Method: real groups, with the socket and without, bit for bit; a socket that refuses, is silent, or
 ends where the other side expected to be served; strangers that open links by hand.
@@ -170,7 +171,7 @@ def test_a_link_that_breaks_is_a_rank_that_is_lost(place, monkeypatch, what) -> 
 
     def work(group: shardwell.Group) -> None:
         array = values(group.rank)
-        # Whoever lacks nothing ends this call without an error, and the next one with it.
+        # A rank that lacks nothing ends this call without an error, and the next one with it.
         error = error_of(lambda: [group.all_reduce(array) for _ in range(2)])
         assert isinstance(error, WorkerLostError)
 
@@ -314,7 +315,7 @@ def test_messages_keep_their_order_whoever_sends_them() -> None:
 
 
 def test_an_end_that_can_t_be_told_hides_no_other() -> None:
-    """Whoever waits for a link is told by a function of its own, which may fail."""
+    """A link's end calls its waiter's function, which may fail."""
     told: list[Link] = []
     over = threading.Event()
 

@@ -1,6 +1,6 @@
-"""Goal: workers meet at a real shard, and whoever does not get a place learns why.
+"""Goal: workers meet at a real shard, and a worker that does not get a place learns why.
 
-Method: real shards and real clients; their addresses lead nowhere, as nobody calls them here.
+Method: real shards and real clients; their addresses lead nowhere, as no test calls them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def keep() -> Iterator[Callable[..., list[Sequence[pb.LostMember]]]]:
-    """Keeps leases; what each is told comes into the list that it returns."""
+    """Keeps leases; the lost members that each hears of come into the list that it returns."""
     with contextlib.ExitStack() as stack:
 
         def start(target: str, request: pb.RenewLeaseRequest) -> list[Sequence[pb.LostMember]]:

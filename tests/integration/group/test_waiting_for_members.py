@@ -1,4 +1,4 @@
-"""Workers that meet: who is missing, who is refused and why, is said to whoever waits."""
+"""Workers that meet: those that wait learn who is missing, and who is refused and why."""
 
 from __future__ import annotations
 

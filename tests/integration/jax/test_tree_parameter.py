@@ -192,7 +192,7 @@ def test_leaves_come_back_as_they_are(client) -> None:
 
 @pytest.mark.parametrize("size", [1, 16, 64, 1000, 4096])
 def test_what_was_handed_out_never_changes(client, size) -> None:
-    """JAX may take NumPy's memory as its own: nobody may write there again."""
+    """JAX may take NumPy's memory as its own: no code may write there again."""
     net = tree_parameter(client, {"a": jnp.zeros(size), "b": jnp.zeros(size)}, shardwell.SGD(1.0))
     for call in (net.exchange, jax.jit(net.exchange)):
         before = [net.get_weights()] + [call(ones(net.get_weights())) for _ in range(3)]

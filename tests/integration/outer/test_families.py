@@ -176,7 +176,7 @@ def test_a_family_without_all_first_weights_is_not_saved(
 ) -> None:
     client = connect(cluster(1), "w0")
     learner(client)
-    client.save_checkpoint(tmp_path / "none")  # nobody has begun it
+    client.save_checkpoint(tmp_path / "none")  # no learner has begun it
     first = client.parameter(NAMES[0])
     first.init({"layers.0.w": WEIGHTS["layers.0.w"]})
     for names in (None, ["net"]):

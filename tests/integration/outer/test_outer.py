@@ -177,7 +177,7 @@ def test_training_goes_on_while_a_fragment_travels(cluster, connect) -> None:
     weights, others = first.init(filled(0)), second.init(filled(0))
     loop(first, weights, 2.0, 1)
     assert [each.is_offered for each in first.fragments] == [True, False]
-    loop(first, weights, 2.0, 2)  # it waits for nobody
+    loop(first, weights, 2.0, 2)  # it waits for no learner
     assert first.waited_s == 0.0
     assert versions(first) == [0, 0]
     together([lambda: loop(first, weights, 2.0, 1), lambda: loop(second, others, 4.0, 4)])
@@ -203,7 +203,7 @@ def test_what_comes_later_is_taken_later(cluster, connect) -> None:
     first = learner(connect(target, "w0"), overdue="later", **options)
     second = learner(connect(target, "w1"), **options)
     weights, others = first.init(filled(0)), second.init(filled(0))
-    loop(first, weights, 2.0, 6)  # nobody else has offered anything
+    loop(first, weights, 2.0, 6)  # no other has offered anything
     assert first.overdue_count == 1
     assert versions(first) == [0, 0]
     loop(second, others, 4.0, 4)
@@ -326,7 +326,7 @@ def test_a_newcomer_begins_behind_the_fragment_that_was_given_last(cluster, conn
     assert versions(second) == [2, 2, 2, 1]
     assert second.kept_count == 1
     assert value(others, 2) == 7.0 + 10.0
-    # Nobody waits for it before they come to the next round of what it has joined.
+    # No learner waits for it before the next round of what it has joined.
     loop(first, weights, 1.0, 4)
     assert versions(first) == [3, 3, 3, 2]
     waits = in_background(lambda: loop(first, weights, 1.0, 1))

@@ -1,4 +1,4 @@
-"""Goal: whoever looks at a cluster sees how far outer training has come, learner by learner.
+"""Goal: status shows how far outer training has come, learner by learner.
 
 Method: real learners and shards; what they say is compared with what they count themselves.
 """

@@ -217,7 +217,7 @@ def test_an_exchange_without_a_gradient(cluster, connect, clip_norm) -> None:
     gradient = np.linspace(1, 2, 1000, dtype=np.float32)
     skipped = together([lambda net=net: net.exchange(None) for net in nets])
     for found in skipped:
-        np.testing.assert_array_equal(found, first)  # nobody had a gradient
+        np.testing.assert_array_equal(found, first)  # no worker had a gradient
     mine, its = together([lambda: nets[0].exchange(gradient), lambda: nets[1].exchange(None)])
     np.testing.assert_array_equal(mine, its)
 

@@ -105,7 +105,7 @@ def test_one_worker_clips_by_itself(cluster, connect, mode, codec) -> None:
 
 
 def test_a_begun_exchange_that_failed_is_clipped_once(tmp_path, connect) -> None:
-    """What is sent again is the same gradient, or it would be refused."""
+    """The gradient that is sent again is the same, or it would be refused."""
     given = gradients(8, 1)[-1, 0]
     with LocalCluster(2, tmp_path, processes=True, chunk_size_bytes=64) as running:
         net = opened(connect(running, "w0"), worker_count=1)
@@ -166,7 +166,7 @@ def test_a_reader_closes_the_step_that_it_waits_for(cluster, connect) -> None:
 
 
 def test_the_first_norm_of_the_first_shard_counts(cluster, connect) -> None:
-    """A client that was cut off has told shard 0 alone; another, by rounding, found another one."""
+    """A client that was cut off has sent its norm to shard 0 alone; another found another one."""
     running = cluster(2)
     first, second = pair(running, connect)
     client = connect(running, "other")

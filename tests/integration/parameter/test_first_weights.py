@@ -1,4 +1,4 @@
-"""init(): whoever comes first decides the first weights, as a whole, in the whole cluster."""
+"""init(): the first caller decides the first weights, as a whole, in the whole cluster."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_claimant_that_never_finishes_is_a_deadline(cluster, connect) -> None:
 def test_a_gradient_between_the_shards_of_an_init_does_no_harm(cluster, connect) -> None:
     """A claimant sets shard 1 and dies; a worker that never called init() pushes to it meanwhile.
 
-    Shard 0 refuses that worker, so nobody trained: the next claimant must be able to take over,
+    Shard 0 refuses that worker, so no worker trained: the next claimant must be able to take over,
     and the worker's gradient must count once, on its weights.
     """
     running = cluster(2, limits=SHORT_CLAIM)

@@ -253,7 +253,7 @@ def test_weights_are_those_of_what_was_sent(cluster, connect, name, shard_count)
         calls = []
         for rank, (net, beside) in enumerate(both):
             gradient = gradient_of(rank, step)
-            if (rank, step) == (1, 2) or step == 4:  # one worker has none, and then nobody
+            if (rank, step) == (1, 2) or step == 4:  # one worker has none, then none has
                 calls += [
                     lambda net=net: net.exchange(None),
                     lambda net=beside: net.exchange(None),

@@ -153,7 +153,7 @@ def test_another_name_has_the_same_bits(cluster, connect) -> None:
 
 
 def test_one_that_is_deleted_and_made_again_begins_anew(cluster, connect) -> None:
-    """Nobody's image of the former is changed."""
+    """No image of the former is changed."""
     running = cluster(2)
     client, other = connect(running, "w0"), connect(running, "r")
     replay, net = Replay(), opened(client)

@@ -133,7 +133,7 @@ def test_a_repeated_step_counts_once(cluster, connect) -> None:
 
 
 def test_a_step_that_was_made_long_ago_is_out_of_order(cluster, connect) -> None:
-    """What is left of a worker when another process has gone on under its name."""
+    """A worker that another process has replaced under its name."""
     client = connect(cluster(2, chunk_size_bytes=64), "w0")
     model = client.parameter("model", size=100, optimizer=SGD)
     model.init(np.zeros(100, np.float32))

@@ -77,7 +77,7 @@ def test_several_leave_before_the_first_is_answered_and_no_more_than_the_limit(
         begun.ready(start, stop)
         has_left = min(number, PIECES_AT_ONCE_MAX) * PIECE // CHUNK
         eventually("it has left", lambda expected=has_left: counted(clients[0])[0] == expected)
-    # What is ready waits, until the other worker lets pieces come through.
+    # Ready pieces wait, until the other worker lets pieces come through.
     for start, stop in parts(second, PIECE):
         begun.ready(start, stop)
     assert counted(clients[0]) == [PIECES_AT_ONCE_MAX * PIECE // CHUNK, 0]

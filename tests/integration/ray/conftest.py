@@ -37,7 +37,7 @@ class Nodes:
         return str(self._cluster.address)
 
     def have_two(self) -> None:
-        """Starts the second one, unless it is there."""
+        """Starts the second one, unless it runs."""
         if self._other is None:
             self._other = self._cluster.add_node(
                 node_ip_address=OTHER_HOST, num_cpus=4, object_store_memory=100 << 20

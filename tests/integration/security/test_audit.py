@@ -172,7 +172,7 @@ def test_a_file_that_comes_meanwhile_is_not_rotated_away(tmp_path, monkeypatch, 
 
 
 def test_lines_that_come_faster_than_they_are_written(tmp_path, monkeypatch) -> None:
-    """Nobody waits for them; the next one says how many are left out."""
+    """No call waits for them; the next one says how many are left out."""
     monkeypatch.setattr(audit, "_WAITING_COUNT_MAX", 3)
     path, disk = tmp_path / "audit.jsonl", threading.Event()
     emit = audit._PrivateFile.emit

@@ -1,4 +1,4 @@
-"""Goal: what a token may use is bounded, and what it has used up costs nobody else anything.
+"""Goal: what a token may use is bounded, and what it has used up costs no other token anything.
 
 Method: real shards, tokens with small quotas beside one without; counts are compared with what was
 made by hand, also after calls that failed and after a restart from files.

@@ -1,4 +1,4 @@
-"""Goal: no RPC reads or changes anything without the right to it, whoever calls, and by any way.
+"""Goal: no RPC reads or changes anything without the right to it, by any caller and in any way.
 
 Method: a matrix of every RPC that the .proto files have, of every token that there may be, and of
 every transport. Rows are written from the .proto comments and docs/security.md; an RPC without a
@@ -71,7 +71,7 @@ class Row:
     Args:
         right: The least right; "any": any token; "none": not even a token.
         request: Its fields beside those that all of it have.
-        answer: How it ends for whoever is let in.
+        answer: How it ends for a caller that is let in.
     """
 
     right: str
@@ -345,7 +345,7 @@ def tokens(tmp_path) -> Tokens:
 
 
 def held(running: Any, tokens: Tokens) -> list[str]:
-    """Everything that the shard has to say to whoever may do everything."""
+    """Everything that the shard has to say to a caller that may do everything."""
     file = tokens.add("oracle", "admin")
     tls = running.servers[0].config.tls and of_client(authority())
     with shardwell.connect(running.target, worker_id="oracle", token_file=file, tls=tls) as client:
@@ -629,7 +629,7 @@ def test_status_shows_what_may_be_read(running, tokens, connect) -> None:
     ],
 )
 def test_nobody_is_told_what_there_is(running, tokens, method, named, there) -> None:
-    """Word by word the same for what is there and what is not."""
+    """Word by word the same for what exists and what does not."""
     told = []
     with grpc.insecure_channel(running.target) as channel:
         for name in (there, "prod-nothing"):
@@ -690,7 +690,7 @@ def test_a_stream_that_goes_on_with_another_name(running, tokens) -> None:
 
 @pytest.mark.parametrize("kind", ["parameter", "table"])
 def test_a_seat_is_taken_by_one_s_own_session_alone(running, tokens, kind) -> None:
-    """Whoever knows the number of another token's session has no use of it."""
+    """A caller that knows the number of another token's session has no use of it."""
     tokens.add("thief", "create")
     secret = {
         name: f"Bearer {(tokens.directory / f'{name}.token').read_text().strip()}"

@@ -1,4 +1,5 @@
-"""Goal: over TLS all is as it is without; whoever is not believed comes no further, and is told.
+"""Goal: over TLS all is as it is without; a side that is not believed comes no further, and learns
+why.
 
 Method: real shards and groups with certificates of authorities made here, and every pair of sides
 that may meet; certificates that are replaced under training; strangers that stop in the middle.
@@ -489,7 +490,7 @@ def test_who_is_no_member(cluster) -> None:
 
 
 def greeted(address: str, tls: TlsFiles | None) -> str:
-    """What comes of asking who is there, by gRPC alone."""
+    """What comes of asking a server who it is, by gRPC alone."""
     channel = Channel(address, Credentials(tls))
     greet = unary_stub(channel.current, "/shardwell.v1.PeerService/Greet", peer_pb2.GreetResponse)
     with pytest.raises(grpc.RpcError) as caught:

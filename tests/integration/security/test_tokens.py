@@ -289,7 +289,7 @@ def test_replaced_every_second_under_training(cluster, connect, tokens, seconds,
 
 
 def test_a_session_is_its_token_s(cluster, connect, tokens) -> None:
-    """Somebody else's token neither contributes by it nor ends it, whoever knows its number."""
+    """Another token neither contributes by it nor ends it, even with its number."""
     running = cluster(1, tokens=tokens.path)
     owner = connect(running, "w0", token_file=tokens.add("owner", "create"))
     net = opened(owner)
@@ -376,7 +376,7 @@ def test_files_of_tokens_that_are_none(tmp_path, contents, what) -> None:
 
 
 def test_a_file_of_tokens_that_is_broken_later(cluster, connect, tokens, caplog) -> None:
-    """What was read last stays, and is not opened to all."""
+    """The tokens that were read last stay, and not all are let in."""
     running = cluster(1, tokens=tokens.path)
     file = tokens.add("w", "create")
     connect(running, "w0", token_file=file)
@@ -435,7 +435,7 @@ def test_who_may_join_a_group(cluster, tokens) -> None:
 
 
 def test_a_worker_that_serves_the_meeting_place(tokens, tmp_path) -> None:
-    """Whoever has the same token is let in there."""
+    """A worker that has the same token is let in there."""
     from harness.programs.ports import free_port
 
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
@@ -448,12 +448,12 @@ def test_a_worker_that_serves_the_meeting_place(tokens, tmp_path) -> None:
 
 
 def eventually_asked(file: Any, addresses: list[str]) -> None:
-    """Joins, once somebody serves the meeting place."""
+    """Joins, once a worker serves the meeting place."""
     join(file, 1, addresses)
 
 
 def test_a_member_answers_nobody_who_was_not_let_in(cluster, tokens) -> None:
-    """Who does not know its id is told neither that nor anything else."""
+    """A caller that does not know its id learns neither that nor anything else."""
     target = cluster(1, tokens=tokens.path).target
     worker = tokens.add("w", "contribute")
     groups = together([lambda rank=rank: join(worker, rank, target) for rank in range(2)])

@@ -108,7 +108,7 @@ def test_ids_that_come_and_close_never_fill_it(cluster, tmp_path, kind, on_files
 
 @KINDS
 def test_ids_that_are_dropped_free_their_places_after_the_lease(cluster, kind) -> None:
-    """Killed processes; meanwhile the limit is told by its name, and when to come again."""
+    """Killed processes; meanwhile the error names the limit, and when to come again."""
     running = cluster(2, limits=LIMITS, session_lease_s=2)
     for number in range(2):
         with SessionWorker(running.target, f"killed-{number}", kind, "async") as worker:
@@ -262,7 +262,7 @@ def test_a_synchronous_place_is_given_to_nobody(cluster, connect, kind) -> None:
 @pytest.mark.sampled(1)
 @KINDS
 def test_kills_while_workers_come_and_go(tmp_path, kind) -> None:
-    """The shard is killed after every few of them, and waits for nobody when it is back."""
+    """The shard is killed after every few of them, and waits for no worker when it is back."""
     flags, port, count = [*FLAGS, f"--data-dir={tmp_path}"], 0, 0
     for life in range(3):
         with ServingShard(*flags, port=port) as shard:

@@ -107,7 +107,7 @@ def test_a_model_of_many_parameters_has_one_stream(cluster, connect) -> None:
 
 
 def test_idle_streams_give_way(cluster, connect) -> None:
-    """More workers than streams, each of which keeps one: nobody is refused."""
+    """More workers than streams, each of which keeps one: no worker is refused."""
     running = cluster(1, limits=Limits(stream_count_max=3))
     models = [
         connect(running, f"w{n}").parameter("model", size=10, optimizer=SGD, mode="async")

@@ -1,4 +1,5 @@
-"""Goal: two processes with one worker id never mix or lose a gradient; the second is told by name.
+"""Goal: two processes with one worker id never mix or lose a gradient; the second gets an error by
+name.
 
 Method: real clients and wire workers on real shards, parameters and tables, synchronous and
 asynchronous; the weights show which gradients counted: every element is minus their sum.
@@ -235,7 +236,7 @@ def test_a_gradient_needs_a_session_that_attends(cluster) -> None:
         WireTable(maker, table_spec(row_count=4, dim=1))
         maker.end_session()
     with WireWorker(target, "w0", attends=False) as worker:
-        made = worker.create(spec(size=4))  # whoever reads needs none
+        made = worker.create(spec(size=4))  # a reader needs none
         np.testing.assert_array_equal(made.pull(), 0)
         table = WireTable(worker, table_spec(row_count=4, dim=1))
         np.testing.assert_array_equal(table.get([1, 2]), 0)

@@ -1,4 +1,4 @@
-"""Goal: what waits or is idle on a shard takes no thread of it, and shuts nobody out.
+"""Goal: calls that wait or are idle on a shard take no thread of it, and keep no client out.
 
 Method: a shard in a process of its own, whose threads are counted from outside, with far more calls
 that wait than it has threads; raw gRPC where the SDK would not do it.

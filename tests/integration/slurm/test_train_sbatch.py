@@ -1,6 +1,6 @@
 """Goal: examples/slurm/train.sbatch trains, loses no gradient with a shard, and leaves nothing.
 
-Method: a real Slurm of two nodes on this machine runs the script as it stands, with certificates
+Method: a real Slurm of two nodes on this machine runs the script as it is, with certificates
 and tokens. Two workers train while a shard is killed, and end well or badly; jobs are cancelled,
 or their shards can't start. Skipped where there is no Slurm, or no right to start one.
 """

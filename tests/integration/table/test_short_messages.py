@@ -1,4 +1,4 @@
-"""What is done on a shard's loop, which all calls need, and what never is: what may take long."""
+"""Work on a shard's loop, which all calls need, is short; long work never runs there."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_one_worker_more_has_no_seat(cluster) -> None:
     ):
         WireTable(one, spec, take_seat=True)
         WireTable(two, spec, take_seat=True)
-        third = WireTable(three, spec)  # whoever only reads needs none
+        third = WireTable(three, spec)  # a reader needs none
         np.testing.assert_array_equal(third.get([1]), [[0]])
         for ask in (lambda: third.open(take_seat=True), lambda: third.put([1], [[1]])):
             with pytest.raises(grpc.RpcError) as caught:

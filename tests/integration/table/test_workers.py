@@ -104,7 +104,7 @@ def test_a_restarted_worker_goes_on(cluster, connect) -> None:
 def test_what_the_worker_before_had_sent_may_be_counted_after_opening(
     cluster, connect, mode, verb
 ) -> None:
-    """The step that `next_step` told is the one that is sent: it counts once."""
+    """The step that `next_step` gave is the one that is sent: it counts once."""
     running = cluster(2)
     earlier = connect(running, "w0")
     before = open_table(earlier, mode=mode)

@@ -38,7 +38,7 @@ SGD = shardwell.SGD(learning_rate=1.0)
 
 
 class Recorder:
-    """What is exported."""
+    """Records exported spans."""
 
     def __init__(self, **options: Any) -> None:
         self._exporter = InMemorySpanExporter()
@@ -116,7 +116,7 @@ def test_a_step_is_the_child_of_its_call(cluster, connect, recorder, same_host) 
             waited[step.attributes["shardwell.shard_index"]].append((who, for_whom))
         for child in children:
             assert call.start_time <= child.start_time <= child.end_time
-    for told in waited.values():  # on each shard one of the two was last, and waited for nobody
+    for told in waited.values():  # on each shard one of the two was last, and waited for no worker
         assert sorted(told) in ([("w0", ""), ("w1", "w0")], [("w0", "w1"), ("w1", "")])
 
 
@@ -158,7 +158,7 @@ def test_a_call_that_fails_says_so(cluster, connect, recorder) -> None:
 
 
 class FailingProcessor(SpanProcessor):
-    """Of somebody who did not see to errors."""
+    """A processor without handling of errors."""
 
     def __init__(self, when: str) -> None:
         self._when = when

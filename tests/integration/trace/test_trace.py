@@ -1,7 +1,7 @@
 """Goal: `shardwell trace` shows the last steps of all shards and workers on one clock, and for whom
-they waited; nobody who may not see a name sees it, and training depends on nothing of it.
+they waited; only those that may see a name see it, and training depends on nothing of it.
 
-Method: real clusters and workers; a worker that stands still, one whose clock is another's by an
+Method: real clusters and workers; a stopped worker, one whose clock is another's by an
 hour (a time namespace), tokens, shards that end, and messages by hand.
 """
 
@@ -289,8 +289,8 @@ def test_after_ctrl_c_it_waits_for_nobody(cluster, connect, tmp_path) -> None:
     flags = ("-m", "shardwell_server", "trace", str(file), f"--shards={running.target}")
     with Program(*flags, "--timeout-s=60") as program:
         recordings = running.servers[0].shard.recordings
-        # Which stays true; that nobody asks any more would not, as the client asks again at once.
-        eventually("it waits", lambda: any(each.told for each in [*recordings._open.values()]))
+        # Which stays true; that no client asks would not, as the client asks again at once.
+        eventually("it waits", lambda: any(each.knowing for each in [*recordings._open.values()]))
         program.send(signal.SIGINT)
         assert program.end(PATIENCE_S * 0.7) == 130
     assert not [*tmp_path.iterdir()]
@@ -558,7 +558,7 @@ def test_a_call_that_ends_ends_its_recording(wire, connect) -> None:
 
 
 def test_a_shard_that_tells_what_is_none_is_told_of(cluster, tmp_path, monkeypatch) -> None:
-    """Whatever it is that answers there: no traceback, and what others told is written."""
+    """Whatever answers there: no traceback, and the spans of others are written."""
     running = cluster(2)
     bad = running.servers[1].shard.spans
     monkeypatch.setattr(bad, "to_proto", lambda: spans(subjects=[9]))

@@ -210,7 +210,7 @@ def closing(model: WireParameter, **fields: Any) -> pb.ExchangeRequest:
 
 
 def test_a_step_that_is_clipped_closes_on_a_stream(cluster) -> None:
-    """And whoever asks for one of which gradients are missing is told who has them."""
+    """And a reader of one of which gradients are missing gets the missing workers' names."""
     target = cluster(1, chunk_size_bytes=64).target
     optimizer = sgd(1.0)
     optimizer.clip_norm = 1.0

@@ -176,7 +176,7 @@ def test_a_token_names_its_key_where_there_are_several(path: Path) -> None:
 
 
 def test_what_was_believed_is_looked_at_once(access: Access, path: Path, monkeypatch) -> None:
-    """As long as its key is there, and no longer than it is good."""
+    """As long as its key exists, and no longer than it is good."""
     token = f"Bearer {signed(CLAIMS, 'EdDSA')}"
     first = access.principal(token)
     monkeypatch.setattr("jwt.decode", lambda *_, **__: pytest.fail("it was looked at again"))

@@ -28,7 +28,7 @@ def stripes(*numbers: int) -> np.ndarray:
 
 
 class Crowd:
-    """Threads that hold something until they are told to let go."""
+    """Threads that hold something until `let_go`."""
 
     def __init__(self, locks: StripeLocks) -> None:
         self.locks = locks

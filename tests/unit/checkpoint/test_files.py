@@ -144,7 +144,7 @@ def test_ranges_may_be_read_from_anywhere(tmp_path: Path) -> None:
 
 
 class TestDamage:
-    """What is not as it was written is refused, and the file is named."""
+    """A file that is not as it was written is refused by name."""
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
@@ -311,7 +311,7 @@ def test_files_of_anything_are_refused_in_words(tmp_path_factory: Any, data: byt
 
 
 class TestWholeDirectory:
-    """It is there when it is complete, and never before."""
+    """It exists when it is complete, and never before."""
 
     def test_it_appears_at_the_end(self, tmp_path: Path) -> None:
         path = tmp_path / "a" / "b"

@@ -47,7 +47,7 @@ def spec_of(optimizer: Any = OPTIMIZERS[2], dim: int = 3) -> TableSpec:
 
 
 def state_of(spec: TableSpec, ids: list[int]) -> RowState:
-    """Rows whose every number is told by their id."""
+    """Rows whose every number follows from their id."""
     column = np.array(ids, np.float32)[:, None]
     widths = (spec.dim, *spec.slot_widths)
     weights, *slots = (

@@ -29,7 +29,7 @@ def digits() -> Digits:
 
 
 def numbered(count: int) -> Samples:
-    """Samples that can be told apart: the label is the sample's number."""
+    """Distinct samples: the label is the sample's number."""
     labels = np.arange(count)
     return Samples(np.repeat(labels[:, None], 64, axis=1).astype(np.float32), labels)
 

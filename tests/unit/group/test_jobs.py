@@ -35,7 +35,7 @@ PLACE_COUNT = 3
 
 
 class Link:
-    """What is under way from one rank to another, with as many places as `peers._Places` has."""
+    """Messages under way from one rank to another, with as many places as `peers._Places` has."""
 
     def __init__(self) -> None:
         self.messages: deque[Sending] = deque()

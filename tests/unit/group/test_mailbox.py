@@ -178,7 +178,7 @@ def test_forgetting_a_call_makes_room(mailbox: Mailbox, threads: ThreadPoolExecu
     blocked.result(LONG_S)
     assert mailbox.take(4, 0) is None
     assert place(mailbox.take(5, 0)) == (1, 0)
-    fill(mailbox, call_index=6)  # all room is there again
+    fill(mailbox, call_index=6)  # all room is free again
     with pytest.raises(CorruptChunkError, match="call 4, which is over"):
         mailbox.put_arrival(arrival(0, 4, 0))
 

@@ -133,7 +133,7 @@ def test_an_unreachable_member_fails_the_attempt_for_all() -> None:
         r"rank 1 \(on b, at b:7000\) can't reach rank 2 \(on c, at c:7000\): connection refused"
     )
     room.join("b", 1, checked_generation=number, unreachable=missed)
-    room.join("c", 2)  # it was under way when c died, as far as anybody knows
+    room.join("c", 2)  # it may have been under way when c died
     room.join("b", 1, checked_generation=number, unreachable=missed)
     for member_id, rank in (
         ("c", 2),

@@ -2,7 +2,7 @@
 
 Method: a hypothesis state machine. Workers are processes that follow group.proto (they join, check,
 renew, rebuild, leave, die, are replaced), at random moments, while time passes and the server is
-started anew. What they were told, and when the server could last have heard of each, is remembered
+started anew. Their answers, and when the server could last have heard of each, are remembered
 beside it; the promises are checked on that alone.
 """
 
@@ -38,12 +38,13 @@ class Worker:
     checked: int = 0
     lost_ranks: tuple[int, ...] = ()
     heard_s: float = -1.0
-    """When the server could last have heard of it; -1 once nobody waits for it any more."""
+    """When the server could last have heard of it; -1 once no member waits for it any more."""
     last_word_s: float = -1.0
     """When it said something last, whatever became of it since."""
     first_asked_s: float = -1.0
     ranks: set[int] = field(default_factory=set)
-    """All that it has had: between its refusal and its being told, the holder's may change."""
+    """All that it has had: between its refusal and the answer that says so, the holder's may
+    change."""
     called_lost: int = -1
     """The generation in which another said so."""
     silence_s: float = 0.0
@@ -51,7 +52,7 @@ class Worker:
 
 
 class MeetingMachine(RuleBasedStateMachine):
-    """`told` is what workers have been told of each generation."""
+    """`known` has the members that workers know of each generation."""
 
     min_size = 0
     """Of an elastic group."""
@@ -61,9 +62,9 @@ class MeetingMachine(RuleBasedStateMachine):
         self.room = Room(size)
         self.room.spec.min_size = self.min_size
         self.workers: list[Worker] = []
-        self.told: dict[int, tuple[str, ...]] = {}
+        self.known: dict[int, tuple[str, ...]] = {}
         self.formed: list[int] = []
-        """In the order in which they were first told of."""
+        """In the order in which workers first heard of them."""
         self.forgotten: set[int] = set()
         """Those formed by lives of the server that are over."""
         self.ready: list[int] = []
@@ -92,7 +93,7 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @rule()
     def rebuild_all(self) -> None:
-        """Whoever is a member asks for the next generation."""
+        """Each member asks for the next generation."""
         for number in range(len(self.workers)):
             if self.workers[number].state == "member":
                 self.rebuild_one(self.workers[number], ())
@@ -145,7 +146,7 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), leaves=st.booleans())
     def ask_for_another_size(self, number: int, leaves: bool) -> None:
-        """Somebody of another job wants the name; alone, so that it forms nothing."""
+        """A worker of another job wants the name; alone, so that it forms nothing."""
         asked_s = min(self.strangers[number][0], self.room.now_s)
         self.strangers[number] = (asked_s, self.room.now_s)
         try:
@@ -165,7 +166,7 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @rule(incarnation=st.integers(0, 2**32 - 1))
     def start_the_server_anew(self, incarnation: int) -> None:
-        """Its numbers may be below those of earlier lives that nobody told it of."""
+        """Its numbers may be below those of earlier lives that no worker has named to it."""
         if incarnation in self.incarnations:
             return
         self.incarnations.append(incarnation)
@@ -212,14 +213,14 @@ class MeetingMachine(RuleBasedStateMachine):
             worker.generation,
             member_count=worker.member_count,
         )
-        members = self.told[worker.generation]
+        members = self.known[worker.generation]
         for lost in answer.lost:
             assert lost.rank != worker.rank
             self.check_gone(members[lost.rank], lost.reason)
 
     def join(self, worker: Worker) -> None:
         rebuilds = worker.state == "rebuilding"
-        members = self.told.get(worker.generation, ())
+        members = self.known.get(worker.generation, ())
         called_lost = [members[rank] for rank in worker.lost_ranks if members]
         for other in self.workers:  # a survivor's word ends what a lease would have
             if rebuilds and other.member_id in called_lost:
@@ -255,7 +256,7 @@ class MeetingMachine(RuleBasedStateMachine):
     def check_formed(self, worker: Worker, answer: pb.JoinGroupResponse) -> None:
         member_ids = tuple(member.member_id for member in answer.members)
         if "" not in member_ids:  # a server that was started anew may not know all
-            assert self.told.setdefault(answer.generation, member_ids) == member_ids
+            assert self.known.setdefault(answer.generation, member_ids) == member_ids
         assert member_ids[answer.rank] == worker.member_id
         assert len(set(member_ids)) == len(member_ids) <= self.room.spec.size
         assert answer.generation > worker.generation
@@ -265,14 +266,14 @@ class MeetingMachine(RuleBasedStateMachine):
         if answer.generation not in self.formed:
             self.formed.append(answer.generation)
         self.latest = self.formed[-1]
-        assert answer.generation == self.latest, "an older generation is told of"
+        assert answer.generation == self.latest, "an answer names an older generation"
 
     def is_survivor(self, member_id: str) -> bool:
         """Whether it was a member before, so that ranks may have closed up around it."""
         return any(w.member_id == member_id and w.generation for w in self.workers)
 
     def check_gone(self, member_id: str, reason: str) -> None:
-        """Nobody is called lost that was heard of within its lease."""
+        """No worker is called lost that was heard of within its lease."""
         gone = next(worker for worker in self.workers if worker.member_id == member_id)
         if "lease" in reason:
             assert max(self.room.now_s - gone.heard_s, gone.silence_s) >= LEASE_S
@@ -286,10 +287,10 @@ class MeetingMachine(RuleBasedStateMachine):
     def check_lost(self, worker: Worker, error: errors.ShardwellError) -> None:
         """It was silent, or said to be lost, or others went on without it for that reason."""
         silent = worker.heard_s < 0 or self.room.now_s - worker.heard_s >= LEASE_S / 2
-        members = self.told.get(self.latest, ())
+        members = self.known.get(self.latest, ())
         # A server that was started anew has forgotten that it is in the latest, too.
-        is_untold = worker.member_id not in members or self.latest in self.forgotten
-        succeeded = self.latest != worker.generation and is_untold
+        is_unknown = worker.member_id not in members or self.latest in self.forgotten
+        succeeded = self.latest != worker.generation and is_unknown
         # Of generations of two lives that are over, what more than half follow stays (ADR 0009).
         outnumbered = worker.generation in self.forgotten and any(
             other.state in ("member", "rebuilding")
@@ -300,7 +301,7 @@ class MeetingMachine(RuleBasedStateMachine):
         assert silent or succeeded or called_lost or outnumbered, str(error)
 
     def check_refused(self, worker: Worker, error: errors.RankTakenError) -> None:
-        """Somebody who has the rank, or left it since, was heard of after it asked first."""
+        """A worker that has the rank, or left it since, was heard of after it asked first."""
         holders = [
             other
             for other in self.workers
@@ -317,7 +318,7 @@ class MeetingMachine(RuleBasedStateMachine):
         )
 
     def check_begun(self, answer: pb.JoinGroupResponse) -> None:
-        """A generation takes the place of those before it only when nobody lives in them."""
+        """A generation follows those before it only when no worker lives in them."""
         (incarnation,) = {answer.generation % 2**32} & {*self.incarnations}
         own = [number for number in self.ready if number % 2**32 == incarnation]
         assert answer.generation > max(own, default=0), "numbers of a life grow"
@@ -351,7 +352,7 @@ class ElasticMeetingMachine(MeetingMachine):
     def check_formed(self, worker: Worker, answer: pb.JoinGroupResponse) -> None:
         member_ids = tuple(member.member_id for member in answer.members)
         if "" not in member_ids:
-            assert self.told.setdefault(answer.generation, member_ids) == member_ids
+            assert self.known.setdefault(answer.generation, member_ids) == member_ids
         assert member_ids[answer.rank] == worker.member_id
         assert len(set(member_ids)) == len(member_ids) <= self.room.spec.size
         assert answer.generation > worker.generation
@@ -359,7 +360,7 @@ class ElasticMeetingMachine(MeetingMachine):
             self.formed.append(answer.generation)
             self.check_order(answer, member_ids)
         self.latest = self.formed[-1]
-        assert answer.generation == self.latest, "an older generation is told of"
+        assert answer.generation == self.latest, "an answer names an older generation"
 
     def check_order(self, answer: pb.JoinGroupResponse, member_ids: tuple[str, ...]) -> None:
         """Who was a member before comes first, in the order of before."""

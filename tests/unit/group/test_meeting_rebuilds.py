@@ -129,7 +129,7 @@ def test_one_whose_lease_ended_is_to_join_again() -> None:
 
 @pytest.mark.parametrize("others", ["left", "died", "another job"])
 def test_one_whose_group_is_over_is_not_alone_in_a_new_one(others: str) -> None:
-    """It stood still; the others finished or died meanwhile, and nobody of them is known here."""
+    """It stood still; the others finished or died meanwhile, and none of them is known here."""
     room = Room(3)
     first = room.form("a", "b", "c")
     room.pass_time(2 * LEASE_S, first, ("a", 0), ("c", 2))

@@ -120,14 +120,15 @@ def test_what_is_cut_here_is_nobodys_failure(outgoing: Outgoing, failures: list[
 def test_a_stream_that_is_opened_when_all_is_done(
     outgoing: Outgoing, failures: list[str], finishes: bool
 ) -> None:
-    """As by a rank on a busy machine that nothing had to be sent to: it is told that that is all.
+    """As by a rank on a busy machine that nothing had to be sent to: its stream says that this is
+    all.
 
     Else it would take this rank, which has left by then, for dead; as it does where that left in
     the middle.
     """
     if finishes:
         outgoing.finish()
-        outgoing.await_received(0.0)  # nobody is there, and nothing was sent
+        outgoing.await_received(0.0)  # no rank is connected, and nothing was sent
     else:
         outgoing.cut()
     context: Any = Context()

@@ -1,4 +1,4 @@
-"""Goal: ranks that call the same go on, and every disagreement is told to all, with who and what.
+"""Goal: ranks that call the same go on, and every disagreement fails all, with who and what.
 
 Method: events in, verdicts out, with a clock that the test turns.
 """
@@ -32,7 +32,7 @@ def ranks(told: Verdicts) -> list[int]:
 
 
 def the_verdict(told: Verdicts, *expected_ranks: int) -> pb.Verdict:
-    """The one verdict that exactly these ranks are told."""
+    """The one verdict that exactly these ranks get."""
     assert ranks(told) == list(expected_ranks)
     verdicts = {verdict.SerializeToString(deterministic=True) for _, verdict in told}
     assert len(verdicts) == 1
@@ -333,7 +333,7 @@ def test_a_join_that_meets_its_deadline_can_be_called_again() -> None:
 
 
 def test_who_gave_up_joining_hears_of_it_at_its_next_join() -> None:
-    """Not before: an answer that nobody waits for would be taken for the next one's."""
+    """Not before: an answer without a waiting call would be taken for the next one's."""
     room = Room(3)
     room.call(0)
     room.call(1)
@@ -376,7 +376,7 @@ def test_a_call_after_join_fails_alone() -> None:
 
 
 def test_a_call_after_join_is_not_mixed_up_with_one_that_failed() -> None:
-    """Call 0 fails for the other; rank 1 must be told what it did wrong."""
+    """Call 0 fails for the other; rank 1's error must say what it did wrong."""
     room = Room(3)
     room.join(1)
     room.call(0)
@@ -387,7 +387,7 @@ def test_a_call_after_join_is_not_mixed_up_with_one_that_failed() -> None:
 
 
 def test_joins_fail_when_a_rank_leaves() -> None:
-    """At once: nobody can complete them."""
+    """At once: no rank can complete them."""
     room = Room(4)
     room.join(0)
     room.join(2)

@@ -29,7 +29,7 @@ numbers = st.integers(0, 3)
 
 @dataclass
 class Member:
-    """What a rank has done, and been told."""
+    """A rank's calls, and its verdicts."""
 
     state: str = "active"
     """active; out: its join() waits; idle: its join() met the deadline; left."""
@@ -41,7 +41,7 @@ class Member:
     out_from: float = math.inf
     """First call that it takes no part in."""
     epoch: int = 0
-    """How often it has been told that all joined."""
+    """How many verdicts have said that all joined."""
 
 
 class RollCallMachine(RuleBasedStateMachine):
@@ -171,7 +171,7 @@ class RollCallMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_deadline_is_that_of_the_first_who_waits(self) -> None:
-        """So that nobody waits for longer: a call's first deadline counts for all."""
+        """So that no rank waits for longer: a call's first deadline counts for all."""
         if not hasattr(self, "room"):
             return
         deadlines_s = [each for member in self.members for each in member.join_deadlines_s]

@@ -53,7 +53,7 @@ class Symbols:
         self.written = [0] * length
         """Who has contributed to each element; none while it was not written."""
         self.order: list[int] = []
-        """What was added to sums, in order."""
+        """The ranks added to sums, in order."""
 
     def payload_bytes(self, where: Slice) -> int:
         return where.size

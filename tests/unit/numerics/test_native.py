@@ -35,7 +35,7 @@ FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
 
 AWAY = "-DAWAY_BYTES=1"
-"""What is only written goes past the caches, however little it is."""
+"""Arrays that are only written go past the caches, however small they are."""
 
 
 @pytest.fixture(scope="module", params=["", "-DWITHOUT_AVX512", AWAY, f"-DWITHOUT_AVX512 {AWAY}"])
@@ -427,7 +427,7 @@ def test_it_stays_in_its_memory(tmp_path: Path, away: tuple[str, ...]) -> None:
         [sys.executable, __file__, str(path), "overrun"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "AddressSanitizer: heap-buffer-overflow" in overrun.stderr  # it would have told
+    assert "AddressSanitizer: heap-buffer-overflow" in overrun.stderr  # it would have reported one
 
 
 def _under_sanitizers(path: str, *, overruns: bool) -> None:

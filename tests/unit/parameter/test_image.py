@@ -264,7 +264,7 @@ def test_weights_that_are_not_finite_are_told_to_all(spec: ParameterSpec, bad: f
     weights = np.full(SIZE, 2, np.float32)
     weights[77] = bad
     shard.update(weights)
-    for held in (None, 0, 1, 3):  # nobody holds version 2
+    for held in (None, 0, 1, 3):  # no reader holds version 2
         with pytest.raises(DivergedError, match="element 77"):
             shard.answer(held)
     if spec is SPEC:

@@ -61,7 +61,7 @@ def test_any_range_is_written_and_nothing_else(cuts: list[int], data: st.DataObj
 
 
 def test_a_copy_is_the_same_whenever_it_is_read() -> None:
-    """A gradient that is sent again has the same values, whoever writes to it."""
+    """A gradient that is sent again has the same values, even if the caller writes to it."""
     arrays = [np.zeros(3, np.float32), np.zeros(3)]
     pieces = Pieces(*arrays)
     assert not pieces.read(2, 4).any()

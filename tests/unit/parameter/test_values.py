@@ -187,7 +187,7 @@ def test_one_kind_is_not_taken_for_the_other() -> None:
         ({"b": np.zeros(17, np.uint8)[1:].view(np.float32)}, "tensor 'b' must be a writable"),
         ({"b": np.zeros(4, ">f4")}, "tensor 'b' must be a writable.*got >f4"),
         ({"x": np.zeros(4, np.float32)}, "out has 'x', which the parameter does not"),
-        # The first one in the order of the layout is told, whatever else there is.
+        # The error names the first one in the order of the layout, whatever else there is.
         ({"b": None, "w": np.zeros((3, 2), np.float32)}, "tensor 'w' must have shape"),
     ],
 )

@@ -1,6 +1,6 @@
 """Goal: a client goes on attending, whenever its call ends; one that was refused asks no more.
 
-Method: calls that end when the test says so, also before anybody can listen; the real timer.
+Method: calls that end when the test says so, also before a callback is set; the real timer.
 """
 
 from __future__ import annotations

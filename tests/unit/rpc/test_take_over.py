@@ -1,4 +1,5 @@
-"""Goal: a seat is taken soon after it is free, and whoever asks for one that is not asks seldom.
+"""Goal: a seat is taken soon after it is free, and a worker that asks for one that is not asks
+seldom.
 
 Method: a world with a clock of its own, in which questions and pauses take next to no time.
 """

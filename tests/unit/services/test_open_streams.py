@@ -18,7 +18,7 @@ LIMIT = 4
 
 
 class Stream:
-    """One that is told to end."""
+    """A stream that notes its end."""
 
     def __init__(self, usage: Usage | None = None) -> None:
         self.usage = usage

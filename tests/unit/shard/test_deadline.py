@@ -143,7 +143,7 @@ class Call:
 
 
 class Shard:
-    """One that lets nobody wait for longer than 100 s."""
+    """A shard where no call waits for longer than 100 s."""
 
     config = ShardConfig(shard_index=0, shard_count=1, limits=Limits(wait_max_s=100.0))
 

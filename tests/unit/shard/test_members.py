@@ -1,8 +1,8 @@
-"""Goal: an open step of elastic members waits for those who live, and for nobody else.
+"""Goal: an open step of elastic members waits for those that live, and for no others.
 
 Method: shards in this process, without sockets; who lives and what time brings is what a test says
 (harness/elastic_shards.py). Each test is one way in which a step could stand still, or could name
-somebody who is not in it.
+a worker that is not in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def member(shard: ElasticShard, worker_id: str, tenure: int, from_step: int = 0)
 
 
 def test_a_heartbeat_ends_no_seat_of_a_fixed_crew() -> None:
-    """Such seats have tenure 0, which anybody can name."""
+    """Such seats have tenure 0, which any client can name."""
     spec = ParameterSpec(
         name="p", size=32, optimizer=SGD(learning_rate=1.0), worker_count=2, codec="fp32"
     )
@@ -107,7 +107,7 @@ def test_grace_that_was_over_below_the_floor_is_over_above_it() -> None:
 
 
 def test_a_newcomer_learns_of_tenures_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nobody tells them to a shard that awaits one, which reaches that shard alone."""
+    """Else no client reports them to a shard that awaits one, which reaches that shard alone."""
     shard = begun()
     member(shard, "w0", 1)
     shard.part.end_tenure("w0", 1)

@@ -1,5 +1,5 @@
 """Goal: whatever becomes of members, messages and shards, a gradient counts once at most, a chunk's
-sum is what its set names, bit for bit, and no open step stands still.
+sum is what its set names, bit for bit, and no open step hangs.
 
 Method: a hypothesis state machine plays clients that follow docs/adr/0036 beside two shards without
 sockets, one chunk's message at a time: messages are lost, doubled, late and in any order; workers
@@ -106,7 +106,7 @@ class Client:
 
 
 class NoStorage:
-    """The blocks of a change that nobody keeps."""
+    """The blocks of a change that no storage keeps."""
 
     def blocks(self, count: int) -> Iterator[tuple[int, int]]:
         """All at once."""
@@ -117,7 +117,7 @@ class NoStorage:
 
 
 class MembersMachine(RuleBasedStateMachine):
-    """See the module."""
+    """Clients that follow docs/adr/0036, beside two shards."""
 
     clip_norm = 0.0
 
@@ -382,7 +382,7 @@ class MembersMachine(RuleBasedStateMachine):
 
     @rule()
     def a_minute_passes(self) -> None:
-        """In which those that live have told the shards that they reach, and then forget it."""
+        """Those that live report it to the shards that they reach, and then forget it."""
         for _ in range(2):
             for index in range(SHARD_COUNT):
                 self.pass_time(index)
@@ -567,7 +567,7 @@ class MembersMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.sent))
     @rule(number=st.integers(0, 30))
     def arrive_late(self, number: int) -> None:
-        """A message of whatever process and tenure, for which nobody waits any more."""
+        """A message of whatever process and tenure, for which no client waits any more."""
         message = self.sent[number % len(self.sent)]
         client = self.clients.get(message.given.worker_id)
         if client is None or client.waiting.get(message.place) is not message:

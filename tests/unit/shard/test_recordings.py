@@ -1,4 +1,4 @@
-"""Goal: each session that asks is told of a recording once, gives once, and holds nobody up.
+"""Goal: each session that asks learns of a recording once, gives once, and delays no other.
 
 Method: the state machine's events in the orders that matter, with a deadline that is over or not.
 """
@@ -60,7 +60,7 @@ def test_who_asks_is_woken() -> None:
     number = recordings.begin(ALL, 60.0)
     assert woken == ["asks"]
     assert recordings.news(1, later()) == number
-    assert recordings.next(number, later()) is None  # nobody is sure to give
+    assert recordings.next(number, later()) is None  # no session is sure to give
     recordings.give(number, 1, of("w1"))  # who came later may
     assert recordings.next(number, later()) == of("w1")
 
@@ -154,7 +154,7 @@ def test_nobody_waits_for_a_shard_that_stops() -> None:
 
 
 def test_a_session_asks_by_one_call() -> None:
-    """Of two, one is on a connection that has broken: what it is told, nobody hears."""
+    """Of two, one is on a connection that has broken: its answer would be lost."""
     recordings, ended = Recordings(), []
     with ExitStack() as earlier:
         earlier.enter_context(recordings.asking(1, lambda: ended.append("first")))

@@ -1,6 +1,6 @@
 """Goal: the tables that a shard's files hold are gone on with as they are, or refused by name.
 
-Method: storage in memory, spoiled by hand, stands in for what an earlier process left.
+Method: storage in memory, spoiled by hand, plays what an earlier process left.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_a_table_is_made_once() -> None:
 
 
 def test_the_undo_file_of_a_table_counts(tmp_path: Path) -> None:
-    """Of one that is there already, too, whatever the limit has become."""
+    """Of an existing one, too, whatever the limit has become."""
     size = 1 << 20
     config = dataclasses.replace(CONFIG, limits=Limits(stored_bytes_max=size))
     stored = ByteBudget(size)

@@ -1,6 +1,6 @@
 """Goal: of two sessions with one worker id one at most can contribute, in whatever order they come.
 
-And where there are more workers than places, nobody who is alive loses its own, and no gradient
+And where there are more workers than seats, no living worker loses its own, and no gradient
 counts twice.
 
 Method: a hypothesis state machine drives Sessions and the seats of a StepTracker, with a clock of

@@ -1,4 +1,4 @@
-"""Goal: what is told of steps' durations is what passed, whatever order parts close in.
+"""Goal: the reported durations of steps are the time that passed, whatever order parts close in.
 
 Method: a clock that is set by hand.
 """

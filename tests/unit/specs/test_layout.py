@@ -219,7 +219,7 @@ def test_average_has_no_options() -> None:
 
 
 def test_names_from_the_wire_are_looked_at_once_each() -> None:
-    """Of very many, the last of which is there twice; and no more than there is room for."""
+    """Of very many, the last of which occurs twice; and no more than there is room for."""
     names = [f"{number:x}" for number in range(25_000)]
     message = types_pb2.TensorLayout(tensors=[types_pb2.Tensor(name=name) for name in names])
     message.tensors.add(name=names[-1])

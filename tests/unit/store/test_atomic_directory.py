@@ -1,4 +1,4 @@
-"""Goal: a directory that was never made goes, and one that somebody else put there stays."""
+"""Goal: a directory that was never made goes, and one that another process put there stays."""
 
 from __future__ import annotations
 

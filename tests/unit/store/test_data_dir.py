@@ -1,4 +1,4 @@
-"""Goal: two shards never write into one directory, whoever they are and whenever they come.
+"""Goal: two shards never write into one directory, whatever their names and times.
 
 Method: real directories and files; another process holds the lock where one is needed.
 """
@@ -91,7 +91,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_every_bit_that_is_flipped_in_the_identity_is_found_or_means_the_same(
     tmp_path: Path,
 ) -> None:
-    """Also by whoever only asks which cluster it was: a wrong name is never believed."""
+    """Also by a caller that only asks which cluster it was: a wrong name is never believed."""
     DataDir(tmp_path, MINE).close()
     path = tmp_path / "shard.json"
     good = path.read_bytes()

@@ -280,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=names, worker=workers, chunk=st.integers(0, 2), back=st.integers(0, 3))
     def repeat(self, name: str, worker: str, chunk: int, back: int) -> None:
-        """What was answered once is a duplicate for ever; what was skipped is refused.
+        """An answered gradient is a duplicate for ever; a skipped one is refused.
 
         So is the last gradient with other values, unless the shard was started again since.
         """

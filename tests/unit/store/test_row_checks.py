@@ -96,7 +96,7 @@ def test_native_code_refuses_rows_that_do_not_fit(changed: dict[str, Any]) -> No
 
 
 def test_checks_of_files_that_are_there() -> None:
-    """Whoever changes these gives files another format version."""
+    """A change of these needs another format version of files."""
     checks = RowChecks(layout(), SALT)
     places = np.array([3, 70])
     rows = [np.array([1, -2]), np.array([7, FREE]), np.array([9, 0])]

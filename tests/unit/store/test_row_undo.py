@@ -101,7 +101,7 @@ def test_cut_off_after_any_write(places: list[int], numbers: set[int], before: b
                 again.undo.roll_back()
                 assert again.undo.pending() is None
                 assert again.state() == old, point
-            else:  # nothing was written yet, or all of it stands
+            else:  # nothing was written yet, or all of it
                 assert sequence is None or point == "undo voided"
                 assert state in (old, new)
                 assert state == old or point in ("undo voided", "after")

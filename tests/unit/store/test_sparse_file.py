@@ -179,7 +179,7 @@ def test_what_a_full_disk_refused_for_one_file_is_given_back_by_all(
 def test_a_file_system_that_takes_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was taken stays known, so that it is not asked for again."""
+    """Taken space stays known, so that it is not asked for again."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

@@ -108,9 +108,8 @@ def test_one_row_is_kept_for_as_long_as_was_asked(row_count) -> None:
 def test_rows_of_one_set_take_turns() -> None:
     cache = RowCache(WAY_COUNT, DIM, 9)
     _filled(cache, np.arange(3))
-    _filled(
-        cache, np.arange(2, 6)
-    )  # 2 is there already; 3 takes the free place, 4 and 5 those of 0 and 1
+    _filled(cache, np.arange(2, 6))
+    # 2 is cached; 3 takes the free place, 4 and 5 those of 0 and 1.
     assert _found(cache, np.arange(8)) == [2, 3, 4, 5]
     _filled(cache, np.arange(10, 17))
     assert len(_found(cache, np.arange(10, 17))) == WAY_COUNT

@@ -52,7 +52,7 @@ def test_results_and_errors_are_handed_over(threads: CallThreads) -> None:
 
 
 def test_a_body_that_never_ends_is_abandoned(threads: CallThreads) -> None:
-    """As a lock of gRPC's that nobody lets go of."""
+    """As a lock of gRPC's that no thread lets go of."""
     stuck = threading.Event()
     watch = Stopwatch()
     with pytest.raises(DeadlineError, match="its connection is stuck"):

@@ -99,7 +99,7 @@ def test_a_handler_that_calls_what_was_installed_decides_what_follows() -> None:
     signal.raise_signal(signal.SIGTERM)
     assert request.has_come
     request.close()
-    signal.raise_signal(signal.SIGTERM)  # which nobody looks at, and would kill else
+    signal.raise_signal(signal.SIGTERM)  # which is not read, and would kill else
     assert len(seen) == 2
     assert handler() is composed
 

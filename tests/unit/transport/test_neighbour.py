@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def paused_s(clock: Clock, server: Neighbour) -> float:
-    """For how long it is left alone after nobody listens; as long has passed then."""
+    """For how long it is left alone after no process listens; as long has passed then."""
     began_s = clock.time_s
     server.note_missing()
     while not server.is_there:

@@ -147,7 +147,7 @@ def test_a_chunk_comes_back(name: str, lz4_: bool, kind: str) -> None:
 @pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_is_believed_is_what_was_checked(name: str, reads: bool) -> None:
-    """While somebody else writes to a payload, now one and now the other, it is the one or none."""
+    """While another process writes two payloads in turn, the result is the one or none."""
     codec = CODECS[name]
     chunks, where = ChunkCodec(codec), Slice(0, 40_000)
     values = [np.full(where.size, value, np.float32) for value in (1.0, 3.0)]

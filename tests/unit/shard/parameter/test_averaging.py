@@ -368,7 +368,7 @@ def closed_both_ways(
 def test_a_step_that_is_closed_from_its_sum_has_the_same_bits(
     name: str, may_stay_encoded: bool, computes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever comes last, or not at all: time closes a step with the bits of its gradients."""
+    """Without a last worker, too: time closes a step with the bits of its gradients."""
     if computes == "NumPy":
         monkeypatch.setattr(native, "LIBRARY", None)
     values = st.one_of(

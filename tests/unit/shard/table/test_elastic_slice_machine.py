@@ -97,7 +97,7 @@ class Model:
         return self.elastic.min_count - len(self.ended) - len(coming)
 
     def end_tenure(self, worker: str) -> None:
-        """What is counted of the open step stays, and ends it."""
+        """Counted parts of the open step stay, and end it."""
         self.seats[worker].is_over = True
         if (self.version, 0) < self.seats[worker].position < (self.version + 1, 0):
             self.end_step(worker)
@@ -389,7 +389,7 @@ class ElasticTableMachine(RuleBasedStateMachine):
             message = part(self.model.version - 1, 0, self.gradients(data))
             assert self.give(worker, self.model.seats[worker].tenure, message) == "late"
 
-    # What is to hold.
+    # Invariants.
 
     @rule(data=st.data())
     def fetch(self, data: st.DataObject) -> None:

@@ -1,5 +1,5 @@
-"""Goal: a part that an elastic member sends again is told apart from one that comes too late, and
-from another one of the same step; and a step awaits who has begun it.
+"""Goal: a part that an elastic member sends again is distinguished from one that comes too late,
+and from another one of the same step; and a step awaits who has begun it.
 
 Method: TableStepTracker is called as a slice calls it. The orders of events are
 test_elastic_slice_machine.py's.

@@ -1,6 +1,6 @@
-"""Goal: rows that are loaded stand all or not at all.
+"""Goal: rows are loaded all or not at all.
 
-Method: tables of a Shard, in memory and in files, and killed at any write; what stands is read by
+Method: tables of a Shard, in memory and in files, and killed at any write; the rows are read by
 NumPy.
 """
 
@@ -100,7 +100,7 @@ def test_the_newest_load_counts(directory) -> None:
         table.loading.finish(first, 1, None)
     table.loading.add(second, state(7))
     table.loading.finish(second, 1, 0.125)
-    third = table.loading.begin()  # it stands, and nobody has trained: another shard did not
+    third = table.loading.begin()  # it is loaded, and no worker has trained: another shard is not
     table.loading.add(third, state(8))
     table.loading.finish(third, 1, None)
     assert set(whole(table)) == {8}
@@ -111,7 +111,7 @@ def test_the_newest_load_counts(directory) -> None:
 
 
 def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
-    """It has not begun, or refuses gradients and is empty, or stands whole; twice over."""
+    """It has not begun, or refuses gradients and is empty, or is whole; twice over."""
     path, target = tmp_path / "a", tmp_path / "b"
     path.mkdir()
     images: list[Any] = []

@@ -1,4 +1,4 @@
-"""Goal: a table that stands with a load's id has that load's rows, whatever ended when.
+"""Goal: a table that is loaded with a load's id has that load's rows, whatever ended when.
 
 Method: a load replaces another; after each write of the second the files are taken as kill -9
 leaves them, and as a loss of power does, which keeps of journals and events what was synced.
@@ -62,7 +62,7 @@ def load(table: TableSlice, load_id: int, *, learning_rate: float | None = None)
 
 
 class Synced:
-    """What was in each file when it was synced last."""
+    """The contents of each file when it was synced last."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._path = path

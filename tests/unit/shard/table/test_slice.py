@@ -1,4 +1,4 @@
-"""Goal: a part of a gradient counts whole or not at all, and nobody reads half a row.
+"""Goal: a part of a gradient counts whole or not at all, and no call reads half a row.
 
 Method: messages made by protobuf and NumPy go to a table of a Shard in memory; storages that fail
 at a chosen call stand in for disks. The orders of calls are test_slice_machine.py's.
@@ -246,7 +246,7 @@ def test_a_step_closes_batch_by_batch() -> None:
 
 @pytest.mark.parametrize("batch_count", range(4))
 def test_a_step_goes_on_closing_where_it_was_cut_off(batch_count) -> None:
-    """Whoever comes next is told why, or closes it; no row is updated twice."""
+    """The next call gets the reason, or closes it; no row is updated twice."""
     table, storage, _ = table_of(worker_count=2, batch=2)
     ids = range(1, 8)
     for worker in ("a", "b"):
@@ -271,7 +271,7 @@ def test_a_step_goes_on_closing_where_it_was_cut_off(batch_count) -> None:
 
 
 def test_who_waits_is_told_that_a_step_can_not_be_closed() -> None:
-    """As whoever closed it was; once that can be done, it may be he who does."""
+    """A waiting call gets the same error as the closing one; later it may close the step itself."""
     table, storage, _ = table_of(worker_count=2)
     woken: list[str] = []
     message = asking([1], 1)

@@ -210,7 +210,7 @@ class TableMachine(RuleBasedStateMachine):
         ends=st.booleans(),
     )
     def skip(self, worker: str, steps: int, parts: int, ends: bool) -> None:
-        """Parts and steps that nobody can send yet."""
+        """Parts and steps that no worker can send yet."""
         if (steps, parts) == (0, 0) or self.model.is_full(worker):
             return
         step, count = self.model.next_part(worker)

@@ -207,7 +207,7 @@ def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> No
 
 
 def test_what_is_told_of_a_new_worker_comes_first() -> None:
-    """What is logged before a worker is taken in may fail, and then it is not."""
+    """Logging before a worker is taken in may fail, and then it is not taken in."""
     steps = tracker()
 
     def fail(event: Event) -> None:

@@ -171,7 +171,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """What is kept of a tracker is its version, the position of each seat, and its owner."""
+        """Storage keeps of a tracker its version, the position of each seat, and its owner."""
         before = self.tracker
         self.tracker = TableStepTracker(before.version, **self.limits)
         for seat in before.seats:
