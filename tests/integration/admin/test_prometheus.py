@@ -23,6 +23,7 @@ import yaml
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
+from harness.required import program
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
@@ -63,8 +64,7 @@ class Prometheus:
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Any:
     """Starts one that scrapes addresses."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("no Prometheus here")
+    program("prometheus")
     processes = []
 
     def start(addresses: list[str]) -> Prometheus:
@@ -194,8 +194,7 @@ def test_each_rule_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_fires(name: str, tmp_path: Path) -> None:
     """And none of the others does."""
-    if shutil.which("promtool") is None:
-        pytest.skip("no promtool here")
+    program("promtool")
     shutil.copy(RULES, tmp_path / "alerts.yml")
     fires = {
         "rule_files": ["alerts.yml"],

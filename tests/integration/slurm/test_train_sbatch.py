@@ -20,6 +20,7 @@ import pytest
 from harness.polling import eventually
 from harness.programs.ports import free_port
 from harness.programs.slurm import Slurm, running_slurm, why_not
+from harness.required import missing
 
 SCRIPT = str(Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatch")
 STEP_COUNT = 60
@@ -46,7 +47,7 @@ sys.exit(code)
 def slurm() -> Iterator[Slurm]:
     reason = why_not()
     if reason:
-        pytest.skip(f"no Slurm here: {reason}")
+        missing("slurm", reason)
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as home,
         running_slurm(Path(home)) as started,

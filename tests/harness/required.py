@@ -1,0 +1,42 @@
+"""Programs of the system that some tests need: skipped without them, or failed where they must run.
+
+`SHARDWELL_TEST_REQUIRE=chromium,prometheus,promtool,slurm` turns the skips of those into failures:
+what installs them sets it, so that nobody takes a skip for a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+VARIABLE = "SHARDWELL_TEST_REQUIRE"
+_INSTALLED_BY = {
+    "chromium": "apt-get install -y chromium",
+    "prometheus": "apt-get install -y prometheus",
+    "promtool": "apt-get install -y prometheus",
+    "slurm": "apt-get install -y slurmctld slurmd slurm-client munge",
+}
+"""By what a test needs: the command that installs it on Debian."""
+
+
+def program(name: str) -> str:
+    """Path of a program; without it the test is skipped, or failed where it is required."""
+    found = shutil.which(name)
+    if found is None:
+        missing(name, "no such program on PATH")
+    return found
+
+
+def missing(name: str, why: str) -> None:
+    """Ends a test for want of something: skipped, or failed where it is required.
+
+    Args:
+        name: What the test needs, one of those that this module knows.
+        why: What is wrong with it.
+    """
+    words = f"the test needs {name} ({why}); install it: {_INSTALLED_BY[name]}"
+    if name in os.environ.get(VARIABLE, "").replace(" ", "").split(","):
+        pytest.fail(f"{words}; {VARIABLE} says that it must be here", pytrace=False)
+    pytest.skip(words)
