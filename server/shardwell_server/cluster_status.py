@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwell.connection.absence import BUSY
@@ -395,6 +395,55 @@ def members(parts: Sequence[ParameterStatus | TableStatus]) -> list[dict[str, An
     """Workers with seats, as all shards together have them; those that lag most first."""
     whole = [as_json(member) for member in merged_members(parts)]
     return sorted(whole, key=lambda member: (-(member["lag_s"] or 0.0), member["worker_id"]))
+
+
+def workers(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each worker once, as all parameters, families and tables together have it.
+
+    Workers that are not connected come first, then by name as people count.
+
+    Args:
+        parts: What `merged` returns; ended and abandoned ones are left out.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        if part["ended"] or part["abandoned_for_s"] is not None:
+            continue
+        kind = "table" if "rows" in part else "parameter"
+        first = max((each["next_step"] for each in part["members"]), default=0)
+        for member in part["members"]:
+            worker_id = member["worker_id"]
+            whole = found.setdefault(
+                worker_id,
+                {
+                    "worker_id": worker_id,
+                    "host": member["host"],
+                    "pid": member["pid"],
+                    "connected": member["connected"],
+                    "software_version": member["software_version"],
+                    "transports": [],
+                    "names": [],
+                    "behind_steps": 0,
+                    "lag_s": None,
+                    "idle_s": None,
+                },
+            )
+            if member["connected"] and not whole["connected"]:
+                for key in ("host", "pid", "connected", "software_version"):
+                    whole[key] = member[key]
+            whole["transports"] = sorted({*whole["transports"], *member["transports"]})
+            whole["names"].append([kind, part["name"]])
+            behind = first - member["next_step"]
+            whole["behind_steps"] = max(whole["behind_steps"], behind)
+            whole["lag_s"] = max(_known(whole["lag_s"], member["lag_s"]), default=None)
+            whole["idle_s"] = min(_known(whole["idle_s"], member["idle_s"]), default=None)
+    return sorted(
+        (found[worker_id] for worker_id in in_order(found)), key=lambda each: each["connected"]
+    )
+
+
+def _known(*values: float | None) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def step_of(part: ParameterStatus | TableStatus) -> int:

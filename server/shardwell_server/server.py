@@ -34,6 +34,7 @@ from shardwell_server.access.audit import AuditLog, no_audit
 from shardwell_server.access.rights import Right
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.port import AdminPort
+from shardwell_server.admin.resources import ResourceMeter
 from shardwell_server.admin.troubles import troubles
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
@@ -140,8 +141,10 @@ class ShardServer:
             damages=lambda: list(self._damages),
             data_dir=None if data_dir is None else data_dir.path,
             groups=self._meetings.describe,
+            resources=ResourceMeter(None if data_dir is None else data_dir.path).read,
         )
         self._service.troubles = partial(troubles, vitals)
+        self._service.resources = vitals.resources
         if self.admin is not None:
             self.admin.attach(vitals, self._access, self.address, self._is_alive)
 

@@ -70,8 +70,9 @@ def _whole(of_shards: Sequence[MemberStatus]) -> MemberStatus:
     lags = [each.lag_s for each in of_shards if each.lag_s is not None]
     idle = [each.idle_s for each in of_shards if each.idle_s is not None]
     joined = [each.joined_at for each in of_shards if each.joined_at is not None]
+    known = next((each for each in of_shards if each.connected), of_shards[0])
     return replace(
-        of_shards[0],
+        known,
         state=min((each.state for each in of_shards), key=_BY_WEIGHT.index),
         next_step=min(each.next_step for each in of_shards),
         joined_at=min(joined, default=None),
@@ -79,6 +80,7 @@ def _whole(of_shards: Sequence[MemberStatus]) -> MemberStatus:
         late_chunk_count=sum(each.late_chunk_count for each in of_shards),
         lag_s=max(lags, default=None),
         idle_s=min(idle, default=None),
+        transports=tuple(sorted({way for each in of_shards for way in each.transports})),
     )
 
 

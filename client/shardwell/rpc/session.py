@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from typing import NamedTuple
 
 from shardwell.process.environment import host_id, host_name
@@ -15,6 +16,7 @@ from shardwell.process.identity import own_identity
 
 HOST_LENGTH_MAX = 255
 PROCESS_LENGTH_MAX = 255
+VERSION_LENGTH_MAX = 64
 _ID_BYTES = 4
 
 
@@ -37,6 +39,11 @@ class Session(NamedTuple):
 def new_session() -> Session:
     """That of a client which connects now, in this process."""
     return Session(secrets.randbits(63) + 1, host_name(), os.getpid(), own_identity())
+
+
+def software_version() -> str:
+    """Version of this client's software. The package has it, which no module inside may import."""
+    return str(sys.modules["shardwell"].__version__)
 
 
 def unique_worker_id() -> str:

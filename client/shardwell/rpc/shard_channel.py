@@ -26,7 +26,7 @@ from shardwell.errors import (
 from shardwell.process.spans import Spans
 from shardwell.rpc import recording
 from shardwell.rpc.held_call import HeldCall
-from shardwell.rpc.session import Session, new_session
+from shardwell.rpc.session import Session, new_session, software_version
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.endpoint import SAID_S, ShardEndpoint
@@ -143,6 +143,7 @@ class ShardChannel(ShardEndpoint):
             host=self.session.host,
             pid=self.session.pid,
             process=self.session.process,
+            software_version=software_version(),
         )
         return self._attend(request, wait_for_ready=True)
 

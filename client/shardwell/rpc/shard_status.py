@@ -24,6 +24,12 @@ MEMBER_STATES: dict[MemberState, types_pb2.MemberState] = {
     "over": types_pb2.MEMBER_STATE_OVER,
     "lost": types_pb2.MEMBER_STATE_LOST,
 }
+Transport = Literal["tcp", "unix", "shared memory"]
+_TRANSPORTS: dict[types_pb2.Transport, Transport] = {
+    types_pb2.TRANSPORT_TCP: "tcp",
+    types_pb2.TRANSPORT_UNIX: "unix",
+    types_pb2.TRANSPORT_SHARED_MEMORY: "shared memory",
+}
 _MEMBER_STATES = {state: word for word, state in MEMBER_STATES.items()}
 
 
@@ -97,6 +103,18 @@ class MemberStatus:
     and the shard's process began."""
     late_chunk_count: int
     """The same of chunks that were late."""
+    host: str = ""
+    """Name of the machine where its process is, or was last; empty: the shard does not know it."""
+    pid: int = 0
+    """The process on that machine; 0: the shard does not know it."""
+    connected: bool = False
+    """Whether its client is connected."""
+    software_version: str = ""
+    """Version of its client's software; empty: it is not connected, or the client did not say."""
+    transports: tuple[Transport, ...] = ()
+    """How its gradients come: "shared memory", "unix" or "tcp"; several, where rows of
+    tables come beside, or shards are on several machines; none: it has sent none since it
+    connected."""
 
     @staticmethod
     def from_proto(message: types_pb2.MemberStatus) -> MemberStatus:
@@ -110,6 +128,13 @@ class MemberStatus:
             next_step=message.next_step,
             lag_s=message.lag_s if message.HasField("lag_s") else None,
             idle_s=message.idle_s if message.HasField("idle_s") else None,
+            host=message.host,
+            pid=message.pid,
+            connected=message.connected,
+            software_version=message.software_version,
+            transports=tuple(
+                sorted({_TRANSPORTS[each] for each in message.transports if each in _TRANSPORTS})
+            ),
         )
 
 
@@ -337,6 +362,42 @@ class Trouble:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a shard's process uses of its machine; None: the machine does not say."""
+
+    cpu_s: float | None = None
+    """Seconds of all its cores that the process has used since it began."""
+    core_count: int | None = None
+    """Cores that the process may use."""
+    memory_bytes: int | None = None
+    """Bytes of memory that the process occupies, files that it maps included."""
+    disk_used_bytes: int | None = None
+    """Bytes on disk of the shard's files; None, as all of the disk: it has no files."""
+    disk_free_bytes: int | None = None
+    """Bytes that are free on the disk of its files."""
+    disk_size_bytes: int | None = None
+    """Size of that disk."""
+
+    @staticmethod
+    def from_proto(message: pb.Resources) -> Resources:
+        """The value that a message describes."""
+        return Resources(
+            cpu_s=message.cpu_s if message.HasField("cpu_s") else None,
+            core_count=message.core_count if message.HasField("core_count") else None,
+            memory_bytes=message.memory_bytes if message.HasField("memory_bytes") else None,
+            disk_used_bytes=(
+                message.disk_used_bytes if message.HasField("disk_used_bytes") else None
+            ),
+            disk_free_bytes=(
+                message.disk_free_bytes if message.HasField("disk_free_bytes") else None
+            ),
+            disk_size_bytes=(
+                message.disk_size_bytes if message.HasField("disk_size_bytes") else None
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     """What one shard says of itself."""
 
@@ -369,6 +430,8 @@ class ShardStatus:
     troubles: tuple[Trouble, ...]
     """Its problems, and what waits there: a full disk, damaged files, clients that were
     turned away, groups that wait."""
+    resources: Resources = Resources()
+    """What its process uses of its machine."""
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
@@ -474,4 +537,5 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         parameters=tuple(ParameterStatus.from_proto(entry) for entry in shard.parameters),
         tables=tuple(TableStatus.from_proto(entry) for entry in found.tables),
         troubles=tuple(map(Trouble.from_proto, shard.troubles)),
+        resources=Resources.from_proto(shard.resources),
     )

@@ -530,7 +530,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "crc32c")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "resources", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -544,6 +544,7 @@ class GetStatusResponse(_message.Message):
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
@@ -558,8 +559,25 @@ class GetStatusResponse(_message.Message):
     arithmetic: str
     stream_address: str
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
+    resources: Resources
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., resources: _Optional[_Union[Resources, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class Resources(_message.Message):
+    __slots__ = ("cpu_s", "core_count", "memory_bytes", "disk_used_bytes", "disk_free_bytes", "disk_size_bytes")
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    CORE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    cpu_s: float
+    core_count: int
+    memory_bytes: int
+    disk_used_bytes: int
+    disk_free_bytes: int
+    disk_size_bytes: int
+    def __init__(self, cpu_s: _Optional[float] = ..., core_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., disk_used_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., disk_size_bytes: _Optional[int] = ...) -> None: ...
 
 class Trouble(_message.Message):
     __slots__ = ("name", "words")

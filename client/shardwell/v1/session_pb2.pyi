@@ -62,13 +62,14 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, ended: _Optional[_Iterable[_Union[EndedTenure, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "session", "host", "pid", "process", "crc32c")
+    __slots__ = ("shard", "worker_id", "session", "host", "pid", "process", "software_version", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
@@ -76,8 +77,9 @@ class AttendRequest(_message.Message):
     host: str
     pid: int
     process: str
+    software_version: str
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[str] = ..., software_version: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ()

@@ -36,6 +36,13 @@ class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMBER_STATE_OVER: _ClassVar[MemberState]
     MEMBER_STATE_LOST: _ClassVar[MemberState]
 
+class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSPORT_UNSPECIFIED: _ClassVar[Transport]
+    TRANSPORT_TCP: _ClassVar[Transport]
+    TRANSPORT_UNIX: _ClassVar[Transport]
+    TRANSPORT_SHARED_MEMORY: _ClassVar[Transport]
+
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
@@ -83,6 +90,10 @@ MEMBER_STATE_AWAITED: MemberState
 MEMBER_STATE_DRAINING: MemberState
 MEMBER_STATE_OVER: MemberState
 MEMBER_STATE_LOST: MemberState
+TRANSPORT_UNSPECIFIED: Transport
+TRANSPORT_TCP: Transport
+TRANSPORT_UNIX: Transport
+TRANSPORT_SHARED_MEMORY: Transport
 ERROR_CODE_UNSPECIFIED: ErrorCode
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode
 ERROR_CODE_NON_FINITE: ErrorCode
@@ -371,7 +382,7 @@ class StepWait(_message.Message):
     def __init__(self, open_for_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[MissingWorker, _Mapping]]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("worker_id", "next_step", "lag_s", "idle_s", "state", "from_step", "counted_chunk_count", "late_chunk_count")
+    __slots__ = ("worker_id", "next_step", "lag_s", "idle_s", "state", "from_step", "counted_chunk_count", "late_chunk_count", "host", "pid", "connected", "software_version", "transports")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +391,11 @@ class MemberStatus(_message.Message):
     FROM_STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTED_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     LATE_CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     next_step: int
     lag_s: float
@@ -388,7 +404,12 @@ class MemberStatus(_message.Message):
     from_step: int
     counted_chunk_count: int
     late_chunk_count: int
-    def __init__(self, worker_id: _Optional[str] = ..., next_step: _Optional[int] = ..., lag_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., state: _Optional[_Union[MemberState, str]] = ..., from_step: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., late_chunk_count: _Optional[int] = ...) -> None: ...
+    host: str
+    pid: int
+    connected: bool
+    software_version: str
+    transports: _containers.RepeatedScalarFieldContainer[Transport]
+    def __init__(self, worker_id: _Optional[str] = ..., next_step: _Optional[int] = ..., lag_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., state: _Optional[_Union[MemberState, str]] = ..., from_step: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., late_chunk_count: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., connected: bool = ..., software_version: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ...) -> None: ...
 
 class MissingWorker(_message.Message):
     __slots__ = ("worker_id", "host", "pid", "connected")

@@ -34,6 +34,8 @@ _SILENCE_S = 10.0
 _LOOK_S = 0.1
 """How often it looks whether it is to end: for so long a shard that stops waits for it."""
 _PORT = re.compile(r":[0-9]*\Z")
+_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""What a browser may load for the page: what this port answers, and no code in the markup."""
 _REALM = 'Basic realm="shardwell: any name, and a token as the password"'
 
 
@@ -234,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(response.contents)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
+        self.send_header("Content-Security-Policy", _POLICY)
         if response.status is HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", _REALM)
         self.end_headers()

@@ -69,6 +69,8 @@ class Vitals(NamedTuple):
     """Where its files are; None: it has none."""
     groups: Callable[[], list[GroupState]]
     """Groups that meet at it."""
+    resources: Callable[[], parameter_server_pb2.Resources]
+    """What its process uses of the machine."""
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:

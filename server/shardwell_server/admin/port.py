@@ -5,7 +5,7 @@
     /ready        200 while it takes calls; 503, and why, before, while it stops, and without files
     /metrics      for Prometheus
     /status.json  the state of the whole cluster
-    /             a page that shows that
+    /             a page that shows that, with its style, its program and its icon
 
 Probes need no token: they say nothing that a connection to the shard would not. The rest needs one
 where the shard's calls do, and tells only of names that it may read. States: starting (probes are
@@ -36,7 +36,13 @@ from shardwell_server.admin.view import own_status, view
 from shardwell_server.cluster_status import Answer, ask
 from shardwell_server.config import ShardConfig
 
-_PAGE = Path(__file__).parent / "page.html"
+_PAGE_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+"""By path, what the page is made of: a file beside this one, and its type."""
 _ANSWER_S = 1.0
 """How long another shard may take to say how it is."""
 _KEPT_S = 0.5
@@ -119,8 +125,10 @@ class AdminPort:
                 why = self._why_not_ready()
                 status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
                 return _text(status, why or "serving")
-            case "/" | "/metrics" | "/status.json":
+            case "/metrics" | "/status.json":
                 return self._guarded(path, authorization)
+        if path in _PAGE_FILES:
+            return self._guarded(path, authorization)
         return _text(
             HTTPStatus.NOT_FOUND,
             "there are /, /status.json, /metrics, /live, /ready and /startup",
@@ -142,8 +150,9 @@ class AdminPort:
             principal = access.principal(authorization)
         except AuthenticationError as error:
             return _text(HTTPStatus.UNAUTHORIZED, error.message)
-        if path == "/":
-            return Response(HTTPStatus.OK, _page(), "text/html; charset=utf-8")
+        if path in _PAGE_FILES:
+            name, content_type = _PAGE_FILES[path]
+            return Response(HTTPStatus.OK, _contents(name), content_type)
         is_shown = functools.partial(_may_read, principal)
         if path == "/metrics":
             return Response(HTTPStatus.OK, exposition(vitals, is_shown), CONTENT_TYPE)
@@ -207,8 +216,8 @@ def _may_read(principal: Principal, name: str) -> bool:
 
 
 @functools.cache
-def _page() -> bytes:
-    return _PAGE.read_bytes()
+def _contents(name: str) -> bytes:
+    return (Path(__file__).parent / name).read_bytes()
 
 
 def _text(status: HTTPStatus, words: str) -> Response:

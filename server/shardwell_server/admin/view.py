@@ -11,7 +11,13 @@ from typing import Any
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.numerics import native
-from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus, Trouble
+from shardwell.rpc.shard_status import (
+    ParameterStatus,
+    Resources,
+    ShardStatus,
+    TableStatus,
+    Trouble,
+)
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.troubles import troubles
 from shardwell_server.cluster_status import (
@@ -24,10 +30,13 @@ from shardwell_server.cluster_status import (
     told_troubles,
     unfinished,
     verdict,
+    workers,
 )
 
 _NAME_COUNT_MAX = 100
 """Workers, or ranks, that are told of each parameter, table or group."""
+_WORKER_COUNT_MAX = 300
+"""Workers in the list of all."""
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
@@ -55,6 +64,7 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
             for each in shard.tables.all()
         ),
         troubles=tuple(map(Trouble.from_proto, troubles(vitals))),
+        resources=Resources.from_proto(vitals.resources()),
     )
 
 
@@ -69,6 +79,8 @@ def view(
         is_shown: Whether a parameter or table of that name is told of.
     """
     statuses = [status for _, status in given(answers)]
+    parameters = merged((s.parameters for s in statuses), is_shown)
+    tables = merged((s.tables for s in statuses), is_shown)
     config, limits = vitals.shard.config, vitals.shard.config.limits
     return {
         "cluster": config.cluster_id,
@@ -82,9 +94,10 @@ def view(
         ],
         "parameters": [
             {**each, "reports": _reports(vitals, (each["fragments"] or [each["name"]])[0])}
-            for each in merged((s.parameters for s in statuses), is_shown)
+            for each in parameters
         ],
-        "tables": merged((s.tables for s in statuses), is_shown),
+        "tables": tables,
+        "workers": workers([*parameters, *tables])[:_WORKER_COUNT_MAX],
         "groups": [as_json(group) for group in vitals.groups() if is_shown(group.name)],
         "here": {
             "shard_index": config.shard_index,
@@ -138,4 +151,5 @@ def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "in_bytes": answer.received_payload_bytes,
         "out_bytes": answer.sent_payload_bytes,
         "streams": answer.open_stream_count,
+        "resources": as_json(answer.resources),
     }

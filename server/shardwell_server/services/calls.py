@@ -52,6 +52,8 @@ from shardwell_server.shard.deadline import NotYet
 from shardwell_server.shard.quotas import CALL_BYTES, Usage
 
 _LOG = logging.getLogger("shardwell_server")
+UNIX_PEER = "unix:"
+"""What calls over the Unix socket of unix_stream.proto have for the address of their client."""
 _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
 """Answers that are made at once before they are written: so many of so many bytes in all. One may

@@ -164,8 +164,9 @@ class NameService:
             living = registry.living_members(request.name, request.session)
             for worker_id, number, alive_for_s in living[:_MEMBER_COUNT_MAX]:
                 member = entry.members.add(worker_id=worker_id)
-                session = attending.get(worker_id)
-                if session is not None and session.number == number:
+                attendance = attending.get(worker_id)
+                if attendance is not None and attendance.session.number == number:
+                    session = attendance.session
                     member.host, member.pid = session.host, session.pid
                 if alive_for_s != math.inf:
                     member.free_in_ms = int(alive_for_s * 1000) + 1

@@ -87,6 +87,8 @@ class ParameterServerService:
         """Where clients on this machine open streams; empty: nowhere but over gRPC."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
         """Problems for the status."""
+        self.resources: Callable[[], pb.Resources] = pb.Resources
+        """What the process uses of its machine, for the status."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, for grpc.aio.Server."""
@@ -365,6 +367,7 @@ class ParameterServerService:
         if not (request.identity_only or request.after):
             shown = (each for each in self.troubles() if call.principal.best(each.name))
             response.troubles.extend(itertools.islice(shown, _TROUBLE_COUNT_MAX))
+            response.resources.CopyFrom(self.resources())
         size_bytes = 0
         attending = shard.sessions.by_worker() if parameters else {}
         for parameter in parameters:

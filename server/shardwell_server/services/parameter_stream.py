@@ -189,6 +189,11 @@ class ParameterStream(StepStream[ParameterSlice]):
                 self._counted.Clear()
                 self._pending.append(Due(counted.SerializeToString))
 
+    def _transport(self) -> types_pb2.Transport:
+        if self._arena is not None:
+            return types_pb2.TRANSPORT_SHARED_MEMORY
+        return super()._transport()
+
     def _payload(self, gradient: types_pb2.GradientChunk, payload: Bytes) -> Bytes:
         """The payload of a chunk, from the message or the arena.
 

@@ -11,7 +11,12 @@ from functools import partial
 import grpc
 
 from shardwell.errors import ArgumentError, ShardUnavailableError
-from shardwell.rpc.session import HOST_LENGTH_MAX, PROCESS_LENGTH_MAX, Session
+from shardwell.rpc.session import (
+    HOST_LENGTH_MAX,
+    PROCESS_LENGTH_MAX,
+    VERSION_LENGTH_MAX,
+    Session,
+)
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
 from shardwell.wire import checksum
@@ -64,10 +69,16 @@ class SessionService:
                 f"process must be up to {PROCESS_LENGTH_MAX} printable ASCII characters; got "
                 f"{process!r:.80}"
             )
+        version = request.software_version
+        if len(version) > VERSION_LENGTH_MAX or not (version.isascii() and version.isprintable()):
+            raise ArgumentError(
+                f"software_version must be up to {VERSION_LENGTH_MAX} printable ASCII characters; "
+                f"got {version!r:.80}"
+            )
         session = Session(request.session, host, request.pid, process)
         sessions = self._shard.sessions
         ended = ShardUnavailableError("the shard does not attend this session any more")
-        token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage)
+        token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage, version)
         call.session = session.number
         try:
             yield Needs.HELD

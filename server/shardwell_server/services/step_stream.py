@@ -22,11 +22,12 @@ from shardwell.process.telemetry import StepSpans
 from shardwell.specs.names import check_name
 from shardwell.transport.arena import BATCH_COUNT, shared_message
 from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Handling, Needs
+from shardwell_server.services.calls import UNIX_PEER, Call, Handling, Needs
 from shardwell_server.shard.deadline import NotYet, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -190,11 +191,16 @@ class StepStream(ABC, Generic[SliceT]):
         opening, call = self._opening, self._call
         call.check(Right.CONTRIBUTE, self._kind, self._slice.spec.name)
         session = self._shard.sessions.check(
-            opening.session, opening.worker_id, call.principal.name
+            opening.session, opening.worker_id, call.principal.name, self._transport()
         )
         call.session = session.number
         self._contributor = Contributor(opening.worker_id, session, opening.tenure)
         return self._contributor
+
+    def _transport(self) -> types_pb2.Transport:
+        """How payloads come."""
+        is_unix = self._call.context.peer() == UNIX_PEER
+        return types_pb2.TRANSPORT_UNIX if is_unix else types_pb2.TRANSPORT_TCP
 
     def _answers(self, *, all_: bool) -> Handling:
         """The answers that are due, in order: those that are ready, or all."""

@@ -88,7 +88,7 @@ class TraceService:
         wait_s = min(request.wait_timeout_ms / 1000, _WAIT_S_MAX)
         asks = bool(wait_s) and self._shard.config.shard_index == 0
         sessions = self._shard.sessions
-        there = {each.number for each in sessions.by_worker().values()}
+        there = {each.session.number for each in sessions.by_worker().values()}
         number = self._recordings.begin(there, wait_s) if asks else 0
         given: set[int] = set()
         try:
@@ -112,8 +112,8 @@ class TraceService:
             attending = sessions.by_worker().items()
             silent = [
                 worker
-                for worker, session in attending
-                if session.number not in given and is_worker_shown(worker)
+                for worker, attendance in attending
+                if attendance.session.number not in given and is_worker_shown(worker)
             ]
             last = pb.RecordResponse(silent_worker_ids=silent[:_WORKER_COUNT_MAX])
             yield last.SerializeToString()

@@ -28,6 +28,7 @@ from shardwell.process.unix_sockets import check_same_user, listening
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+from shardwell_server.services.calls import UNIX_PEER
 
 _LOG = logging.getLogger("shardwell_server")
 _OPEN_S = 10.0
@@ -290,7 +291,7 @@ class _Connection(asyncio.Protocol):
 
     def peer(self) -> str:
         """Where it is made."""
-        return "unix:"
+        return UNIX_PEER
 
     def time_remaining(self) -> float | None:
         """Its caller closes it when its time is over."""

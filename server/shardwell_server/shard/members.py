@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardwell.errors import (
@@ -92,6 +92,16 @@ class Tenure(NamedTuple):
     """Which step in the storage its worker's step 0 is."""
 
 
+class Attendance(NamedTuple):
+    """A session that attends, and what status says of its client."""
+
+    session: Session
+    software_version: str
+    """Of the client; empty: it did not say."""
+    transports: Sequence[types_pb2.Transport]
+    """How its gradients come, each once; none: none has come."""
+
+
 _FOR_GOOD = Tenure()
 
 RETURN_AFTER_END_S = 1.0
@@ -100,6 +110,8 @@ that is closed and made anew in one process attends within that; longer, and tho
 worker that is gone for good would learn it late."""
 _MEMBER_COUNT_MAX = 512
 """Members in an answer: each takes a look at all chunks, and room in it."""
+_HOST_LENGTH_MAX = 64
+"""Characters of a member's host in an answer."""
 
 
 class Seat(ABC):
@@ -816,7 +828,7 @@ def rest_of(seats: Seats[Any], abandoned_after_s: float) -> Rest:
 def step_wait(
     seats: Seats[Any],
     missing_worker_ids: Iterable[str],
-    attending: Mapping[str, Session],
+    attending: Mapping[str, Attendance],
     open_for_s: float | None,
 ) -> types_pb2.StepWait:
     """What the open step waits for, as status tells it.
@@ -830,9 +842,9 @@ def step_wait(
     owners = {seat.worker_id: seat.owner for seat in seats.seats}
     wait = types_pb2.StepWait(open_for_s=open_for_s)
     for worker_id in missing_worker_ids:
-        session = attending.get(worker_id)
-        connected = session is not None
-        session = session or owners.get(worker_id)
+        attendance = attending.get(worker_id)
+        connected = attendance is not None
+        session = owners.get(worker_id) if attendance is None else attendance.session
         host, pid = ("", 0) if session is None else (session.host, session.pid)
         wait.workers.add(worker_id=worker_id, host=host, pid=pid, connected=connected)
     return wait
@@ -848,13 +860,16 @@ def state_of(seats: Seats[Any], seat: Seat) -> types_pb2.MemberState:
     return types_pb2.MEMBER_STATE_SEATED if is_seated else types_pb2.MEMBER_STATE_AWAITED
 
 
-def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb2.MemberStatus]:
+def members_of(
+    seats: Seats[Any], count_max: int, now_s: float, attending: Mapping[str, Attendance]
+) -> list[types_pb2.MemberStatus]:
     """The workers with seats, and how they keep up; of many those that lag most.
 
     Args:
         seats: Seats of the parameter or table.
         count_max: How many are listed.
         now_s: On time.monotonic's clock.
+        attending: Sessions that are connected, by their workers.
     """
     count_max = min(count_max, _MEMBER_COUNT_MAX)
     found = sorted(seats.seats, key=lambda seat: (seat.is_over, -seat.lag_s))[:count_max]
@@ -872,6 +887,14 @@ def members_of(seats: Seats[Any], count_max: int, now_s: float) -> list[types_pb
             member.idle_s = max(now_s - seat.last_s, 0.0)
             if seats.is_sync:
                 member.lag_s = seat.lag_s
+        attendance = attending.get(seat.worker_id)
+        session = seat.owner if attendance is None else attendance.session
+        if session is not None:
+            member.host, member.pid = session.host[:_HOST_LENGTH_MAX], session.pid
+        if attendance is not None:
+            member.connected = True
+            member.software_version = attendance.software_version
+            member.transports.extend(attendance.transports)
         members.append(member)
     return members
 

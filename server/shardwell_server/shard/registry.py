@@ -34,7 +34,6 @@ from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
 from shardwell.process.spans import Spans
-from shardwell.rpc.session import Session
 from shardwell.specs.fragments import first_fragment
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -43,7 +42,7 @@ from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
-from shardwell_server.shard.members import Liveness
+from shardwell_server.shard.members import Attendance, Liveness
 from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
 from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -81,7 +80,9 @@ class Owned(Protocol):
     def go_on_after_start(self) -> None:
         """Finishes what an earlier process had begun."""
 
-    def describe(self, name_count_max: int, attending: Mapping[str, Session] | None = None) -> Any:
+    def describe(
+        self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
+    ) -> Any:
         """What status says of it."""
 
 
@@ -293,7 +294,9 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 or the family is dealt in another way.
         """
 
-    def describe(self, part: OwnedT, name_count_max: int, attending: Mapping[str, Session]) -> Any:
+    def describe(
+        self, part: OwnedT, name_count_max: int, attending: Mapping[str, Attendance]
+    ) -> Any:
         """What status says of one: see `ParameterSlice.describe`."""
         status = part.describe(name_count_max, attending)
         mark = self.mark_of(part.spec.name)

@@ -25,6 +25,8 @@ from shardwell.errors import (
 )
 from shardwell.process.identity import has_ended
 from shardwell.rpc.session import Session
+from shardwell.v1 import types_pb2
+from shardwell_server.shard.members import Attendance
 from shardwell_server.shard.quotas import Usage
 
 RETURN_S_MAX = 5.0
@@ -36,9 +38,11 @@ _CALL_COUNT_MAX = 4
 class _Attending:
     """A session that attends, and the calls by which it does."""
 
-    def __init__(self, worker_id: str, session: Session) -> None:
+    def __init__(self, worker_id: str, session: Session, software_version: str) -> None:
         self.worker_id = worker_id
         self.session = session
+        self.software_version = software_version
+        self.transports: set[types_pb2.Transport] = set()
         self.calls: dict[object, _Call] = {}
         """The newest last."""
 
@@ -108,10 +112,15 @@ class Sessions:
         """Sessions that attend."""
         return len(self._attending)
 
-    def by_worker(self) -> dict[str, Session]:
+    def by_worker(self) -> dict[str, Attendance]:
         """Those that attend, by the workers as which they contribute; of several one."""
         with self._lock:
-            return {each.worker_id: each.session for each in self._attending.values()}
+            return {
+                each.worker_id: Attendance(
+                    each.session, each.software_version, sorted(each.transports)
+                )
+                for each in self._attending.values()
+            }
 
     def attend(
         self,
@@ -119,6 +128,7 @@ class Sessions:
         session: Session,
         end: Callable[[], object],
         usage: Usage | None = None,
+        software_version: str = "",
     ) -> object:
         """Notes that a call of the session is open; returns what `leave` takes when it is not.
 
@@ -127,6 +137,7 @@ class Sessions:
             session: Number of the session.
             end: Ends the call, when the shard stops.
             usage: Usage of the token by which it attends; None: it has no token.
+            software_version: Version of the client's software; empty: it did not say.
 
         Raises:
             ArgumentError: a session of that number has another worker_id.
@@ -149,7 +160,9 @@ class Sessions:
                         "connected; close some, or raise it on the shards"
                     )
                 _move_member(None, usage, worker_id)
-                found = self._attending[session.number] = _Attending(worker_id, session)
+                found = self._attending[session.number] = _Attending(
+                    worker_id, session, software_version
+                )
                 self._left_s.pop(session.number, None)
                 self._left_owners.pop(session.number, None)
                 self._heard_s[session.number] = self._now_s()
@@ -259,7 +272,13 @@ class Sessions:
         with self._lock:
             return any(each.worker_id == worker_id for each in self._attending.values())
 
-    def check(self, number: int, worker_id: str, owner: str = "") -> Session:
+    def check(
+        self,
+        number: int,
+        worker_id: str,
+        owner: str = "",
+        transport: types_pb2.Transport = types_pb2.TRANSPORT_UNSPECIFIED,
+    ) -> Session:
         """The session of that number, which must attend to contribute as a worker.
 
         That it calls is a sign of life, as a heartbeat is.
@@ -268,6 +287,8 @@ class Sessions:
             number: Number of the session.
             worker_id: Under which it contributes.
             owner: Name of the caller's token; empty: it has none.
+            transport: How the gradients come that it is about to send, for status;
+                unspecified: it sends none.
 
         Raises:
             SessionEndedError: it has ended in order.
@@ -277,8 +298,10 @@ class Sessions:
         with self._lock:
             found = self._attending.get(number)
             is_its = found is not None and found.owner == owner
-            if is_its:
+            if found is not None and is_its:
                 self._heard_s[number] = self._now_s()
+                if transport:
+                    found.transports.add(transport)
             has_ended = number in self._ended
         if has_ended:
             raise session_ended(number, worker_id)

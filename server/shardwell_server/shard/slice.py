@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from shardwell.process.spans import Spans, now_ns
-from shardwell.rpc.session import Session
 from shardwell.v1 import parameter_server_pb2 as parameter_pb
 from shardwell.v1 import table_pb2 as table_pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
 from shardwell_server.shard.members import (
+    Attendance,
     Contributor,
     Seat,
     Seats,
@@ -406,7 +406,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     @abstractmethod
     def describe(
-        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+        self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
     ) -> StatusT:
         """What GetStatus or GetTableStatus says of it, with at most so many names of each kind.
 
@@ -420,7 +420,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         status: StatusT,
         step: int,
         name_count_max: int,
-        attending: Mapping[str, Session] | None,
+        attending: Mapping[str, Attendance] | None,
     ) -> tuple[int, int]:
         """Adds to a status who takes part, and what the open step waits for.
 
@@ -447,5 +447,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         if rest.abandoned_for_s is not None:
             status.abandoned_for_s = rest.abandoned_for_s
         status.lost_member_count = self.lost_count
-        status.members.extend(members_of(tracker, name_count_max, time.monotonic()))
+        status.members.extend(
+            members_of(tracker, name_count_max, time.monotonic(), attending or {})
+        )
         return len(contributed), len(missing)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
 from harness.polling import PATIENCE_S, eventually
+from harness.wire_client.worker import WireWorker
 from shardwell.placement.slices import Slice
+from shardwell.process.environment import host_name
 from shardwell.v1 import trace_pb2
 from shardwell_server.cli import commands
 
@@ -85,7 +90,7 @@ def test_states_late_chunks_and_who_is_lost(cluster, connect) -> None:
     )
     states = {each["worker_id"]: each["state"] for each in found["members"]}
     assert states == {"w0": "awaited", "w1": "lost", "w2": "draining"}
-    assert "crew_words" in read(running, "")
+    assert "crew_words" in read(running, "page.js")
 
     told = metrics(running)
     of = ("kind", "parameter"), ("name", "net")
@@ -118,3 +123,60 @@ def test_below_min_count_the_page_says_how_many_more(cluster, connect) -> None:
     assert wait["words"].endswith(f"for {expected}")
     for command in (("status",), ("top", "--once", "--interval-s", "0.1")):
         assert expected in shown(running, *command)
+
+
+def test_where_members_are_and_how_their_gradients_come(cluster, connect) -> None:
+    """Of a client that is gone it is known where it was, and nothing of how it sends."""
+    running = cluster(2, admin_listen="127.0.0.1:0", tokens=None, chunk_size_bytes=2**18)
+    ways: dict[str, dict[str, Any]] = {"near": {}, "far": {"same_host": False}}
+    clients = {name: connect(running, name, **options) for name, options in ways.items()}
+    nets = {
+        name: client.parameter("net", size=400_000, optimizer=RULE, worker_count=2)
+        for name, client in clients.items()
+    }
+    nets["near"].init(np.zeros(400_000, np.float32))
+    for net in nets.values():
+        net.put_gradient(np.ones(400_000, np.float32))
+    small = clients["near"].parameter("small", size=10, optimizer=RULE)
+    small.init(np.zeros(10, np.float32))
+    small.put_gradient(np.ones(10, np.float32))
+    found = {each.worker_id: each for each in clients["far"].members("net")}
+    for member in found.values():
+        assert (member.host, member.pid) == (host_name(), os.getpid())
+        assert (member.connected, member.software_version) == (True, shardwell.__version__)
+    assert found["far"].transports == ("tcp",)
+    assert found["near"].transports == ("shared memory",)
+    listed = {
+        each["worker_id"]: each for each in json.loads(read(running, "status.json"))["workers"]
+    }
+    assert listed["near"]["names"] == [["parameter", "net"], ["parameter", "small"]]
+    assert (listed["far"]["behind_steps"], listed["far"]["pid"]) == (0, os.getpid())
+    clients["near"]._shards.close()  # as the kernel does for a process that was killed
+
+    def gone() -> Any:
+        found = {each.worker_id: each for each in clients["far"].members("net")}
+        return None if found["near"].connected else found["near"]
+
+    near = eventually("it is gone", gone)
+    assert (near.host, near.pid, near.transports) == (host_name(), os.getpid(), ())
+    assert near.software_version == ""
+
+    def order() -> list[str]:
+        workers = json.loads(read(running, "status.json"))["workers"]
+        return [each["worker_id"] for each in workers]
+
+    eventually("who is gone comes first", lambda: order() == ["near", "far"])
+
+
+def test_a_version_is_short_and_printable(cluster) -> None:
+    """Of a client that says none, as of an earlier version, nothing is shown."""
+    running = cluster(1, tokens=None)
+    with WireWorker(running.target, "w0", attends=False) as worker:
+        for bad in ("x" * 65, "1.0\n", "1.0é"):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(worker.attend(0, software_version=bad))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "software_version must be up to 64" in refused.value.details()
+        worker.attend(0)
+        (attendance,) = running.servers[0].shard.sessions.by_worker().values()
+        assert attendance.software_version == ""

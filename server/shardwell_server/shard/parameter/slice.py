@@ -24,7 +24,6 @@ from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
 from shardwell.numerics.weighted_mean import shift_for
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans, now_ns
-from shardwell.rpc.session import Session
 from shardwell.specs.learning_rate import rate_of
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
@@ -41,7 +40,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.members import Attendance, Contributor, Liveness
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
@@ -868,7 +867,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self._register.change_learning_rate(from_step, learning_rate)
 
     def describe(
-        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+        self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
     ) -> pb.ParameterStatus:
         with self._register.lock:
             initialized = self._register.is_initialized

@@ -24,7 +24,6 @@ from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.numerics.weighted_mean import shift_for
 from shardwell.placement.rows import RowPlacement
 from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
-from shardwell.rpc.session import Session
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (
@@ -44,7 +43,7 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Contributor, Liveness
+from shardwell_server.shard.members import Attendance, Contributor, Liveness
 from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
@@ -582,7 +581,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             self.register.change_learning_rate(from_step, learning_rate)
 
     def describe(
-        self, name_count_max: int, attending: Mapping[str, Session] | None = None
+        self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
     ) -> pb.TableStatus:
         load_id = self.register.load_id  # before `loading`, so that no load looks finished too soon
         version = self.version

@@ -1,0 +1,276 @@
+"use strict";
+// Asks the shard for status.json once a second, and shows it. Whatever comes from a shard is set as text, never as
+// markup.
+
+const PAGE_S = 1, HIDDEN_PAGE_S = 5;
+const kept = new Map();            // [seconds, count] pairs of the last minute, by what is counted
+const element = id => document.getElementById(id);
+
+// Numbers in words.
+const bytes = n => n < 1e6 ? `${(n / 1e3).toFixed(1)} kB` : n < 1e9 ? `${(n / 1e6).toFixed(1)} MB` : n < 1e12 ? `${(n / 1e9).toFixed(1)} GB` : `${(n / 1e12).toFixed(1)} TB`;
+const span = s => s < 100 ? `${Math.floor(s)} s` : s < 6000 ? `${Math.floor(s / 60)} min` : s < 360000 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`;
+const number = n => n === null ? "" : n >= 100 ? n.toFixed(0) : n >= 1 ? n.toFixed(1) : n.toFixed(2);
+const whole = n => n.toLocaleString("en");
+const lag = s => s === null ? "" : s < 10 ? `${whole(Math.round(s * 1000))} ms` : span(s);
+
+/** The rate of a counter over the last 5 s, or null, and its rates over the last minute. */
+function rate(key, count, now) {
+  const past = kept.get(key) || [];
+  if (past.length && count < past[past.length - 1][1]) past.length = 0;   // it began anew
+  past.push([now, count]);
+  while (now - past[0][0] > 60) past.shift();
+  kept.set(key, past);
+  const from = past.find(p => now - p[0] <= 5.5);
+  const last = from && now > from[0] ? (count - from[1]) / (now - from[0]) : null;
+  return [last, past.slice(1).map((p, i) => (p[1] - past[i][1]) / Math.max(p[0] - past[i][0], 0.001))];
+}
+
+// Elements.
+
+/** An element with children; text is text. */
+function made(tag, kind = "", ...children) {
+  const found = document.createElement(tag);
+  if (kind) found.className = kind;
+  found.append(...children);
+  return found;
+}
+
+/** A link to the page of a parameter or table. */
+function link(kind, name) {
+  const found = made("a", "", name);
+  found.href = `#${kind}/${encodeURIComponent(name)}`;
+  return found;
+}
+
+/** Makes `old` the same as `fresh`, and leaves alone what is the same: focus and selection stay. */
+function morph(old, fresh) {
+  if (old.isEqualNode(fresh)) return;
+  if (old.nodeName !== fresh.nodeName || old.nodeType !== Node.ELEMENT_NODE) { old.replaceWith(fresh); return; }
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of [...fresh.attributes]) old.setAttribute(name, value);
+  show(old, [...fresh.childNodes]);
+}
+
+/** Shows nodes in an element, instead of what it has. */
+function show(into, nodes) {
+  nodes.forEach((node, index) => { if (into.childNodes[index]) morph(into.childNodes[index], node); else into.append(node); });
+  while (into.childNodes.length > nodes.length) into.lastChild.remove();
+}
+
+/** A row's cells, each `[contents, class]` or its contents alone, with the labels of their columns for phones. */
+function row(labels, cells) {
+  return made("tr", "", ...cells.map((each, index) => {
+    const [contents, kind] = Array.isArray(each) ? each : [each, ""];
+    const cell = made("td", kind);
+    if (contents !== "") cell.append(contents);
+    cell.dataset.label = labels[index] || "";
+    return cell;
+  }));
+}
+
+/** Fills a table: one row for each of a list, of the cells that `cells_of` makes. */
+function rows(id, list, cells_of, none = "none") {
+  const body = element(id), headings = [...body.parentElement.tHead.rows[0].cells];
+  const labels = headings.map(each => each.textContent.trim());
+  const found = list.map(each => row(labels, cells_of(each).map((cell, index) =>
+    headings[index].className && !Array.isArray(cell) ? [cell, headings[index].className] : cell)));
+  if (!found.length) { const empty = row([""], [[none, "dim"]]); empty.firstChild.colSpan = labels.length; found.push(empty); }
+  show(body, found);
+}
+
+/** A line without axes of the last minute. */
+function line(values) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 60 16"); svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("aria-hidden", "true");
+  const top = Math.max(...values, 1e-9), path = document.createElementNS(svg.namespaceURI, "polyline");
+  path.setAttribute("points", values.map((v, i) => `${60 - values.length + i},${15 - 14 * v / top}`).join(" "));
+  svg.append(path); return svg;
+}
+
+/** What workers reported of steps, small. */
+function curve(name, figure, points) {
+  const known = points.filter(p => p[1] !== null), last = points[points.length - 1];
+  const words = `${figure}: ${last[1] === null ? "not finite" : +last[1].toPrecision(4)} at step ${whole(last[0])}`;
+  const svg = line([]), low = Math.min(...known.map(p => p[1])), high = Math.max(...known.map(p => p[1]));
+  const from = points[0][0], to = last[0];
+  svg.setAttribute("viewBox", "0 0 300 80");
+  svg.firstChild.setAttribute("points", known.map(p => `${300 * (p[0] - from) / Math.max(to - from, 1)},${78 - 76 * (p[1] - low) / Math.max(high - low, 1e-12)}`).join(" "));
+  const range = known.length ? `${+low.toPrecision(3)} to ${+high.toPrecision(3)}, steps ${whole(from)} to ${whole(to)}` : "";
+  return made("figure", "", made("figcaption", "", link("parameter", name), `, ${words}`), svg, made("span", "dim", range));
+}
+
+/** Who is in the open step, whom it lacks, and how late each was. */
+function open_step(each) {
+  const box = made("span"), add = (text, kind) => box.append(made("span", kind, text), " ");
+  if (each.marked) add(each.new_name ? `being renamed to ${each.new_name}` : "being deleted", "wait");
+  if (each.abandoned_for_s !== null) { add(`abandoned: no worker for ${span(each.abandoned_for_s)}`, "dim"); return box; }
+  if (each.mode === "async") { add("asynchronous", "dim"); return box; }
+  if (!each.ready) add("not initialized, or being restored", "wait");
+  if (each.in_step.length) add(`in: ${each.in_step.join(", ")}`, "");
+  const missing = [...each.missing, ...(each.lacking ? [each.lacking] : [])];
+  if (missing.length) add(`missing: ${missing.join(", ")}`, each.in_step.length ? "wait" : "dim");
+  if (each.crew_words) add(each.crew_words, "dim"); else if (each.done.length) add(`done: ${each.done.join(", ")}`, "dim");
+  const gone = each.members.filter(m => m.state === "lost" || m.state === "draining");
+  if (gone.length) add(gone.map(m => `${m.worker_id} ${m.state}`).join(", "), "wait");
+  if (each.late) add(`late: ${whole(each.late)} chunks, of ${each.members.filter(m => m.late_chunk_count).map(m => m.worker_id).join(", ") || "workers that left"}`, "dim");
+  box.append(lags(each.members)); return box;
+}
+
+/** Of each worker how late it was in its last step, the latest first. */
+function lags(members) {
+  const box = made("span", "lags"), late = members.filter(m => m.lag_s !== null), most = Math.max(...late.map(m => m.lag_s), .001);
+  if (late.length < 2) return box;
+  for (const m of late.slice(0, 8)) {
+    const bar = made("meter");
+    bar.setAttribute("max", most); bar.setAttribute("value", m.lag_s); bar.setAttribute("aria-hidden", "true");
+    box.append(made("span", "", `${m.worker_id} ${lag(m.lag_s)} `, bar));
+  }
+  if (late.length > 8) box.append(`${late.length - 8} more`);
+  return box;
+}
+
+// Parts of the page, each from status.json.
+
+function show_waits(status) {
+  const faults = status.shards.filter(s => s.fault), long = status.waits.filter(w => w.open_for_s >= 1);
+  const found = [...faults.map(s => [`shard ${s.index}: ${s.state}`, s.fault]), ...status.lost.map(words => [words, ""]), ...status.troubles.map(words => [words, ""]), ...long.map(w => [w.words, ""])];
+  show(element("waits"), found.length
+    ? found.flatMap(([what, why]) => [made("p", "blocker", what), ...(why ? [made("p", "", why)] : [])])
+    : [made("p", "", "No worker has waited longer than 1 s.")]);
+  element("waits").className = faults.length || status.lost.length ? "lost" : found.length ? "waiting" : "";
+}
+
+function show_names(status, now) {
+  const rank = each => each.abandoned_for_s !== null ? 2 : each.ready ? 0 : 1;     // who works comes first
+  for (const kind of ["parameter", "table"]) {
+    const live = status[`${kind}s`].filter(each => !each.ended).sort((a, b) => rank(a) - rank(b));
+    rows(`${kind}s`, live, each => {
+      const [last, past] = rate(`${kind} ${each.name}`, each.step, now);
+      const learning_rate = each.learning_rate ? ` ${+each.learning_rate.toPrecision(4)}` : "";
+      return [
+        link(kind, each.name), whole(each.elements ?? each.rows), each.optimizer + learning_rate,
+        each.fragments.length ? each.versions_words : whole(each.step), number(last), line(past), [open_step(each), "names"],
+      ];
+    });
+  }
+  element("table-part").hidden = !status.tables.some(each => !each.ended);
+  const ended = ["parameter", "table"].flatMap(kind => status[`${kind}s`].filter(each => each.ended).map(each => [kind, each]));
+  element("ended-part").hidden = !ended.length;
+  element("ended-count").textContent = ended.length;
+  rows("ended", ended, ([kind, each]) => [link(kind, each.name), each.fragments.length ? "family" : kind, whole(each.step), each.optimizer]);
+}
+
+function show_workers(status) {
+  rows("workers", status.workers, each => {
+    const names = made("span");
+    each.names.slice(0, 4).forEach(([kind, name], index) => names.append(index ? ", " : "", link(kind, name)));
+    if (each.names.length > 4) names.append(`, ${each.names.length - 4} more`);
+    return [
+      each.worker_id, each.host || ["not known", "dim"], each.pid ? String(each.pid) : "",
+      each.connected ? each.software_version || ["not said", "dim"] : ["not connected", "wait"],
+      each.transports.length ? each.transports.join(", ") : ["none yet", "dim"], [names, "names"],
+      each.behind_steps ? [`${whole(each.behind_steps)} ${each.behind_steps === 1 ? "step" : "steps"}`, "n wait"] : ["0", "n"], lag(each.lag_s), each.idle_s === null ? "" : span(each.idle_s),
+    ];
+  });
+}
+
+function show_shards(status, now) {
+  rows("shards", status.shards, s => {
+    const found = [String(s.index), s.address, [s.state, s.fault ? "bad" : "good"]];
+    if (s.up_s === undefined) return found;
+    const of = s.resources, per_s = (key, count) => `${bytes(rate(`${key} ${s.index}`, count, now)[0] || 0)}/s`;
+    const busy = of.cpu_s === null ? null : rate(`cpu ${s.index}`, of.cpu_s, now)[0];
+    return [...found, s.version, span(s.up_s),
+      busy === null ? "" : of.core_count ? `${number(busy)} of ${of.core_count}` : number(busy),
+      of.memory_bytes === null ? "" : bytes(of.memory_bytes), bytes(s.stored_bytes),
+      of.disk_used_bytes === null ? ["in memory alone", "n dim"] : bytes(of.disk_used_bytes),
+      of.disk_free_bytes === null ? "" : `${bytes(of.disk_free_bytes)} of ${bytes(of.disk_size_bytes)}`,
+      per_s("in", s.in_bytes), per_s("out", s.out_bytes), String(s.streams)];
+  });
+}
+
+function show_groups(status) {
+  element("group-part").hidden = !status.groups.length;
+  rows("groups", status.groups, g => [
+    g.name, `${g.size - g.missing_ranks.length} of ${g.size}`,
+    [g.missing_ranks.length ? `missing: ${g.missing_ranks.join(", ")}` : g.generation ? "formed" : "forming", g.missing_ranks.length ? "wait" : "good"],
+    [g.members.join("; "), "names"],
+  ]);
+}
+
+function show_learners(status, now) {
+  const learners = status.parameters.flatMap(p => p.learners.map(each => ({ family: p.name, ...each })));
+  element("learner-part").hidden = !learners.length;
+  rows("learners", learners, each => [
+    link("parameter", each.family), each.worker_id, whole(each.inner_steps), whole(each.sample_count),
+    number(rate(`learner ${each.family} ${each.worker_id}`, each.sample_count, now)[0]), bytes(each.sent_bytes), bytes(each.received_bytes),
+    `${number(each.hidden_s)} s`, `${number(each.waited_s)} s`, whole(each.overdue_count), whole(each.kept_count), `${span(each.ago_s)} ago`,
+  ]);
+}
+
+function show_reports(status) {
+  const curves = status.parameters.filter(p => !p.ended).flatMap(p => Object.entries(p.reports).map(([figure, points]) => curve(p.name, figure, points)));
+  element("report-part").hidden = !curves.length;
+  show(element("reports"), curves);
+}
+
+/** A list of facts, each a name, what is so, and what part of its limit that is, or null. */
+function facts(id, list) {
+  show(element(id), list.map(([name, text, part]) => {
+    const dd = made("dd", "", text);
+    if (part !== null) {
+      const bar = made("meter");
+      for (const [key, value] of [["max", 1], ["high", .8], ["value", part], ["aria-label", `${name}: ${text}`]]) bar.setAttribute(key, value);
+      dd.append(bar);
+    }
+    return made("div", "", made("dt", "", name), dd);
+  }));
+}
+
+function show_here(here) {
+  element("here-index").textContent = here.shard_index;
+  const is_size = name => name.includes("bytes") || name.includes("memory");
+  const list = Object.entries(here.limits).map(([name, [n, most]]) => [name, is_size(name) ? `${bytes(n)} of ${bytes(most)}` : `${n} of ${most}`, n / most]);
+  if (here.disk) list.push(["disk", `${bytes(here.disk[0])} of ${bytes(here.disk[1])} used`, here.disk[0] / here.disk[1]]);
+  list.push(["durability", here.has_files ? here.durability : "in memory alone", null]);
+  const refused = Object.entries(here.refused).map(([what, n]) => `${n} ${what}`).join(", ");
+  list.push(["calls refused", refused || "none", null]);
+  facts("here", list);
+}
+
+function show_status(status) {
+  const now = performance.now() / 1000;
+  element("cluster").textContent = status.cluster;
+  show_waits(status);
+  show_names(status, now);
+  show_workers(status);
+  show_learners(status, now);
+  show_shards(status, now);
+  show_groups(status);
+  show_reports(status);
+  show_here(status.here);
+}
+
+/** What a path of this port answers, as JSON. */
+async function ask(path) {
+  const address = new URL(path, location.href);
+  address.hash = address.username = address.password = "";   // the browser sends them by itself, and fetch refuses them
+  const answer = await fetch(address, { cache: "no-store", signal: AbortSignal.timeout(4000) });
+  if (!answer.ok) throw new Error((await answer.text()).trim());
+  return answer.json();
+}
+
+let asked = 0;
+async function look() {
+  const when = element("when");
+  try {
+    show_status(await ask("status.json"));
+    asked = performance.now();
+    when.textContent = "live"; when.className = "good";
+  } catch (error) {
+    if (!asked) { element("waits").className = "lost"; show(element("waits"), [made("p", "", "No shard has answered yet.")]); }
+    when.textContent = `no answer for ${span((performance.now() - asked) / 1000)}: ${error.message}`; when.className = "bad";
+  }
+  setTimeout(look, 1000 * (document.hidden ? HIDDEN_PAGE_S : PAGE_S));
+}
+look();

@@ -1,0 +1,70 @@
+"""What a shard's process uses of its machine: processor, memory, and disk by its files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from shardwell.threads.spread import core_count
+from shardwell.v1 import parameter_server_pb2 as pb
+
+_KEPT_S = 30.0
+"""For so long what the files occupy is taken from memory: each is looked at to learn it."""
+_BLOCK_BYTES = 512
+"""In which stat counts what a file occupies, whatever the disk's blocks are."""
+_STATM = Path("/proc/self/statm")
+
+
+class ResourceMeter:
+    """Reads what this process uses. Any thread may call it.
+
+    Args:
+        data_dir: Where the shard's files are; None: it has none.
+    """
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self._data_dir = data_dir
+        self._lock = threading.Lock()
+        self._measured_s = -_KEPT_S
+        self._disk_used_bytes = 0
+        self._core_count = core_count()
+
+    def read(self) -> pb.Resources:
+        """All that the machine says, now."""
+        found = pb.Resources(cpu_s=time.process_time(), core_count=self._core_count)
+        with suppress(OSError, ValueError, IndexError):  # not Linux
+            found.memory_bytes = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if self._data_dir is not None:
+            with suppress(OSError):  # the directory is gone, which /ready tells
+                disk = shutil.disk_usage(self._data_dir)
+                found.disk_size_bytes, found.disk_free_bytes = disk.total, disk.free
+                found.disk_used_bytes = self._files(self._data_dir)
+        return found
+
+    def _files(self, data_dir: Path) -> int:
+        """Bytes that files below a directory occupy; holes take none."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._measured_s >= _KEPT_S:
+                self._disk_used_bytes = sum(_occupied(os.fspath(data_dir)))
+                self._measured_s = now_s
+            return self._disk_used_bytes
+
+
+def _occupied(directory: str) -> Iterator[int]:
+    """Of each file; one that goes meanwhile is left out."""
+    try:
+        entries = list(os.scandir(directory))
+    except OSError:
+        return
+    for entry in entries:
+        with suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _occupied(entry.path)
+            else:
+                yield entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES

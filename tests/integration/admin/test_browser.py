@@ -1,0 +1,197 @@
+"""Goal: the status page shows a cluster in a real browser, light and dark, on a desk and a phone.
+
+Method: one cluster at work and one Chromium for all tests; what the page shows is compared with
+what was done. `SHARDWELL_TEST_PICTURES=1` writes the pictures of docs/operations.md anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.browser import Browser, Page, with_palette
+from harness.polling import eventually
+from harness.programs.commands import Program
+from harness.required import program
+from shardwell.rpc import session
+from shardwell_server import LocalCluster
+from shardwell_server.config import Limits
+
+pytestmark = pytest.mark.browser
+SCENE = Path(__file__).parents[2] / "harness" / "programs" / "page_scene.py"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
+WRITES_PICTURES = "SHARDWELL_TEST_PICTURES"
+PICTURE_BYTES_MAX = 120_000
+PHONE = {"width": 390, "height": 844}
+BAD = "<img src=x onerror=document.title=1>"
+
+
+class Scene(NamedTuple):
+    """A cluster whose step 40 of `net` lacks w2, while `encoder` is trained."""
+
+    url: str
+    target: str
+    pid: int
+    """Of the process of w0, w1 and w2."""
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with (
+        LocalCluster(
+            2,
+            admin_listen="127.0.0.1:0",
+            data_dir=tmp_path_factory.mktemp("shards"),
+            cluster_id="training",
+            limits=Limits(abandoned_after_s=0.2),
+        ) as running,
+        Program(str(SCENE), running.target, stdin=subprocess.PIPE) as workers,
+    ):
+        assert workers.read_line() == "ready"
+        with urllib.request.urlopen(running.admin_urls[0] + "status.json") as answer:
+            assert answer.status == 200  # from here on the port has its threads
+        yield Scene(running.admin_urls[0], running.target, workers.pid)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    chromium = program("chromium")
+    started = Browser(chromium, tmp_path_factory.mktemp("chromium"))
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def is_live(page: Page) -> None:
+    """Returns when the page shows what the cluster does now."""
+    page.shows("#when", lambda text: text == "live")
+    page.shows("#waits", lambda text: "has waited" in text)
+
+
+def check_clean(page: Page, url: str) -> None:
+    """Nothing failed, and nothing was asked of anybody else."""
+    assert page.errors == []
+    assert all(each.startswith(url) for each in page.asked), page.asked
+
+
+def keep(browser: Browser, page: Page, name: str, height: int) -> None:
+    """Writes a picture for the docs, where it is wanted; the docs have it in any case."""
+    file = IMAGES / f"{name}.png"
+    if os.environ.get(WRITES_PICTURES):
+        picture = page.picture(height=height)
+        with browser.page("about:blank") as blank:
+            file.write_bytes(with_palette(blank, picture))
+    assert file.stat().st_size < PICTURE_BYTES_MAX
+
+
+def column(page: Page, table: str, label: str) -> list[str]:
+    """What a column shows, from above."""
+    found: Any = page.run(
+        f"[...document.querySelectorAll('#{table} td[data-label=\"{label}\"]')]"
+        ".map(each => each.innerText)"
+    )
+    return list(found)
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_on_a_desk(scene, browser, is_dark) -> None:
+    with browser.page(scene.url, is_dark=is_dark) as page:
+        is_live(page)
+        page.shows("#waits", lambda text: "step 40 of parameter 'net' has waited" in text)
+        assert "for 'w2' (process" in page.text("#waits")
+        # What works comes first, what died after it, and what has ended is folded.
+        eventually(
+            "the dead one is known",
+            lambda: column(page, "parameters", "name") == ["encoder", "net", "a-dead-net"],
+        )
+        assert "abandoned: no worker for" in column(page, "parameters", "open step")[2]
+        assert column(page, "parameters", "step")[1] == "40"
+        assert "in: w0, w1 missing: w2" in column(page, "parameters", "open step")[1]
+        eventually("steps are counted", lambda: column(page, "parameters", "steps/s")[0])
+        assert page.text("#ended") == ""
+        assert "Ended, all workers have left: 2" in page.text("#ended-part")
+        workers = dict(zip(column(page, "workers", "worker"), range(9), strict=False))
+        assert {"w0", "w1", "w2"} <= set(workers)
+        assert column(page, "workers", "host")[workers["w1"]] == "gpu-2"
+        assert column(page, "workers", "process")[workers["w1"]] == str(scene.pid)
+        assert column(page, "workers", "version")[workers["w1"]] == shardwell.__version__
+        assert column(page, "workers", "transport")[workers["w1"]] == "shared memory"
+        assert column(page, "workers", "transport")[workers["w0"]] == "shared memory, unix"
+        assert column(page, "workers", "behind")[workers["w2"]] == "1 step"
+        assert column(page, "workers", "takes part in")[workers["w0"]] == "encoder, net, users"
+        assert "dead" not in workers
+        assert column(page, "shards", "state") == ["serving", "serving"]
+        for label in ("cores busy", "memory", "files", "disk free"):
+            eventually(label, lambda label=label: all(column(page, "shards", label)))
+        dark = page.run("getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(20, 24, 28)") is is_dark
+        keep(browser, page, f"page-{'dark' if is_dark else 'light'}", 900)
+        check_clean(page, scene.url)
+
+
+def test_on_a_phone_nothing_is_cut_off(scene, browser) -> None:
+    with browser.page(scene.url, **PHONE) as page:
+        is_live(page)
+        wide: Any = page.run(
+            "[...document.querySelectorAll('td')].filter(each =>"
+            " each.getBoundingClientRect().right > innerWidth + 1).length"
+        )
+        assert wide == 0
+        assert page.run("document.documentElement.scrollWidth") == PHONE["width"]
+        missing: Any = page.run(
+            "(cell => [getComputedStyle(cell, '::before').content, cell.innerText])("
+            "[...document.querySelectorAll('#parameters td.names')]"
+            ".find(each => each.parentElement.innerText.includes('net\\n')"
+            " && each.innerText.includes('w2')))"
+        )
+        assert "open step" in missing[0] or missing[0] == "attr(data-label)"
+        assert "missing: w2" in missing[1]
+        keep(browser, page, "page-phone", PHONE["height"])
+        check_clean(page, scene.url)
+
+
+def test_with_the_keyboard(scene, browser) -> None:
+    with browser.page(scene.url) as page:
+        is_live(page)
+        reached = []
+        for _ in range(60):
+            page.press("Tab")
+            reached.append(page.run("document.activeElement.tagName"))
+            if reached[-1] == "SUMMARY":
+                break
+        assert "A" in reached
+        page.press("Enter")
+        page.shows("#ended", lambda text: "an-old-net" in text and "another-old-net" in text)
+        # What is shown anew each second leaves the focus where it is.
+        page.run("document.querySelector('#parameters a').focus()")
+        asked = len(page.asked)
+        eventually("it asks again", lambda: page.run("1") and len(page.asked) >= asked + 3)
+        assert page.run("document.activeElement.innerText") == "encoder"
+        check_clean(page, scene.url)
+
+
+def test_what_others_write_is_text(scene, browser) -> None:
+    """A host is named by whoever runs a worker, and a tensor by whoever opens a parameter."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        browser.page(scene.url) as page,
+    ):
+        patch.setattr(session, "host_name", lambda: BAD)
+        with shardwell.connect(scene.target, worker_id="stranger") as client:
+            sgd = shardwell.SGD(learning_rate=0.1)
+            net = client.parameter("strange", tensors={BAD: (3,)}, optimizer=sgd)
+            net.init({BAD: np.zeros(3, np.float32)})
+            net.put_gradient({BAD: np.ones(3, np.float32)})
+            page.shows("#workers", lambda text: BAD in text)
+            assert page.run("document.images.length") == 0
+            client.delete("strange", force=True)
+        check_clean(page, scene.url)
