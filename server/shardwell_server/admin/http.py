@@ -47,8 +47,8 @@ class Response(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
-Respond = Callable[[str, "str | None"], Response]
-"""From a path and what `Authorization` says; None: nothing."""
+Respond = Callable[[str, str, "str | None"], Response]
+"""From a path, its query, and what `Authorization` says; None: nothing."""
 
 
 class HttpServer:
@@ -221,10 +221,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers; as do_HEAD does, without contents."""
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         try:
             response = self.server.refusal(self.headers.get_all("Host", [])) or self.server.respond(
-                path, bearer(self.headers.get("Authorization"))
+                path, query, bearer(self.headers.get("Authorization"))
             )
         except Exception:
             response = Response(

@@ -2,7 +2,7 @@
 // Asks the shard for status.json once a second, and shows it. Whatever comes from a shard is set as text, never as
 // markup.
 
-const PAGE_S = 1, HIDDEN_PAGE_S = 5;
+const PAGE_S = 1, HIDDEN_PAGE_S = 5, HISTORY_S = 5;
 const kept = new Map();            // [seconds, count] pairs of the last minute, by what is counted
 const element = id => document.getElementById(id);
 
@@ -251,6 +251,26 @@ function show_status(status) {
   show_here(status.here);
 }
 
+/** The last hour of the shard that serves the page: what goes fastest, and what the shard uses. */
+function show_history(history) {
+  const into = element("history"), seconds = Date.now() / 1000, x = history.ages_s.map(age => seconds - age);
+  element("history-index").textContent = history.shard_index;
+  element("history").hidden = element("history-legend").hidden = x.length < 2;
+  element("history-none").hidden = x.length >= 2;
+  if (x.length < 2) return;
+  const of = history.shard, names = history.names.map(each => ({ label: each.name, values: each.steps_s }));
+  const drawn = [];
+  const add = (title, lines, shown) => { drawn.push(title); draw(into, title, x, lines, shown); };
+  if (names.length) add("steps/s", names, number);
+  add("cores busy", [{ label: "cores", values: of.cores }], number);
+  add("payload/s", [{ label: "in", values: of.in_bytes_s }, { label: "out", values: of.out_bytes_s }], bytes);
+  if (of.memory_bytes.some(each => each !== null)) add("memory", [{ label: "memory", values: of.memory_bytes }], bytes);
+  if (of.disk_free_bytes.some(each => each !== null)) add("disk free", [{ label: "disk free", values: of.disk_free_bytes }], bytes);
+  keep_charts(into, drawn);
+  const left_out = history.left_out ? ` Steps/s are of the ${names.length} names that made most steps; ${whole(history.left_out)} more are left out.` : "";
+  element("history-legend").textContent = `A point every ${history.period_s} s, since the shard was started, of an hour at most.${left_out}`;
+}
+
 /** What a path of this port answers, as JSON. */
 async function ask(path) {
   const address = new URL(path, location.href);
@@ -273,4 +293,17 @@ async function look() {
   }
   setTimeout(look, 1000 * (document.hidden ? HIDDEN_PAGE_S : PAGE_S));
 }
+
+async function look_back() {
+  let wait_s = HISTORY_S;
+  try {
+    const history = await ask("history.json");
+    show_history(history);
+    if (history.ages_s.length < 2) wait_s = PAGE_S;
+  } catch (error) { /* look() says what is wrong */ }
+  setTimeout(look_back, 1000 * (document.hidden ? 4 * wait_s : wait_s));
+}
+
+darkness.addEventListener("change", async () => show_history(await ask("history.json")));
 look();
+look_back();

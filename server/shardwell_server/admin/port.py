@@ -5,7 +5,8 @@
     /ready        200 while it takes calls; 503, and why, before, while it stops, and without files
     /metrics      for Prometheus
     /status.json  the state of the whole cluster
-    /             a page that shows that, with its style, its program and its icon
+    /history.json the last hour of the shard; with ?kind=KIND&name=NAME, of one name
+    /             a page that shows all that, with its style, its programs and its icon
 
 Probes need no token: they say nothing that a connection to the shard would not. The rest needs one
 where the shard's calls do, and tells only of names that it may read. States: starting (probes are
@@ -23,13 +24,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 from shardwell.connection.credentials import Credentials, is_loopback
 from shardwell.connection.tls import TlsFiles
-from shardwell.errors import AuthenticationError, ShardwellError
+from shardwell.errors import ArgumentError, AuthenticationError, ShardwellError
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.names import check_name
 from shardwell_server.access.access import Access
 from shardwell_server.access.rights import Principal
+from shardwell_server.admin.history import History, Key
 from shardwell_server.admin.http import HttpServer, Response
 from shardwell_server.admin.metrics import CONTENT_TYPE, Vitals, exposition
 from shardwell_server.admin.view import own_status, view
@@ -40,7 +45,10 @@ _PAGE_FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+    "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
+    "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
 }
 """By path, what the page is made of: a file beside this one, and its type."""
 _ANSWER_S = 1.0
@@ -64,6 +72,7 @@ class AdminPort:
         self._config = config
         self._lock = threading.Lock()
         self._vitals: Vitals | None = None
+        self._history: History | None = None
         self._access: Access | None = None
         self._is_alive: Callable[[], bool] = lambda: True
         self._not_ready = _STARTING
@@ -89,6 +98,8 @@ class AdminPort:
         """
         self._access, self._is_alive, self._address = access, is_alive, address
         self.know_cluster(self._config.cluster)
+        self._history = History(vitals)
+        self._history.start()
         self._vitals = vitals
 
     def know_cluster(self, addresses: Sequence[str]) -> None:
@@ -107,11 +118,13 @@ class AdminPort:
     def close(self) -> None:
         """Ends it. Safe to repeat."""
         self._http.close()
+        if self._history is not None:
+            self._history.close()
         if self._others is not None:
             self._others.close()
 
-    def respond(self, path: str, authorization: str | None) -> Response:
-        """The answer for a path."""
+    def respond(self, path: str, query: str, authorization: str | None) -> Response:
+        """The answer for a path and its query."""
         match path:
             case "/live":
                 if self._is_alive():
@@ -125,13 +138,13 @@ class AdminPort:
                 why = self._why_not_ready()
                 status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
                 return _text(status, why or "serving")
-            case "/metrics" | "/status.json":
-                return self._guarded(path, authorization)
+            case "/metrics" | "/status.json" | "/history.json":
+                return self._guarded(path, query, authorization)
         if path in _PAGE_FILES:
-            return self._guarded(path, authorization)
+            return self._guarded(path, query, authorization)
         return _text(
             HTTPStatus.NOT_FOUND,
-            "there are /, /status.json, /metrics, /live, /ready and /startup",
+            "there are /, /status.json, /history.json, /metrics, /live, /ready and /startup",
         )
 
     def _why_not_ready(self) -> str:
@@ -142,9 +155,9 @@ class AdminPort:
                 return error.message
         return self._not_ready
 
-    def _guarded(self, path: str, authorization: str | None) -> Response:
-        vitals, access = self._vitals, self._access
-        if vitals is None or access is None:
+    def _guarded(self, path: str, query: str, authorization: str | None) -> Response:
+        vitals, access, history = self._vitals, self._access, self._history
+        if vitals is None or access is None or history is None:
             return _text(HTTPStatus.SERVICE_UNAVAILABLE, self._not_ready)
         try:
             principal = access.principal(authorization)
@@ -156,8 +169,13 @@ class AdminPort:
         is_shown = functools.partial(_may_read, principal)
         if path == "/metrics":
             return Response(HTTPStatus.OK, exposition(vitals, is_shown), CONTENT_TYPE)
-        found = view(self._ask_all(vitals), vitals, is_shown)
-        return Response(HTTPStatus.OK, json.dumps(found).encode(), "application/json")
+        if path == "/history.json":
+            try:
+                only = _named(query)
+            except ArgumentError as error:
+                return _text(HTTPStatus.BAD_REQUEST, error.message)
+            return _json(history.view(is_shown, only))
+        return _json(view(self._ask_all(vitals), vitals, is_shown))
 
     def _ask_all(self, vitals: Vitals) -> list[Answer]:
         """What all shards say, a moment ago or now."""
@@ -218,6 +236,30 @@ def _may_read(principal: Principal, name: str) -> bool:
 @functools.cache
 def _contents(name: str) -> bytes:
     return (Path(__file__).parent / name).read_bytes()
+
+
+def _named(query: str) -> Key | None:
+    """Kind and name that a query asks for; None: all.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if not query:
+        return None
+    try:
+        given = parse_qs(query, keep_blank_values=True, max_num_fields=2)
+        (kind,), (name,) = given["kind"], given["name"]
+    except (KeyError, ValueError):
+        raise ArgumentError(
+            f"the query must be kind=KIND&name=NAME, or none; got {query!r:.200}"
+        ) from None
+    if kind not in ("parameter", "table"):
+        raise ArgumentError(f"kind must be parameter or table; got {kind!r:.80}")
+    return kind, check_name("name", name)
+
+
+def _json(found: dict[str, Any]) -> Response:
+    return Response(HTTPStatus.OK, json.dumps(found).encode(), "application/json")
 
 
 def _text(status: HTTPStatus, words: str) -> Response:

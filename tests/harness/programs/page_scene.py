@@ -7,6 +7,8 @@ prints "ready" and ends when its input does.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import select
 import sys
 
@@ -46,7 +48,10 @@ def main(target: str) -> None:
         encoder = clients[0].parameter("encoder", size=_SIZE, optimizer=SGD)
         encoder.init(np.zeros(_SIZE, np.float32))
         is_ready = False
-        while not select.select([sys.stdin], [], [], _PERIOD_S)[0]:
+        for step in itertools.count():
+            wait_s = _PERIOD_S * (1 + 0.7 * math.sin(step / 100))
+            if select.select([sys.stdin], [], [], wait_s)[0]:
+                break
             encoder.exchange(np.ones(_SIZE, np.float32))
             users.put_row_gradients(np.arange(10), np.ones((10, 16), np.float32))
             if not is_ready:

@@ -6,9 +6,10 @@ what was done. `SHARDWELL_TEST_PICTURES=1` writes the pictures of docs/operation
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,17 +20,18 @@ import pytest
 import shardwell
 from harness.browser import Browser, Page, with_palette
 from harness.polling import eventually
-from harness.programs.commands import Program
+from harness.programs.commands import Program, ServingShard
+from harness.programs.ports import free_port
 from harness.required import program
 from shardwell.rpc import session
-from shardwell_server import LocalCluster
-from shardwell_server.config import Limits
 
 pytestmark = pytest.mark.browser
 SCENE = Path(__file__).parents[2] / "harness" / "programs" / "page_scene.py"
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
-WRITES_PICTURES = "SHARDWELL_TEST_PICTURES"
+WRITES_PICTURES = bool(os.environ.get("SHARDWELL_TEST_PICTURES"))
+PICTURED_SAMPLE_COUNT = 24
 PICTURE_BYTES_MAX = 120_000
+COUNTED = "ask('history.json').then(found => found.ages_s.length)"
 PHONE = {"width": 390, "height": 844}
 BAD = "<img src=x onerror=document.title=1>"
 
@@ -45,20 +47,31 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with (
-        LocalCluster(
-            2,
-            admin_listen="127.0.0.1:0",
-            data_dir=tmp_path_factory.mktemp("shards"),
-            cluster_id="training",
-            limits=Limits(abandoned_after_s=0.2),
-        ) as running,
-        Program(str(SCENE), running.target, stdin=subprocess.PIPE) as workers,
-    ):
+    ports = [free_port() for _ in range(2)]
+    target = ",".join(f"127.0.0.1:{port}" for port in ports)
+    data_dir = tmp_path_factory.mktemp("shards")
+    with contextlib.ExitStack() as stack:
+        shards = [
+            stack.enter_context(
+                ServingShard(
+                    "--admin-listen=127.0.0.1:0",
+                    "--cluster-id=training",
+                    "--abandoned-after-s=0.2",
+                    f"--cluster={target}",
+                    f"--data-dir={data_dir / str(index)}",
+                    index=index,
+                    count=2,
+                    port=port,
+                )
+            )
+            for index, port in enumerate(ports)
+        ]
+        for shard in shards:
+            shard.address()
+        url = shards[0].read_line().removeprefix("status page: ")
+        workers = stack.enter_context(Program(str(SCENE), target, stdin=subprocess.PIPE))
         assert workers.read_line() == "ready"
-        with urllib.request.urlopen(running.admin_urls[0] + "status.json") as answer:
-            assert answer.status == 200  # from here on the port has its threads
-        yield Scene(running.admin_urls[0], running.target, workers.pid)
+        yield Scene(url, target, workers.pid)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +99,10 @@ def check_clean(page: Page, url: str) -> None:
 def keep(browser: Browser, page: Page, name: str, height: int) -> None:
     """Writes a picture for the docs, where it is wanted; the docs have it in any case."""
     file = IMAGES / f"{name}.png"
-    if os.environ.get(WRITES_PICTURES):
+    if WRITES_PICTURES:
+        has_samples = f"{COUNTED} >= {PICTURED_SAMPLE_COUNT}"
+        eventually("two minutes have passed", lambda: page.run(has_samples), timeout_s=300)
+        page.run("look_back()")  # which shows them
         picture = page.picture(height=height)
         with browser.page("about:blank") as blank:
             file.write_bytes(with_palette(blank, picture))
@@ -156,6 +172,43 @@ def test_on_a_phone_nothing_is_cut_off(scene, browser) -> None:
         assert "open step" in missing[0] or missing[0] == "attr(data-label)"
         assert "missing: w2" in missing[1]
         keep(browser, page, "page-phone", PHONE["height"])
+        check_clean(page, scene.url)
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_the_last_hour_has_axes(scene, browser, is_dark) -> None:
+    with browser.page(scene.url, is_dark=is_dark) as page:
+        is_live(page)
+        titles = "[...document.querySelectorAll('#history figure')].map(each => each.dataset.title)"
+        page.eventually("charts are drawn", f"{titles}.length === 5")
+        assert page.run(titles) == ["steps/s", "cores busy", "payload/s", "memory", "disk free"]
+        words = page.run("document.querySelector('#history figure').getAttribute('aria-label')")
+        assert "encoder" in words
+        assert "net 0.00 last" in words
+        # Something of each line and of both axes is drawn.
+        drawn: Any = page.run(
+            "[...document.querySelectorAll('#history canvas')].map(canvas => {"
+            " const { width, height } = canvas, ink = new OffscreenCanvas(width, height)"
+            "  .getContext('2d', { willReadFrequently: true });"
+            " ink.drawImage(canvas, 0, 0);"
+            " const some = (...where) => ink.getImageData(...where).data.some(each => each);"
+            " return [some(0, 0, 50, height), some(60, height - 20, width - 60, 20),"
+            "  some(70, 5, width - 80, height - 40)]; })"
+        )
+        assert drawn == [[True] * 3] * 5
+        before = page.run("document.querySelector('#history figure').getAttribute('aria-label')")
+        page.eventually(
+            "it goes on",
+            "document.querySelector('#history figure').getAttribute('aria-label') !== "
+            f"{json.dumps(before)}",
+        )
+        # Other colours are taken at once.
+        scheme = {"name": "prefers-color-scheme", "value": "light" if is_dark else "dark"}
+        page.call("Emulation.setEmulatedMedia", features=[scheme])
+        page.eventually(
+            "the lines are of the other colours",
+            f"JSON.parse([...charts.values()][0].made_for)[0] === {json.dumps(not is_dark)}",
+        )
         check_clean(page, scene.url)
 
 
