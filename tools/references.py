@@ -12,7 +12,8 @@ CamelCase, function(), and words with an underscore: the word occurs somewhere i
 names of .py, .proto, .c, .h files, and of .md in code: a file's path ends like that
 folder/          in backquotes: a folder's path ends like that, or a file's without its suffix
 
-Names of other projects that no code here has are in OTHERS.
+Names of other projects that no code here has are in OTHERS. Lines of an example (`>>>`) are code: a
+test runs them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ OTHERS = frozenset(
         *("credentials_file", "tls_config", "ca_file"),  # Prometheus
     }
 )
+_EXAMPLE = re.compile(r"(?<=>>> ).*|(?<=\.\.\. ).*")
+"""A line of a docstring's example, after its prompt."""
 _SOURCES = {
     ".py",
     ".md",
@@ -166,7 +169,8 @@ class Code:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 if isinstance(node.value.value, str):
                     documentation.add(node.value)
-                    self.texts.append(Text(file, node.lineno, node.value.value))
+                    prose = _EXAMPLE.sub("", node.value.value)
+                    self.texts.append(Text(file, node.lineno, prose))
             elif isinstance(node, ast.ClassDef):
                 found = (_members(node), [_last_name(base) for base in node.bases])
                 self.classes.setdefault(node.name, []).append(found)

@@ -127,6 +127,11 @@ def connect(
             says why, and what to give.
         ShardUnavailableError: a shard did not answer in time; it is named.
         WrongShardError: an address leads to another shard or cluster than its place says.
+
+    Examples:
+        >>> with shardwell.connect(worker_id="w0") as client:  # the shards of $SHARDWELL_SHARDS
+        ...     client.shard_count
+        2
     """
     if target is None:
         target = variable(TARGET_VARIABLE)
@@ -149,7 +154,14 @@ def connect(
 
 
 class Client(Connected, Closing):
-    """Made by `connect`. A context manager; any thread may use it."""
+    """Made by `connect`. A context manager; any thread may use it.
+
+    Examples:
+        >>> net = client.parameter("net", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init([1.0, 2.0, 3.0])
+        >>> net.exchange(np.ones(3))
+        array([0.5, 1.5, 2.5], dtype=float32)
+    """
 
     def __init__(
         self,

@@ -43,7 +43,15 @@ from typing import Any
 
 
 class ShardwellError(Exception):
-    """Base of all errors of Shardwell."""
+    """Base of all errors of Shardwell.
+
+    Examples:
+        >>> try:
+        ...     client.parameter("net", size=4, optimizer=shardwell.SGD(lr=0.5))
+        ... except shardwell.ShardwellError as error:
+        ...     type(error).__name__
+        'SpecMismatchError'
+    """
 
     retryable = False
 

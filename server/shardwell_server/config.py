@@ -20,7 +20,13 @@ LOCAL_SHARD_COUNT_MAX = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of what one shard will hold or do; going over one is a `LimitError` that names it."""
+    """Bounds of what one shard will hold or do; going over one is a `LimitError` that names it.
+
+    Examples:
+        >>> limits = shardwell_server.Limits(parameter_count_max=16)
+        >>> limits.parameter_count_max
+        16
+    """
 
     parameter_count_max: int = 4096
     """Parameters. Each costs 20 to 55 KB of bookkeeping beside its values, and with files six
@@ -134,7 +140,14 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """One shard's place in its cluster, and how it serves."""
+    """One shard's place in its cluster, and how it serves.
+
+    Examples:
+        >>> where = {"shard_index": 0, "shard_count": 1, "listen": "127.0.0.1:0"}
+        >>> config = shardwell_server.ShardConfig(**where)
+        >>> config.cluster_id
+        'shardwell'
+    """
 
     shard_index: int
     """0-based place in the cluster's fixed order."""

@@ -58,6 +58,12 @@ class GroupCluster:
         ShardUnavailableError: this rank's shard did not start, or that of another, whatever it
             raises there: nobody waits for it.
         ShardwellError: as from any call of the group.
+
+    Examples:
+        >>> with shardwell_server.GroupCluster(group) as shards:  # on every rank
+        ...     with shardwell.connect(shards.target, worker_id=f"rank-{group.rank}") as worker:
+        ...         worker.shard_count
+        1
     """
 
     def __init__(

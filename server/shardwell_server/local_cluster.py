@@ -65,6 +65,12 @@ class LocalCluster(Closing):
         ArgumentError: an argument can't be used.
         ShardUnavailableError: a shard did not start.
         StorageError: a shard in this process can't go on from its directory.
+
+    Examples:
+        >>> with shardwell_server.LocalCluster(2) as cluster:
+        ...     with shardwell.connect(cluster.target, worker_id="w0") as client:
+        ...         client.shard_count
+        2
     """
 
     def __init__(

@@ -285,6 +285,11 @@ class RayCluster(Closing):
 
     It may be sent to Ray's tasks, actors and Train's workers, by `train_loop_config` for example:
     there it says where the shards are, and `close` does nothing.
+
+    Examples:
+        >>> def train_on_ray(train):
+        ...     with shardwell.ray.start_shards(2, data_dir="/shared/run-7") as cluster:
+        ...         TorchTrainer(train, train_loop_config={"target": cluster.target}).fit()
     """
 
     def __init__(
@@ -425,6 +430,11 @@ def start_shards(
         DeadlineError: Ray found no room for them in time; says what it has.
         ShardUnavailableError: a shard did not start in time.
         StorageError: a shard can't go on from its directory, or there is no whole checkpoint.
+
+    Examples:
+        >>> def train_on_ray(train):
+        ...     with shardwell.ray.start_shards(2, data_dir="/shared/run-7") as cluster:
+        ...         TorchTrainer(train, train_loop_config={"target": cluster.target}).fit()
     """
     check_integer("count", count, 1, SHARD_COUNT_MAX)
     check_integer("port", port, 0, 2**16 - 1 - count)

@@ -94,6 +94,13 @@ class ShardServer:
         ArgumentError: files of certificates, tokens or keys can't be used, or the audit log.
         StorageError: what the files hold can't be believed; names the file.
         ShardUnavailableError: the address can't be listened on.
+
+    Examples:
+        >>> where = {"shard_index": 0, "shard_count": 1, "listen": "127.0.0.1:0"}
+        >>> config = shardwell_server.ShardConfig(**where)
+        >>> with shardwell_server.ShardServer(config) as server:
+        ...     server.address.startswith("127.0.0.1:")
+        True
     """
 
     def __init__(self, config: ShardConfig, data_dir: DataDir | None = None) -> None:

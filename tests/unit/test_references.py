@@ -125,6 +125,13 @@ def test_a_word_of_a_docstring_is_no_code(references, root: Path) -> None:
     assert named(references, root) == ["row_number", "Window", "row_number"]
 
 
+def test_an_example_of_a_docstring_is_run_elsewhere(references, root: Path) -> None:
+    both = '"""Uses row_number.\n\n>>> my_rows = 1\n... by_row()\n\nOf `Window`.\n"""\n'
+    (root / "client/shardwell/other.py").write_text(both)
+    found = [(each.line, each.name) for each in references.findings(root)]
+    assert found == [(1, "row_number"), (6, "Window")]
+
+
 def test_it_says_where_and_what_to_do(references, root: Path, monkeypatch, capsys) -> None:
     (root / "client/shardwell/other.py").write_text('"""See `View.lost`."""\n')
     monkeypatch.setattr(references, "ROOT", root)

@@ -31,7 +31,15 @@ _NO_ROWS: Float32 = np.empty((0, 0), np.float32)
 
 
 class TableExport(NamedTuple):
-    """A file that `Client.export_table` made."""
+    """A file that `Client.export_table` made.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> users = client.table("written", row_count=None, dim=2, optimizer=rule)
+        >>> step = users.put_row_gradients([7], np.ones((1, 2)))
+        >>> client.export_table("written", "written.safetensors").row_count
+        1
+    """
 
     path: Path
     """The file."""

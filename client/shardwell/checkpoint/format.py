@@ -51,7 +51,15 @@ class SliceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointParameter:
-    """A parameter as a checkpoint holds it."""
+    """A parameter as a checkpoint holds it.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> entry = client.save_checkpoint("entry", parameters=["saved"]).parameters[0]
+        >>> entry.name, entry.version, entry.size
+        ('saved', 0, 3)
+    """
 
     spec: ParameterSpec
     """What it was created with."""
@@ -82,7 +90,16 @@ class CheckpointParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFamily:
-    """A family of fragments as a checkpoint holds it, each at its own version."""
+    """A family of fragments as a checkpoint holds it, each at its own version.
+
+    Examples:
+        >>> outer = shardwell.Outer(client, "family", tensors={"a": (3,), "b": (2,)}, fragments=2)
+        >>> weights = outer.init({"a": np.zeros(3), "b": np.zeros(2)})
+        >>> [family] = client.save_checkpoint("of_family", parameters=["family"]).families
+        >>> family.name, family.size
+        ('family', 5)
+        >>> outer.close()
+    """
 
     name: str
     """The family's."""
@@ -116,7 +133,16 @@ class RowsFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTable:
-    """A table as a checkpoint holds it."""
+    """A table as a checkpoint holds it.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> users = client.table("saved_users", row_count=None, dim=2, optimizer=rule)
+        >>> step = users.put_row_gradients([7], np.ones((1, 2)))
+        >>> entry = client.save_checkpoint("rows", tables=["saved_users"]).tables[0]
+        >>> entry.row_count
+        1
+    """
 
     spec: TableSpec
     """What it was created with."""
@@ -160,7 +186,15 @@ def load_id_of(entry: CheckpointParameter | CheckpointTable) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on the disk: made by `Client.save_checkpoint` or `inspect_checkpoint`."""
+    """A checkpoint on the disk: made by `Client.save_checkpoint` or `inspect_checkpoint`.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> checkpoint = client.save_checkpoint("whole", parameters=["saved"])
+        >>> checkpoint.shard_count, len(checkpoint.parameters)
+        (2, 1)
+    """
 
     path: Path
     """Its directory."""

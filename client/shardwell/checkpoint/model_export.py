@@ -24,7 +24,15 @@ _BLOCK_ELEMENT_COUNT = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelExport:
-    """The contents of an exported file."""
+    """The contents of an exported file.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> saved = client.save_checkpoint("model", parameters=["saved"])
+        >>> shardwell.export_checkpoint("model", "model.safetensors", "saved").tensor_count
+        1
+    """
 
     name: str
     """Of the parameter, or of the family whose fragments it has."""
@@ -59,6 +67,13 @@ def export_checkpoint(
     Raises:
         ArgumentError: `target` exists or ends otherwise, or there is no such parameter.
         StorageError: the checkpoint is damaged or incomplete, or the file can't be written.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> saved = client.save_checkpoint("exported", parameters=["saved"])
+        >>> shardwell.export_checkpoint("exported", "saved.safetensors", "saved")
+        ModelExport(name='saved', version=0, size=3, tensor_count=1)
     """
     made = Path(os.path.abspath(local_path(target)))
     if made.suffix != ".safetensors":

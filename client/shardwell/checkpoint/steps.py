@@ -38,6 +38,13 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
     Raises:
         StorageError: it is no checkpoint, was damaged, or was written by a later version; the
             message names the file.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> saved = client.save_checkpoint("inspected", parameters=["saved"])
+        >>> shardwell.inspect_checkpoint("inspected", verify=True).parameters[0].name
+        'saved'
     """
     directory = Path(os.path.abspath(local_path(path)))
     steps = StepPaths.of(directory)

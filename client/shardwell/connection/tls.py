@@ -52,6 +52,11 @@ class Tls:
 
     Raises:
         ArgumentError: one of cert and key is missing.
+
+    Examples:
+        >>> tls = shardwell.Tls(ca="certs/ca.pem", cert="certs/client.pem", key="certs/client.key")
+        >>> tls.ca
+        'certs/ca.pem'
     """
 
     ca: str | os.PathLike[str] | None = None

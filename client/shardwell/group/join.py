@@ -144,6 +144,11 @@ def join_group(
         RankTakenError: another worker has the rank, and lives.
         WorkerUnreachableError: a worker can't be reached by another at the address that it gave.
         ShardUnavailableError: no server answers at the meeting place.
+
+    Examples:
+        >>> with shardwell.join_group("job", rank=0, size=1, rendezvous=cluster.target) as group:
+        ...     group.size
+        1
     """
     arguments = _arguments(name, rank, size, rendezvous, listen, elastic=elastic)
     min_size = check_integer("min_size", min_size, 1, arguments.size)

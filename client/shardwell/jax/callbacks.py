@@ -75,6 +75,10 @@ def named_errors() -> Iterator[None]:
     Raises:
         ShardwellError: of an exchange, or of a group's call, in the block.
         KeyboardInterrupt: it came while one waited.
+
+    Examples:
+        >>> with shardwell.jax.named_errors():  # errors inside jit come out as what they are
+        ...     total = jax.jit(jnp.sum)(jnp.ones(3))
     """
     _forget_failure()
     try:

@@ -23,7 +23,13 @@ from shardwell.specs.parameter import WireName
 
 
 class GradientTransformation(NamedTuple):
-    """What optax calls so, and takes as one."""
+    """What optax calls so, and takes as one.
+
+    Examples:
+        >>> transformation = shardwell.jax.mean_gradients(group)
+        >>> isinstance(transformation, shardwell.jax.GradientTransformation)
+        True
+    """
 
     init: Callable[[Any], Any]
     """Takes the weights, returns the first state."""
@@ -62,6 +68,15 @@ def server_updates(
 
     Raises:
         ArgumentError: the optimizer of `net` is `Average`, which makes no updates.
+
+    Examples:
+        >>> weights = {"kernel": jnp.ones(2)}
+        >>> rule = shardwell.SGD(lr=0.5)
+        >>> net = shardwell.jax.TreeParameter(client, "chain", weights, optimizer=rule)
+        >>> transformation = shardwell.jax.server_updates(net)  # the last of an optax.chain
+        >>> updates, state = transformation.update(weights, transformation.init(weights), weights)
+        >>> updates["kernel"].tolist()
+        [-0.5, -0.5]
     """
     if isinstance(net.parameter.spec.optimizer, Average):
         raise ArgumentError(
@@ -108,6 +123,13 @@ def mean_gradients(
         sample_count: This worker's weight in the mean.
         codec: See `Group.all_reduce`.
         timeout_s: See `Group.all_reduce`.
+
+    Examples:
+        >>> transformation = shardwell.jax.mean_gradients(group)  # the first of an optax.chain
+        >>> gradients = {"kernel": jnp.ones(2)}
+        >>> means, state = transformation.update(gradients, transformation.init(gradients))
+        >>> means["kernel"].tolist()
+        [1.0, 1.0]
     """
 
     def init(weights: Any) -> tuple[()]:

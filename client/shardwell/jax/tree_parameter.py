@@ -78,6 +78,14 @@ class TreeParameter(Connected):
         ArgumentError: a leaf can't be a tensor; names it. Or it is made inside `jit`.
         SpecMismatchError: the cluster has another tree under that name; names the tensor.
         ShardwellError: as `Client.parameter` and `Parameter.init`.
+
+    Examples:
+        >>> weights = {"kernel": jnp.zeros((2, 2))}
+        >>> rule = shardwell.SGD(lr=0.5)
+        >>> net = shardwell.jax.TreeParameter(client, "tree", weights, optimizer=rule)
+        >>> weights = jax.jit(net.exchange)({"kernel": jnp.ones((2, 2))})
+        >>> weights["kernel"][0].tolist()
+        [-0.5, -0.5]
     """
 
     _elsewhere = "connect in the other process, and make a TreeParameter there"

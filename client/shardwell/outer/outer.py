@@ -177,6 +177,18 @@ class Outer(Connected, Closing):
         SpecMismatchError: the cluster has another family under that name.
         ArgumentError: an argument can't be used; names it.
         ShardwellError: as `Client.parameter`.
+
+    Examples:
+        >>> weights = {"slope": np.zeros(3, np.float32)}
+        >>> with shardwell.Outer(
+        ...     client, "line", tensors=weights, sync_every=2, fragments=1
+        ... ) as outer:
+        ...     weights = outer.init(weights)
+        ...     while outer.next_step < 3:
+        ...         weights["slope"] += 0.1  # an inner step
+        ...         weights.update(outer.after_step(weights, sample_count=32))
+        >>> outer.next_step
+        3
     """
 
     _elsewhere = "make an Outer in the other process, with a client that is connected there"

@@ -83,6 +83,17 @@ class OpenExchange(Generic[ValuesT]):
         finish: Runs the end of the exchange, which gets its time and returns the fewest updates
             that a chunk has seen.
         allow_non_finite: Whether values that are not finite may have left.
+
+    Examples:
+        >>> net = client.parameter("parts", size=4, optimizer=shardwell.SGD(lr=1.0))
+        >>> net.init(np.zeros(4))
+        >>> gradient = np.zeros(4, np.float32)
+        >>> exchange = net.begin_exchange(gradient)
+        >>> gradient[2:] = 1.0  # a part that is computed
+        >>> exchange.ready(2, 2)
+        >>> gradient[:2] = 2.0
+        >>> exchange.finish()
+        array([-2., -2., -1., -1.], dtype=float32)
     """
 
     def __init__(

@@ -11,7 +11,15 @@ from shardwell.process.html_table import html_table
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the shards counted of the gradient that this worker gave last."""
+    """What the shards counted of the gradient that this worker gave last.
+
+    Examples:
+        >>> net = client.parameter("counted", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> weights = net.exchange(np.ones(3))
+        >>> net.outcome.step, net.outcome.counted
+        (0, 'all')
+    """
 
     step: int
     """The step that it was of."""

@@ -99,6 +99,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
     each of its shape. Arrays are read and written in place; tensors a little
     faster one behind the other in one buffer, as those are that were returned.
+
+    Examples:
+        >>> tensors = {"weight": (2, 2), "bias": (2,)}
+        >>> net = client.parameter("layer", tensors=tensors, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init({name: np.zeros(shape) for name, shape in tensors.items()})
+        >>> weights = net.exchange({name: np.ones(shape) for name, shape in tensors.items()})
+        >>> weights["bias"]
+        array([-0.5, -0.5], dtype=float32)
+        >>> net.next_step
+        1
     """
 
     kind = "parameter"

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slice:
-    """A contiguous range of a parameter's elements."""
+    """A contiguous range of a parameter's elements.
+
+    Examples:
+        >>> shardwell.Slice(offset=325, size=325).stop
+        650
+    """
 
     offset: int
     """First element, counted from the start of the parameter."""
@@ -51,6 +56,10 @@ def slice_of(size: int, shard_index: int, shard_count: int, block_size: int = 1)
 
     Raises:
         ValueError: size below 0, or an index outside 0..shard_count-1.
+
+    Examples:
+        >>> shardwell.slice_of(650, shard_index=1, shard_count=2)
+        Slice(offset=325, size=325)
     """
     if size < 0 or not 0 <= shard_index < shard_count:
         raise ValueError(f"no slice {shard_index} of {shard_count} of a parameter of size {size}")

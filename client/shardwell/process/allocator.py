@@ -26,6 +26,9 @@ def tune_malloc(*, arena_count_max: int | None = None) -> bool:
 
     Returns:
         Whether it took effect: False without glibc, where nothing is done.
+
+    Examples:
+        >>> tuned = shardwell.tune_malloc()  # before the first large allocation
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -81,7 +81,24 @@ class StepWait:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberStatus:
-    """A worker with a seat, and how it keeps up on one shard."""
+    """A worker with a seat, and how it keeps up on one shard.
+
+    Examples:
+        >>> net = client.parameter(
+        ...     "crew", size=3, optimizer=shardwell.SGD(lr=0.5), members=shardwell.Elastic()
+        ... )
+        >>> net.init(np.zeros(3))
+        >>> net.join()
+        >>> members = [
+        ...     member
+        ...     for shard in client.status()
+        ...     for each in shard.parameters
+        ...     if each.spec.name == "crew"
+        ...     for member in each.members
+        ... ]
+        >>> members[0].worker_id, members[0].state
+        ('w0', 'awaited')
+    """
 
     worker_id: str
     """Who."""
@@ -140,7 +157,17 @@ class MemberStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStatus:
-    """What a learner in outer training has said of itself last."""
+    """What a learner in outer training has said of itself last.
+
+    Examples:
+        >>> [
+        ...     learner.progress.inner_steps
+        ...     for shard in client.status()
+        ...     for parameter in shard.parameters
+        ...     for learner in parameter.learners
+        ... ]
+        []
+    """
 
     worker_id: str
     """Who."""
@@ -165,7 +192,15 @@ class LearnerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterStatus:
-    """What one shard holds of one parameter."""
+    """What one shard holds of one parameter.
+
+    Examples:
+        >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> shard = client.status()[0]
+        >>> [each.version_min for each in shard.parameters if each.spec.name == "saved"]
+        [0]
+    """
 
     spec: ParameterSpec
     """What all workers agreed on, the name among it."""
@@ -260,7 +295,20 @@ class ParameterStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class TableStatus:
-    """What one shard holds of one table."""
+    """What one shard holds of one table.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> users = client.table("looked_at", row_count=None, dim=2, optimizer=rule)
+        >>> step = users.put_row_gradients([7], np.ones((1, 2)))
+        >>> sum(
+        ...     table.row_count
+        ...     for shard in client.status()
+        ...     for table in shard.tables
+        ...     if table.spec.name == "looked_at"
+        ... )
+        1
+    """
 
     spec: TableSpec
     """What all workers agreed on, the name among it."""
@@ -399,7 +447,12 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
-    """What one shard says of itself."""
+    """What one shard says of itself.
+
+    Examples:
+        >>> [(shard.shard_index, shard.shard_count) for shard in client.status()]
+        [(0, 2), (1, 2)]
+    """
 
     shard_index: int
     """Its place among the shards."""

@@ -27,6 +27,10 @@ class Fragment:
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> shardwell.Fragment(family="model", index=0, count=4, assignment="strided").parameter
+        'model.fragment-0'
     """
 
     family: str

@@ -22,7 +22,13 @@ _SIGMA_MAX = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Initializer:
-    """What all kinds share."""
+    """What all kinds share.
+
+    Examples:
+        >>> initializer = shardwell.Normal(std=0.01)  # one of its kinds
+        >>> isinstance(initializer, shardwell.Initializer)
+        True
+    """
 
     field_name: ClassVar[str] = ""
 
@@ -60,14 +66,28 @@ class Initializer:
 
 @dataclass(frozen=True, kw_only=True)
 class Zeros(Initializer):
-    """Every value 0."""
+    """Every value 0.
+
+    Examples:
+        >>> rule, first = shardwell.Adagrad(lr=0.1), shardwell.Zeros()
+        >>> rows = client.table("zeros", row_count=None, dim=2, optimizer=rule, initializer=first)
+        >>> rows.get_rows([7]).shape
+        (1, 2)
+    """
 
     field_name: ClassVar[str] = "zeros"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Uniform between low and high."""
+    """Uniform between low and high.
+
+    Examples:
+        >>> rule, first = shardwell.Adagrad(lr=0.1), shardwell.Uniform(low=-0.1, high=0.1)
+        >>> rows = client.table("uniform", row_count=None, dim=2, optimizer=rule, initializer=first)
+        >>> rows.get_rows([7]).shape
+        (1, 2)
+    """
 
     low: float = -0.05
     """Lower bound; -0.05 to 0.05 is what Keras gives embeddings."""
@@ -93,7 +113,14 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Normal(Initializer):
-    """Normally distributed."""
+    """Normally distributed.
+
+    Examples:
+        >>> rule, first = shardwell.Adagrad(lr=0.1), shardwell.Normal(std=0.02, seed=1)
+        >>> rows = client.table("normal", row_count=None, dim=2, optimizer=rule, initializer=first)
+        >>> rows.get_rows([7]).shape
+        (1, 2)
+    """
 
     mean: float = 0.0
     """Of the distribution."""

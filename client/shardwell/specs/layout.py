@@ -44,6 +44,11 @@ class TensorOptions:
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> frozen = shardwell.TensorOptions(frozen=True)
+        >>> shardwell.TensorSpec("embedding", (1000, 8), options=frozen).options.frozen
+        True
     """
 
     learning_rate_factor: float = 1.0
@@ -104,6 +109,17 @@ class TensorGroup:
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> no_decay = shardwell.TensorGroup("*bias", weight_decay=0.0)
+        >>> net = client.parameter(
+        ...     "grouped",
+        ...     tensors={"weight": (2, 2), "bias": (2,)},
+        ...     groups=[no_decay],
+        ...     optimizer=shardwell.AdamW(lr=1e-3),
+        ... )
+        >>> net.spec.layout.by_name["bias"].options.weight_decay
+        0.0
     """
 
     def __init__(
@@ -136,7 +152,12 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a parameter."""
+    """One tensor of a parameter.
+
+    Examples:
+        >>> shardwell.TensorSpec("bias", (10,), offset=640).stop
+        650
+    """
 
     name: str
     """1 to 256 printable characters, such as "layers.0.weight"."""
@@ -164,6 +185,11 @@ class TensorLayout:
 
     Raises:
         ArgumentError: a name or shape can't be, or there is none, or it is too large.
+
+    Examples:
+        >>> layout = shardwell.TensorLayout.of({"weight": (64, 10), "bias": (10,)})
+        >>> layout.size, layout.by_name["bias"].offset
+        (650, 640)
     """
 
     tensors: tuple[TensorSpec, ...]

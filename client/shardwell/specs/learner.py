@@ -19,6 +19,15 @@ class LearnerProgress:
 
     Raises:
         ArgumentError: a number is negative, not finite, or too large.
+
+    Examples:
+        >>> with shardwell.Outer(
+        ...     client, "progress", tensors={"a": (3,)}, sync_every=2, fragments=1
+        ... ) as outer:
+        ...     weights = outer.init({"a": np.zeros(3)})
+        ...     taken = outer.after_step(weights, sample_count=32)
+        ...     outer.progress.inner_steps, outer.progress.sample_count
+        (1, 32)
     """
 
     inner_steps: int = 0

@@ -29,6 +29,11 @@ class GroupedRate(float):
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> rate = shardwell.GroupedRate(0.1, [1.0, 0.25])
+        >>> float(rate), rate.factors
+        (0.1, (1.0, 0.25))
     """
 
     factors: tuple[float, ...]

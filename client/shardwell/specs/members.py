@@ -21,6 +21,16 @@ class Elastic:
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> crew = shardwell.Elastic(min_count=1, max_count=8)
+        >>> rule = shardwell.SGD(lr=0.5)
+        >>> net = client.parameter("elastic", size=3, optimizer=rule, members=crew)
+        >>> net.init(np.zeros(3))
+        >>> net.join()  # steps wait for this worker from here on
+        >>> weights = net.exchange(np.ones(3))
+        >>> net.outcome.contributors
+        ('w0',)
     """
 
     min_count: int = 1

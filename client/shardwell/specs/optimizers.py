@@ -34,7 +34,13 @@ def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = N
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What all update rules share. Runs on the shards, per chunk, in float32."""
+    """What all update rules share. Runs on the shards, per chunk, in float32.
+
+    Examples:
+        >>> optimizer = shardwell.Adam(lr=1e-3, clip_value=1.0)  # one of its kinds
+        >>> isinstance(optimizer, shardwell.Optimizer)
+        True
+    """
 
     lr: dataclasses.InitVar[float | None] = None
     """`learning_rate` under torch's name, to make one with: `SGD(lr=0.1)`."""
@@ -122,7 +128,12 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only."""
+    """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only.
+
+    Examples:
+        >>> rule = shardwell.RowWiseAdagrad(lr=0.05)
+        >>> users = client.table("by_rows", row_count=None, dim=64, optimizer=rule)
+    """
 
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
@@ -143,7 +154,12 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class FTRL(Optimizer):
-    """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only."""
+    """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only.
+
+    Examples:
+        >>> rule = shardwell.FTRL(lr=0.1, l1=1e-3)
+        >>> weights = client.table("by_ftrl", row_count=None, dim=1, optimizer=rule)
+    """
 
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length (the paper's alpha), above 0."""
@@ -175,14 +191,25 @@ _IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
 
 @dataclass(frozen=True, kw_only=True)
 class Average(Optimizer):
-    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce."""
+    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce.
+
+    Examples:
+        >>> mean = client.parameter("mean", size=3, optimizer=shardwell.Average())
+        >>> mean.exchange([1.0, 2.0, 3.0])  # the mean over all workers; here of one
+        array([1., 2., 3.], dtype=float32)
+    """
 
     field_name: ClassVar[str] = "average"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent, as torch.optim.SGD computes it."""
+    """Stochastic gradient descent, as torch.optim.SGD computes it.
+
+    Examples:
+        >>> rule = shardwell.SGD(lr=0.1, momentum=0.9, nesterov=True)
+        >>> net = client.parameter("by_sgd", size=3, optimizer=rule)
+    """
 
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0. No default: it depends on the model."""
@@ -216,7 +243,12 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it."""
+    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.05)
+        >>> users = client.table("by_adagrad", row_count=None, dim=8, optimizer=rule)
+    """
 
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
@@ -237,7 +269,11 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RMSProp(Optimizer):
-    """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered."""
+    """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered.
+
+    Examples:
+        >>> net = client.parameter("by_rmsprop", size=3, optimizer=shardwell.RMSProp(lr=1e-3))
+    """
 
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
@@ -260,7 +296,11 @@ class RMSProp(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it."""
+    """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it.
+
+    Examples:
+        >>> net = client.parameter("by_adam", size=3, optimizer=shardwell.Adam(lr=1e-3))
+    """
 
     learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
     """Step length; the paper's default."""
@@ -283,7 +323,12 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW.
+
+    Examples:
+        >>> rule = shardwell.AdamW(lr=3e-4, weight_decay=0.1, clip_norm=1.0)
+        >>> net = client.parameter("by_adamw", size=3, optimizer=rule)
+    """
 
     learning_rate: float = dataclasses.field(default=1e-3, kw_only=False)
     """Step length; the paper's default."""

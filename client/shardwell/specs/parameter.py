@@ -195,6 +195,10 @@ class ParameterSpec(TrainingSpec):
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> client.parameter("net", size=3, optimizer=shardwell.SGD(lr=0.5)).spec.codec
+        'fp16'
     """
 
     name: str

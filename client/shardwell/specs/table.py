@@ -34,6 +34,12 @@ class TableSpec(TrainingSpec):
 
     Raises:
         ArgumentError: a value is out of its range.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> users = client.table("spec", row_count=None, dim=2, optimizer=rule)
+        >>> users.spec.dim, users.spec.codec
+        (2, 'fp16')
     """
 
     name: str

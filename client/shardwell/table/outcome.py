@@ -9,7 +9,16 @@ from shardwell.process.html_table import html_table
 
 @dataclass(frozen=True, kw_only=True)
 class RowOutcome:
-    """What the shards counted of the rows that this worker gave last."""
+    """What the shards counted of the rows that this worker gave last.
+
+    Examples:
+        >>> crew, rule = shardwell.Elastic(), shardwell.Adagrad(lr=0.1)
+        >>> items = client.table("items", row_count=None, dim=2, optimizer=rule, members=crew)
+        >>> items.join()
+        >>> rows = items.exchange_rows([7], np.ones((1, 2)))
+        >>> items.outcome.counted, items.outcome.contributors
+        ('all', ('w0',))
+    """
 
     step: int
     """The step that they were of."""

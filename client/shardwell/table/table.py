@@ -39,7 +39,17 @@ from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 
 class Table(Handle[TableSpec]):
-    """Made by `Client.table`. A context manager; leaving it closes the table in this worker."""
+    """Made by `Client.table`. A context manager; leaving it closes the table in this worker.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> users = client.table("users", row_count=None, dim=2, optimizer=rule)
+        >>> ids = np.array([7, 123_456])
+        >>> rows = users.get_rows(ids)
+        >>> step = users.put_row_gradients(ids, np.ones((2, 2)))
+        >>> users.row_ids()
+        array([     7, 123456])
+    """
 
     kind = "table"
     _opening: TableOpening

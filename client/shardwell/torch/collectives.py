@@ -33,6 +33,12 @@ def all_reduce_hook(group: Group, bucket: Any) -> torch.futures.Future[torch.Ten
 
     Returns:
         A future of the mean; an error of the group comes out of `backward`.
+
+    Examples:
+        >>> def wrapped(model, group):  # torch.distributed is initialized, with gloo for example
+        ...     ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ...     ddp.register_comm_hook(group, shardwell.torch.all_reduce_hook)
+        ...     return ddp
     """
     buffer = bucket.buffer()
     is_shared = buffer.device.type == "cpu" and buffer.dtype == torch.float32
@@ -73,6 +79,10 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
         GroupMismatchError: a rank has another model; all ranks get it, and nothing is changed.
         ArgumentError: a tensor has no values.
         ShardwellError: as `Group.broadcast`.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> shardwell.torch.broadcast_state(model, group)  # rank 0's weights for all
     """
     state = {
         name: tensor

@@ -84,6 +84,17 @@ class DiLoCo(Connected):
         SpecMismatchError: the cluster has another family under that name.
         ArgumentError: a tensor, the optimizer or an option can't be; names it.
         ShardwellError: as `Client.parameter`.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with shardwell.torch.DiLoCo(
+        ...     model, inner, client, name="diloco", sync_every=2, fragments=1, overlap=0
+        ... ) as training:
+        ...     while training.next_step < 2:
+        ...         model(torch.ones(4, 3)).square().mean().backward()
+        ...         inner.step()
+        ...         inner.zero_grad()
     """
 
     _elsewhere = "make a DiLoCo in the other process, with a client that is connected there"

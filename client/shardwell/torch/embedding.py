@@ -377,6 +377,14 @@ class Embedding(TableModule):
     A forward pass fetches the rows of its batch, each once; a backward pass pushes their gradients
     as one step of the table, in which all workers take part if it is synchronous. It has no
     parameters: `state_dict` and optimizers know nothing of it, checkpoints of the cluster do.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> table = client.table("torch_users", row_count=None, dim=4, optimizer=rule)
+        >>> users = shardwell.torch.Embedding(table)
+        >>> users(torch.tensor([7, 123_456])).sum().backward()  # pushes the rows' gradients
+        >>> table.row_ids()
+        array([     7, 123456])
     """
 
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
@@ -407,6 +415,13 @@ class EmbeddingBag(TableModule):
         mode: "sum", "mean" or "max" of a bag's rows.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: See `Embedding`; such ids count in no bag.
+
+    Examples:
+        >>> rule = shardwell.Adagrad(lr=0.1)
+        >>> table = client.table("torch_words", row_count=None, dim=4, optimizer=rule)
+        >>> words = shardwell.torch.EmbeddingBag(table, mode="mean")
+        >>> words(torch.tensor([[1, 2, 3], [4, 5, 6]])).shape
+        torch.Size([2, 4])
     """
 
     def __init__(

@@ -124,6 +124,17 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             another value of a frozen parameter; names the tensor.
         ArgumentError: a tensor, a group or an option can't be; names it.
         ShardwellError: as `Client.parameter`.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> rule = shardwell.AdamW(lr=1e-2)
+        >>> optimizer = shardwell.torch.ServerOptimizer(model, client, rule, name="example")
+        >>> while optimizer.next_step < 3:
+        ...     loss = model(torch.ones(4, 3)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()  # the mean over all workers, updated on the shards
+        ...     optimizer.zero_grad()
+        >>> optimizer.close()
     """
 
     _elsewhere = (

@@ -42,6 +42,10 @@ def split_batch(batch: Any, worker_count: int) -> list[Any]:
 
     Raises:
         ArgumentError: it is no batch, or its columns have unequal lengths.
+
+    Examples:
+        >>> shardwell.split_batch(np.arange(5), worker_count=2)
+        [array([0, 2, 4]), array([1, 3])]
     """
     check_integer("worker_count", worker_count, 1, WORKER_COUNT_MAX)
     if not count_samples(batch):
@@ -97,7 +101,11 @@ def count_samples(batch: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What came of some samples."""
+    """What came of some samples.
+
+    Examples:
+        >>> update = shardwell.Update(gradient=np.ones(2), loss=0.5, sample_count=32)
+    """
 
     gradient: Any
     """Mean gradient of the samples: float32 (or float64, float16) of any shape."""
@@ -119,6 +127,14 @@ def merge_updates(updates: Sequence[Update]) -> Update:
 
     Raises:
         ArgumentError: a gradient or a count can't be used.
+
+    Examples:
+        >>> parts = [
+        ...     shardwell.Update(gradient=np.ones(2), loss=1.0, sample_count=1),
+        ...     shardwell.Update(gradient=np.zeros(2), loss=0.0, sample_count=3),
+        ... ]
+        >>> shardwell.merge_updates(parts).loss
+        0.25
     """
     merging = Merging()
     for update in updates:

@@ -25,7 +25,14 @@ from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 
 @runtime_checkable
 class GradientSync(Protocol):
-    """Makes each worker's gradient the mean of all workers' gradients."""
+    """Makes each worker's gradient the mean of all workers' gradients.
+
+    Examples:
+        >>> def train(sync: shardwell.GradientSync) -> None:
+        ...     gradient = np.ones(3, np.float32)
+        ...     sync.sync_gradients(gradient, sample_count=32)  # now the mean of all workers
+        >>> train(shardwell.LocalSync())  # or ServerSync, GroupSync, ThreadedSync
+    """
 
     def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
         """Replaces the array by the mean of all workers' arrays; blocks until it has come.
@@ -91,6 +98,11 @@ class LocalSync:
 
     Args:
         allow_non_finite: Let NaN and infinity through; the default refuses them.
+
+    Examples:
+        >>> sync = shardwell.LocalSync()
+        >>> sync.worker_count, sync.is_distributed
+        (1, False)
     """
 
     rank = 0
@@ -138,6 +150,13 @@ class GroupSync:
     Args:
         group: What `shardwell.join_group` gave. It stays the caller's to close.
         timeout_s: Bound of each call; None is the group's own.
+
+    Examples:
+        >>> sync = shardwell.GroupSync(group)
+        >>> gradient = np.ones(3, np.float32)
+        >>> sync.sync_gradients(gradient)
+        >>> sync.worker_count
+        1
     """
 
     def __init__(self, group: ReducingGroup, timeout_s: float | None = None) -> None:
@@ -193,6 +212,12 @@ class ServerSync:
         ArgumentError: the parameter has another optimizer or mode, or its steps may close without
             a worker (`members`, `min_contributors`): that one would have missed a mean, which the
             others have applied to their copies of the weights.
+
+    Examples:
+        >>> mean = client.parameter("synced", size=3, optimizer=shardwell.Average())
+        >>> sync = shardwell.ServerSync(mean)
+        >>> gradient = np.ones(3, np.float32)
+        >>> sync.sync_gradients(gradient, sample_count=32)
     """
 
     def __init__(self, parameter: Parameter, timeout_s: float | None = None) -> None:

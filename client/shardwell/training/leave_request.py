@@ -47,6 +47,13 @@ class LeaveRequest:
 
     A context manager. It is opened by the main thread; elsewhere, and where the program handles
     SIGTERM already, it changes nothing, and the request never comes. Any thread may look at it.
+
+    Examples:
+        >>> with shardwell.LeaveRequest() as request:
+        ...     for step in range(3):
+        ...         request.check()  # after SIGTERM: ends the program, between two steps
+        >>> request.has_come
+        False
     """
 
     def __init__(self) -> None:

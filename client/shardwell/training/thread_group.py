@@ -182,6 +182,20 @@ class ThreadedSync:
         worker_count: How many threads, 1 to 1024.
         timeout_s: How long a call waits for the other threads.
         allow_non_finite: Let NaN and infinity through; the default refuses them, for all threads.
+
+    Examples:
+        >>> import threading
+        >>> sync = shardwell.ThreadedSync(2)
+        >>> gradients = [np.zeros(2, np.float32), np.ones(2, np.float32)]
+        >>> threads = [
+        ...     threading.Thread(target=sync.sync_gradients, args=[each]) for each in gradients
+        ... ]
+        >>> for thread in threads:
+        ...     thread.start()
+        >>> for thread in threads:
+        ...     thread.join()
+        >>> gradients[0]
+        array([0.5, 0.5], dtype=float32)
     """
 
     def __init__(

@@ -52,7 +52,13 @@ _PROGRESS = struct.Struct("<qd")
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What came of one step."""
+    """What came of one step.
+
+    Examples:
+        >>> result = shardwell.StepResult(loss=0.5, sample_count=32, step=7)
+        >>> f"step {result.step}: {result.loss}"
+        'step 7: 0.5'
+    """
 
     loss: float
     """Mean over the samples of all workers, before the update; rounded to float32 or coarser."""
@@ -91,6 +97,18 @@ class DataParallelTrainer:
 
     Raises:
         ArgumentError: an argument can't be used.
+
+    Examples:
+        >>> def gradient_of(weights, batch):  # the mean loss and gradient of a batch
+        ...     errors = batch @ weights - batch.sum(axis=1)
+        ...     return float((errors**2).mean()), 2 * batch.T @ errors / len(batch)
+        ...
+        >>> sync = shardwell.LocalSync()  # or ServerSync(parameter), GroupSync(group)
+        >>> trainer = shardwell.DataParallelTrainer(
+        ...     gradient_of, np.zeros(3), shardwell.SGD(lr=0.1), sync
+        ... )
+        >>> trainer.step(np.eye(3, dtype=np.float32))
+        StepResult(loss=1.0, sample_count=3, step=0)
     """
 
     def __init__(

@@ -46,7 +46,12 @@ class Outflow(NamedTuple):
 
 
 class Strategy:
-    """One way of reducing. A value: strategies are equal when they are spelled the same."""
+    """One way of reducing. A value: strategies are equal when they are spelled the same.
+
+    Examples:
+        >>> shardwell.Strategy.parse("tree")
+        Tree(arity=2)
+    """
 
     is_segmented = False
     """Whether each segment of an all-reduce has a collector of its own; else it is rank 0."""
@@ -94,6 +99,11 @@ class Ring(Strategy):
     Every rank sends and receives 2 (n - 1) / n of the array, whatever n is: the least there can be.
     Arrays below 16 KiB a rank go along a tree of arity 8: there the number of messages behind one
     another counts, not the bytes.
+
+    Examples:
+        >>> strategy = shardwell.Ring()
+        >>> str(strategy)  # as strategy= of join_group, and $SHARDWELL_STRATEGY, take it
+        'ring'
     """
 
     is_segmented = True
@@ -129,6 +139,11 @@ class Tree(Strategy):
     """Each rank has `arity` children, whose sums it adds to its own.
 
     Few messages behind one another, also for many ranks; every array moves whole.
+
+    Examples:
+        >>> strategy = shardwell.Tree(arity=3)
+        >>> str(strategy)  # as strategy= of join_group, and $SHARDWELL_STRATEGY, take it
+        'tree(arity=3)'
     """
 
     arity: int = 2
@@ -159,6 +174,11 @@ class Centralized(Strategy):
     """Every rank sends to one, which reduces, and answers all.
 
     The least delay there can be; that one rank's link carries everything.
+
+    Examples:
+        >>> strategy = shardwell.Centralized()
+        >>> str(strategy)  # as strategy= of join_group, and $SHARDWELL_STRATEGY, take it
+        'centralized'
     """
 
     def __str__(self) -> str:
