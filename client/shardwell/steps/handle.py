@@ -91,7 +91,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
         the rank stays. With elastic members it is as of now; the worker does not join.
 
         Raises:
-            ArgumentError: asynchronous mode, in which nobody makes a step with others.
+            ArgumentError: asynchronous mode, in which no worker makes a step with others.
             NotInitializedError: there are no first weights, and no seats before.
             SeatsTakenError: worker_count other workers have seats.
             ShardwellError: a shard does not answer.

@@ -1,10 +1,11 @@
 """Shardwell for PyTorch; needs the extra `torch`.
 
-optimizer = shardwell.torch.ServerOptimizer(model, client, shardwell.AdamW(3e-4), worker_count=2)
-for inputs, targets in batches:
-    loss_fn(model(inputs), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)
+for epoch in loader.epochs(3):
+    for inputs, targets in loader:
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 Once it is imported, `torch.distributed.init_process_group("shardwell")` finds its backend.
 """
@@ -23,6 +24,8 @@ except ModuleNotFoundError:
 from shardwell.torch.collectives import all_reduce_hook, broadcast_state
 from shardwell.torch.diloco import DiLoCo
 from shardwell.torch.embedding import Embedding, EmbeddingBag
+from shardwell.torch.loop.prepare import prepare
+from shardwell.torch.loop.shares import SharedLoader
 from shardwell.torch.optimizer import ServerOptimizer
 
 __all__ = [
@@ -30,8 +33,10 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "ServerOptimizer",
+    "SharedLoader",
     "all_reduce_hook",
     "broadcast_state",
+    "prepare",
 ]
 
 if _distributed.is_available():  # some builds of torch are without

@@ -216,7 +216,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if isinstance(each, torch.Tensor):
                 check_readable(tensor_name, each)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self._client = client
+        self.client = client
+        """Of the cluster: its `rank`, `save_checkpoint`."""
         self._meeting: Meeting | None = None
         """Of all workers, once this one has pushed something."""
         self._opened = partial(
@@ -658,7 +659,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                     "with members= or min_contributors= the others go on: client.save_checkpoint() "
                     "has weights and arrays of one step"
                 )
-            state[VALUES_KEY] = saved_values(self._client, self.parameter, own.version)
+            state[VALUES_KEY] = saved_values(self.client, self.parameter, own.version)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -726,11 +727,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Puts values in place of the cluster's, and takes the weights."""
         old = self.parameter
         if self._meeting is None:
-            self._meeting = Meeting(self._client, old.name, old.spec.worker_count)
+            self._meeting = Meeting(self.client, old.name, old.spec.worker_count)
         # What is pushed lies in the order that the parameter has, which may be another version's.
         opened = partial(self._opened, order=list(self._tensors))
         self.parameter = replace(
-            self._client, old, values, self._meeting, opened, timeout_s=self.timeout_s
+            self.client, old, values, self._meeting, opened, timeout_s=self.timeout_s
         )
         self._failed, self._options, self._begun = [], {}, None
         self._announced.clear()

@@ -15,7 +15,7 @@ from shardwell.specs.optimizers import Adam, AdamW, Optimizer, check_learning_ra
 
 _RATE_TOLERANCE = 1e-6
 """By which rates of groups may differ from their ratios; schedulers round."""
-_OPTIONS = (
+OPTIONS = (
     *("weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered"),
     *("amsgrad", "maximize", "lr_decay", "initial_accumulator_value", "decoupled_weight_decay"),
 )
@@ -109,7 +109,7 @@ class GroupRates:
 
 
 def _fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in _OPTIONS if key in group}
+    return {key: group[key] for key in OPTIONS if key in group}
 
 
 def groups_of(
@@ -136,7 +136,7 @@ def groups_of(
     groups = [dict(group) for group in given]
     for number, group in enumerate(groups):
         known = torch_options(optimizer)
-        for key in _OPTIONS:
+        for key in OPTIONS:
             if key == "weight_decay" or key not in group:
                 continue
             value, expected = group[key], known.get(key, False)

@@ -701,8 +701,8 @@ class Seats(ABC, Generic[SeatT]):
         """A worker's rank, and how many workers have one; (0, 0): asynchronous, or no worker.
 
         A fixed crew's ranks are the indexes of its seats. Of elastic members the one that steps
-        await longest has rank 0; behind all of them come workers that have opened it, of which one
-        that asks before anybody has joined is rank 0, too.
+        await longest has rank 0; workers that have opened it without joining come behind all of
+        them, in the order in which they opened it.
         """
         if not self.is_sync or not worker_id:
             return 0, 0

@@ -69,6 +69,7 @@ PRINTED = {
     "shardwell run -n 2 --with-shards -- python own_shards.py": (
         r"(?s)(?=.*\[0\] 0 to 5: \[0\.9 )(?=.*\[1\] 5 to 10: \[0\.9 ).*"
     ),
+    "shardwell run -n 2 -- python plain.py": r"\[0\] accuracy 0\.9\d",
     "shardwell run -n 2 -- python own_cluster.py": r"(\[[01]\] 0\.9\d*\n?){2}",
     "python elastic_group.py": rf"{ONES} 1",
     "docs/groups.md 3": rf"\d\.\d+(e-\d+)? {ONES}",

@@ -1,0 +1,95 @@
+"""Optimizers of torch as update rules of the shards, with the same hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwell.errors import ArgumentError
+from shardwell.specs.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from shardwell.torch.param_groups import OPTIONS
+
+_SHARED = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "epsilon"}
+_OFF = ("maximize", "differentiable", "amsgrad", "centered", "lr_decay")
+"""Options that no update rule has; one that is set keeps an optimizer on the workers."""
+_OF_GROUPS = ("lr", "weight_decay")
+"""Options that each group may have of its own."""
+
+
+class _Kind(NamedTuple):
+    """How an optimizer of torch is called on the shards."""
+
+    rule: Callable[..., Optimizer]
+    options: Mapping[str, str]
+    """Torch's name of each option, and the rule's."""
+
+
+_ADAM = {**_SHARED, "betas": "betas"}
+_KINDS: dict[type[torch.optim.Optimizer], _Kind] = {
+    torch.optim.SGD: _Kind(
+        SGD,
+        {
+            "lr": "learning_rate",
+            "weight_decay": "weight_decay",
+            **{name: name for name in ("momentum", "dampening", "nesterov")},
+        },
+    ),
+    torch.optim.Adagrad: _Kind(
+        Adagrad, {**_SHARED, "initial_accumulator_value": "initial_accumulator"}
+    ),
+    torch.optim.RMSprop: _Kind(RMSProp, {**_SHARED, "alpha": "decay", "momentum": "momentum"}),
+    torch.optim.Adam: _Kind(Adam, _ADAM),
+    torch.optim.AdamW: _Kind(AdamW, _ADAM),
+}
+
+
+class ShardsRule(NamedTuple):
+    """An optimizer of torch as the shards run it."""
+
+    rule: Optimizer
+    """With the first group's learning rate and weight decay."""
+    param_groups: list[dict[str, Any]]
+    """As `ServerOptimizer` takes them, with each group's own."""
+
+
+def shards_rule(optimizer: torch.optim.Optimizer) -> ShardsRule | str:
+    """The update rule of an optimizer; or, in words, why the shards have none.
+
+    Raises:
+        ArgumentError: a hyperparameter can't be.
+    """
+    name = type(optimizer).__name__
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        return f"the shards have no update rule for {name}"
+    first = optimizer.param_groups[0]
+    for option in _OFF:
+        if any(group.get(option) for group in optimizer.param_groups):
+            return f"the shards' {name} has no {option}"
+    for option in kind.options:
+        if option not in _OF_GROUPS and any(
+            group[option] != first[option] for group in optimizer.param_groups
+        ):
+            return f"groups of {name} differ in {option}, which the shards have once"
+    if first.get("decoupled_weight_decay"):  # Adam's name of AdamW
+        kind = _Kind(AdamW, kind.options)
+    given = {kind.options[option]: first[option] for option in kind.options}
+    if "betas" in given:
+        given["beta1"], given["beta2"] = given.pop("betas")
+    given["learning_rate"] = float(first["lr"]) or float(first.get("initial_lr", 0.0))
+    try:
+        rule = kind.rule(
+            **{
+                key: value if isinstance(value, bool) else float(value)
+                for key, value in given.items()
+            }
+        )
+    except ArgumentError as error:
+        return f"the shards can't run this {name}: {error}"
+    kept = [
+        {key: value for key, value in group.items() if key in _OF_GROUPS or key not in OPTIONS}
+        for group in optimizer.param_groups
+    ]
+    return ShardsRule(rule, kept)

@@ -1,0 +1,325 @@
+"""Goal: a plain program trains on a cluster once `prepare` has its model, optimizer and loader:
+with the same numbers, each sample once an epoch, and from the cluster's step on when it starts
+again.
+
+Method: torch alone is the oracle of what one worker trains, torch's DistributedSampler of how
+several share their data. The program that docs/pytorch.md prints is run by two workers, one of
+which kills itself in the middle and is started again, and the weights are compared with those of
+an undisturbed run, bit for bit. Skipped where torch is not installed (`make test-torch`).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.programs.commands import Program
+from harness.threads import together
+
+torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
+
+import shardwell.torch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+COUNT, BATCH_SIZE = 50, 4
+INPUTS = torch.linspace(-1, 1, COUNT * 3).reshape(COUNT, 3).sin()
+NUMBERS = TensorDataset(torch.arange(COUNT))
+ELASTIC = shardwell.Elastic(member_return_s=0.2, member_lease_s=1.0)
+KILLER = """
+import os, signal, sys, runpy, shardwell.torch, torch, sklearn
+step = shardwell.torch.ServerOptimizer.step
+def until(optimizer, *given):
+    if optimizer.next_step == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(optimizer, *given)
+shardwell.torch.ServerOptimizer.step = until
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SHARDWELL_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def net() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    first, _, last = model
+    return [
+        {"params": first.parameters(), "name": "first"},
+        {"params": last.parameters(), "lr": 3e-3, "weight_decay": 0.2},
+    ]
+
+
+def train(model: Any, optimizer: Any, after: Any, steps: int = 12) -> list[Any]:
+    for step in range(steps):
+        model(INPUTS[4 * step : 4 * step + 4]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+    return [tensor.detach().clone() for tensor in model.parameters()]
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "dampened": lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, dampening=0.5),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+    "decoupled": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.5),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-2, alpha=0.9, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_shards_run_the_optimizer_as_torch_does(cluster, connect, name) -> None:
+    client = connect(cluster(2), "w0")
+    found, expected = net(), net()
+    plain, its = (OPTIMIZERS[name](groups(model)) for model in (found, expected))
+    early = torch.optim.lr_scheduler.StepLR(plain, 3, gamma=0.5)  # of the one that was given
+    _, optimizer, _ = shardwell.torch.prepare(found, plain, client=client, codec="fp32")
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # of the one that came back
+    theirs = [
+        torch.optim.lr_scheduler.StepLR(its, 3, gamma=0.5),
+        torch.optim.lr_scheduler.ExponentialLR(its, 0.9),
+    ]
+    mine = train(found, optimizer, lambda: [each.step() for each in (early, late)])
+    for own, other in zip(
+        mine, train(expected, its, lambda: [each.step() for each in theirs]), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert optimizer.param_groups[0]["name"] == "first"
+    with pytest.raises(shardwell.ArgumentError, match=r"whose optimizer makes the steps"):
+        plain.step()
+
+
+def batches_of(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for (batch,) in loader]
+
+
+def prepared(client: shardwell.Client, loader: Any, **options: Any) -> tuple[Any, Any, Any]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return shardwell.torch.prepare(model, optimizer, loader, client=client, **options)
+
+
+def make_step(model: Any, optimizer: Any) -> None:
+    model(INPUTS).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_is_dealt_as_by_a_distributed_sampler(cluster, connect, shuffle) -> None:
+    running = cluster(2)
+    clients = [connect(running, f"w{n}") for n in range(2)]
+    whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=shuffle)
+    made = partial(prepared, loader=whole, worker_count=2)
+    loaders = together([partial(lambda client: made(client)[2], client) for client in clients])
+    by_rank = {client.rank: loader for client, loader in zip(clients, loaders, strict=True)}
+    for epoch in range(2):
+        for rank, loader in by_rank.items():
+            its = DistributedSampler(NUMBERS, 2, rank, shuffle=shuffle, seed=0)
+            its.set_epoch(epoch)
+            found = batches_of(loader)
+            assert found == batches_of(DataLoader(NUMBERS, BATCH_SIZE, sampler=its))
+            assert len(loader) == len(found) == 7
+    seen = [n for loader in loaders for batch in batches_of(loader) for n in batch]
+    assert sorted(seen) == list(range(COUNT))
+
+
+def test_the_generators_seed_and_drop_last_count(cluster, connect) -> None:
+    client = connect(cluster(1), "w0")
+    generator = torch.Generator().manual_seed(11)
+    whole = DataLoader(NUMBERS, 8, shuffle=True, drop_last=True, generator=generator, num_workers=1)
+    _, _, loader = prepared(client, whole, seed=2)
+    its = DistributedSampler(NUMBERS, 1, 0, seed=13, drop_last=True)
+    expected = batches_of(DataLoader(NUMBERS, 8, sampler=its, drop_last=True))
+    assert batches_of(loader) == expected
+    assert len(expected) == 6
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_worker_that_starts_again_goes_on_in_the_epoch(cluster, connect, accumulated) -> None:
+    running = cluster(2)
+    options = {"gradient_accumulation_steps": accumulated}
+    whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=True)
+    undisturbed = prepared(connect(cluster(1), "w0"), whole, **options)[2]
+    expected = [batches_of(undisturbed) for _ in range(3)]  # of 13 batches each
+    client = connect(running, "w0")
+    model, optimizer, _ = prepared(client, whole, **options)
+    for _ in range(16 // accumulated):
+        make_step(model, optimizer)
+    client.close()
+    loader = prepared(connect(running, "w0"), whole, **options)[2]
+    assert [batches_of(loader) for _ in range(3)] == [[], expected[1][3:], expected[2]]
+    again = prepared(connect(running, "w0"), loader, **options)[2]
+    found = {epoch: batches_of(again) for epoch in again.epochs(3)}
+    assert found == {1: expected[1][3:], 2: expected[2]}
+    assert list(again.epochs(1)) == []
+    again.set_epoch(2)
+    assert batches_of(again) == expected[2]
+
+
+def test_elastic_members_draw_by_their_ids_and_the_clusters_step(cluster, connect) -> None:
+    running = cluster(2)
+    first, second = (connect(running, f"w{n}") for n in range(2))
+    whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=True)
+    members = shardwell.Elastic(member_return_s=0.2, member_lease_s=1.0, reference_count=2)
+    model, optimizer, loader = prepared(first, whole, members=members)
+    assert len(loader) == 7  # of the 13 that one worker would need
+    seen = []
+    for (batch,) in loader:
+        seen.append(batch.tolist())
+        make_step(model, optimizer)
+        if len(seen) == 3:
+            optimizer.parameter.leave()
+            other, its, theirs = prepared(second, whole, members=members)
+            own = batches_of(theirs)
+            assert len(own) == 4  # what is left of the cluster's epoch
+            assert list(theirs.epochs(3)) == [0, 1, 2]
+            for _ in range(2):
+                make_step(other, its)
+            its.parameter.leave()
+    # Of the seven steps two were made without this worker, whose gradient of the first was late.
+    assert len(seen) == 6
+    assert len({n for batch in seen for n in batch}) == 6 * BATCH_SIZE
+    assert not {tuple(batch) for batch in own} & {tuple(batch) for batch in seen}
+    one = shardwell.Elastic(member_return_s=0.2, member_lease_s=1.0)
+    everything = batches_of(prepared(first, whole, members=one, name="other")[2])
+    assert sorted(n for batch in everything for n in batch) == list(range(COUNT))
+    in_order = batches_of(prepared(first, DataLoader(NUMBERS, COUNT), members=one, name="line")[2])
+    assert in_order[0] == [(in_order[0][0] + n) % COUNT for n in range(COUNT)]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+REFUSED_LOADERS = {
+    "Endless.*optimizer.next_step": lambda: DataLoader(Endless(), 2),
+    "WeightedRandomSampler": lambda: DataLoader(
+        NUMBERS, 2, sampler=torch.utils.data.WeightedRandomSampler([1.0] * COUNT, 5)
+    ),
+    "RandomSampler of its own": lambda: DataLoader(
+        NUMBERS, 2, sampler=torch.utils.data.RandomSampler(NUMBERS, num_samples=5)
+    ),
+    "a batch_sampler of its own": lambda: DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]),
+    "batch_size=None of its own": lambda: DataLoader(NUMBERS, batch_size=None),
+    "dataset is empty": lambda: DataLoader(TensorDataset(torch.zeros(0)), 2),
+    "OwnLoader, which makes its batches": lambda: OwnLoader(NUMBERS, 2),
+    "got list": lambda: [1, 2],
+    "less than a batch of 99": lambda: DataLoader(NUMBERS, 99, drop_last=True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_LOADERS)
+def test_a_loader_that_cannot_be_shared_is_refused(cluster, connect, words) -> None:
+    client = connect(cluster(1), "w0")
+    with pytest.raises(shardwell.ArgumentError, match=words):
+        prepared(client, REFUSED_LOADERS[words]())
+
+
+def test_an_optimizer_that_cannot_be_prepared_is_refused(cluster, connect) -> None:
+    client = connect(cluster(1), "w0")
+    model = net()
+
+    def refuse(words: str, optimizer: Any, **options: Any) -> None:
+        with pytest.raises(shardwell.ArgumentError, match=words):
+            shardwell.torch.prepare(model, optimizer, **{"client": client, **options})
+
+    used = torch.optim.Adam(model.parameters())
+    make_step(model, used)
+    refuse("has made steps", used)
+    refuse("got SGD", shardwell.SGD(0.1))
+    fresh = torch.optim.SGD(model.parameters(), 0.1)
+    refuse("gradient_accumulation_steps", fresh, gradient_accumulation_steps=0)
+    _, optimizer, _ = shardwell.torch.prepare(model, fresh, client=client)
+    assert shardwell.torch.prepare(model, optimizer)[1] is optimizer
+    with pytest.raises(shardwell.ArgumentError, match=r"takes a ServerOptimizer as it is.*codec"):
+        shardwell.torch.prepare(model, optimizer, codec="fp32")
+
+
+def test_whose_worker_it_is(cluster, monkeypatch) -> None:
+    """Of a client that `prepare` makes; the end of the program closes it."""
+    ends: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *given: ends.append(given))
+    monkeypatch.setenv("SHARDWELL_SHARDS", cluster(1).target)
+
+    def made(**options: Any) -> Any:
+        model = net()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        return shardwell.torch.prepare(model, plain, **options)[1]
+
+    with pytest.raises(shardwell.ArgumentError, match=r"shardwell run -n 2 .*SHARDWELL_WORKER_ID"):
+        made(worker_count=2)
+    assert made(name="alone").client.worker_id == "alone-0"
+    open_ids = [made(name="open", members=ELASTIC).client.worker_id for _ in range(2)]
+    assert open_ids[0] == open_ids[1]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    optimizer = made(name="pair")
+    assert (optimizer.client.worker_id, optimizer.client.rank) == ("pair-1", 1)
+    assert optimizer.parameter.spec.worker_count == 2
+    with pytest.raises(shardwell.ArgumentError, match=r"worker_count=3, and RANK and WORLD_SIZE"):
+        made(worker_count=3)
+    monkeypatch.setenv("SHARDWELL_WORKER_ID", "mine")
+    assert made(name="other").client.worker_id == "mine"
+    for end, *given in ends:
+        end(*given)
+
+
+def test_the_program_of_the_docs_is_killed_and_started_again(
+    cluster, connect, tmp_path, monkeypatch
+) -> None:
+    text = (ROOT / "docs/pytorch.md").read_text()
+    found = re.search(r"Save this as `plain.py`:\n\n```python\n(.*?)^```", text, re.M | re.S)
+    assert found is not None
+    program, killer = tmp_path / "plain.py", tmp_path / "killer.py"
+    program.write_text(found[1])
+    killer.write_text(KILLER)
+    clusters = [cluster(2, chunk_size_bytes=1024) for _ in range(2)]
+
+    def started(place: int, rank: int, *arguments: Path) -> Program:
+        folder = tmp_path / str(place)
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        environment = {
+            "SHARDWELL_SHARDS": clusters[place].target,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        return Program(*map(str, arguments), environment=environment, is_forked=True)
+
+    with started(0, 0, program) as first, started(0, 1, killer, program) as second:
+        assert second.end() == -9
+        with (
+            started(0, 1, program) as again,
+            started(1, 0, program) as third,
+            started(1, 1, program) as fourth,
+        ):
+            for each in (first, again, third, fourth):
+                assert each.end() == 0, each.log[-20:]
+    assert "goes on with parameter 'digits' at step 40" in str(again.log)
+    weights = [connect(each, "reader").parameter("digits").get_weights() for each in clusters]
+    for name, values in weights[0].items():
+        np.testing.assert_array_equal(values, weights[1][name])
