@@ -242,6 +242,11 @@ def _headings(path: Path) -> set[str]:
     "page",
     [
         *PAGES,
+        *sorted(
+            str(path.relative_to(ROOT))
+            for folder in ("quickstart", "tutorial", "migrate")
+            for path in ROOT.glob(f"docs/{folder}/*.md")
+        ),
         "CONTRIBUTING.md",
         "SECURITY.md",
         "CHANGELOG.md",

@@ -9,26 +9,15 @@ steps down until one of its workers has been killed in the middle. Then all must
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from harness.faults.proxy import Proxy
-from harness.polling import eventually
-from harness.programs.commands import Program
+from harness.programs.killed_training import END_TIMEOUT_S, KilledTraining, versions
 from integration.docs.test_docs import MISSING, PAGES, ROOT, Step, steps_of
-from shardwell import Client
 
-END_TIMEOUT_S = 90.0
-"""Under the 120 s that a worker waits for one that does not come."""
-STEP_DELAY_S = 0.02
-"""Of each read of a proxy's, until a worker was killed."""
-KILLED_AFTER = 2
-"""Steps that all have ended."""
 EXAMPLE = "examples/outer_digits.py"
 ELSEWHERE = {
     "docs/checkpoints.md 1": "its cluster is its own, and ends with it",
@@ -92,53 +81,9 @@ def test_a_killed_worker_goes_on(
     Path("program.py").write_text(program.text)
     running = cluster(2)
     reader = connect(running, "reader")
-    with contextlib.ExitStack() as stack:
-        proxies = [stack.enter_context(Proxy(address)) for address in running.addresses]
-
-        def started(arguments: list[str]) -> Program:
-            environment = {
-                "SHARDWELL_SHARDS": ",".join(proxy.address for proxy in proxies),
-                "SHARDWELL_SAME_HOST": "off",  # else messages would not go through the proxies
-                "OMP_NUM_THREADS": "1",
-            }
-            return stack.enter_context(
-                Program("program.py", *arguments, environment=environment, is_forked=True)
-            )
-
-        for proxy in proxies:
-            proxy.slow_down(delay_s=STEP_DELAY_S)
-        workers = [started(arguments) for arguments in program.workers]
-        killed = workers.pop(0)
-        eventually(
-            "steps have ended",
-            lambda: killed.process.poll() is not None or versions(reader)() >= KILLED_AFTER,
-        )
-        assert killed.process.poll() is None, killed.log
-        killed.process.kill()
-        killed.end()
-        for proxy in proxies:
-            proxy.slow_down()
-        assert versions(reader)() < program.step_count
-        workers.append(started(program.workers[0]))
-        for worker in workers:
-            assert worker.end(END_TIMEOUT_S) == 0, (worker.lines, worker.log)
-        if len(workers) > 1:  # who was away for the last steps has none to make
-            late = started(program.workers[0])
+    with KilledTraining(running, reader, Path("program.py")) as training:
+        training.run(program.workers, program.step_count)
+        if len(program.workers) > 1:  # who was away for the last steps has none to make
+            late = training.start(program.workers[0])
             assert late.end(END_TIMEOUT_S) == 0, (late.lines, late.log)
         assert versions(reader)() == program.step_count
-
-
-def versions(reader: Client) -> Callable[[], int]:
-    """The step that is open on all shards, of what is trained; 0 where nothing has begun."""
-
-    def look() -> int:
-        open_steps = dict[str, list[int]]()
-        for shard in reader.status():
-            for parameter in shard.parameters:
-                if parameter.slice_size:
-                    open_steps.setdefault(parameter.spec.name, []).append(parameter.version_min)
-            for table in shard.tables:
-                open_steps.setdefault(table.spec.name, []).append(table.version)
-        return max(map(min, open_steps.values()), default=0)  # what is only averaged has fewer
-
-    return look

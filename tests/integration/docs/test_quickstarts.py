@@ -1,0 +1,130 @@
+"""Goal: what a quickstart prints works when it is copied: two workers train, one is killed and
+started again, and both end with one model that knows held-out digits.
+
+Method: the page's program is saved as the page says, its workers are those that the page starts.
+The first is killed with kill -9 in the middle (KilledTraining). What a page shows of the screen is
+compared with what the workers print, line by line, digits apart; its commands for afterwards run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.programs.commands import run_command
+from harness.programs.killed_training import KILLED_AFTER, KilledTraining, versions
+from integration.docs.test_docs import ROOT, steps_of
+
+PAGES = sorted(path.name for path in ROOT.glob("docs/quickstart/*.md"))
+LINE_COUNT_MAX, FURTHER_LINE_COUNT_MAX = 70, 48
+"""Of a page, and for each program beyond the first."""
+ACCURACY_MIN = 0.9
+CHUNK_SIZE_BYTES = 1 << 20
+"""As users have it; the tests' own would cut a convolution into hundreds."""
+KILL = "kill -9 %1"
+STARTS = r"w0 starts at step (\d+)"
+ENDS = r"accuracy (\S+) on held-out digits"
+
+
+class Quickstart(NamedTuple):
+    """A program of a page, and what the page does with it."""
+
+    page: str
+    saved_as: str
+    text: str
+    commands: list[str]
+    """What starts, kills and starts its workers again."""
+    afterwards: list[str]
+    """Commands of `shardwell`, once the training has ended."""
+
+    @property
+    def step_count(self) -> int:
+        """At which step it ends."""
+        (found,) = re.findall(r"^STEPS\b.*? = (\d+)", self.text, re.M)
+        return int(found)
+
+
+def quickstarts() -> list[Quickstart]:
+    """Of all pages, each program."""
+    found = list[Quickstart]()
+    for page in PAGES:
+        for step in steps_of(f"docs/quickstart/{page}"):
+            if step.saved_as:
+                found.append(Quickstart(page, step.saved_as, step.text, [], []))
+            elif step.text.startswith(("python ", "kill ")):
+                found[-1].commands.append(step.text)
+            elif step.text.startswith("shardwell ") and found and found[-1].page == page:
+                found[-1].afterwards.append(step.text)
+    return found
+
+
+def is_missing(program: str) -> bool:
+    """Whether it imports what this environment does not have."""
+    modules = set[str]()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module)
+    return any(importlib.util.find_spec(name.partition(".")[0]) is None for name in modules)
+
+
+def pattern_of(line: str) -> str:
+    """What matches a line that is printed, with other numbers."""
+    return re.sub(r"\d+(\\\.\d+)?", r"\\d+(\\.\\d+)?", re.escape(line))
+
+
+@pytest.mark.parametrize(
+    "quickstart",
+    [each for each in quickstarts() if not is_missing(each.text)],
+    ids=lambda each: f"{each.page} {each.saved_as}",
+)
+def test_a_killed_worker_is_started_again(
+    cluster, connect, tmp_path: Path, monkeypatch, quickstart: Quickstart
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = Path(quickstart.saved_as)
+    program.write_text(quickstart.text)
+    start = f"python {program}"
+    assert quickstart.commands == [f"{start} w0 &", f"{start} w1 &", KILL, f"{start} w0"]
+    running = cluster(2, chunk_size_bytes=CHUNK_SIZE_BYTES)
+    reader = connect(running, "reader")
+    environment = {"KERAS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with KilledTraining(running, reader, program, environment) as training:
+        workers = training.run([["w0"], ["w1"]], quickstart.step_count, first_line=STARTS)
+    assert versions(reader)() == quickstart.step_count
+    (first_step,) = re.findall(f"(?m)^{STARTS}$", "\n".join(workers[0].lines))
+    assert int(first_step) >= KILLED_AFTER
+    first, second = (re.fullmatch(ENDS, worker.lines[-1]) for worker in workers)
+    assert first
+    assert second
+    assert float(first[1]) == float(second[1]) >= ACCURACY_MIN  # of one model, which both have
+    printed = "\n".join(line for worker in workers for line in (*worker.lines, *worker.log))
+    for line in shown(quickstart.page):
+        assert re.search(f"(?m)^{pattern_of(line)}$", printed), (line, printed)
+    for command in quickstart.afterwards:
+        words = shlex.split(command)[1:]
+        code, _, log = run_command(*words, environment={"SHARDWELL_SHARDS": running.target})
+        assert code == 0, (command, log)
+
+
+def shown(page: str) -> list[str]:
+    """Lines of the screen that a page shows."""
+    blocks = re.findall(
+        r"^```text\n(.*?)^```", (ROOT / "docs/quickstart" / page).read_text(), re.M | re.S
+    )
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_short(page: str) -> None:
+    text = (ROOT / "docs/quickstart" / page).read_text()
+    lines, program_count = text.splitlines(), text.count("```python\n")
+    assert len(lines) <= LINE_COUNT_MAX + (program_count - 1) * FURTHER_LINE_COUNT_MAX
+    assert max(map(len, lines)) <= 120
