@@ -51,7 +51,7 @@ def test_states_late_chunks_and_who_is_lost(cluster, connect) -> None:
     """w1 is lost while its connection is gone, then w2 is drained; w0 is late for one step."""
     running = cluster(1, admin_listen="127.0.0.1:0", tokens=None)
     elastic = shardwell.Elastic(min_count=1, max_count=8, member_return_s=0.1, member_lease_s=1.0)
-    options: dict[str, Any] = {"members": elastic, "min_contributors": 1, "grace_s": 0.05}
+    options: dict[str, Any] = {"members": elastic, "min_contributors": 1, "grace_s": 0.5}
     nets = []
     for number in range(3):
         net = connect(running, f"w{number}").parameter(
