@@ -40,4 +40,4 @@ shardwell status
 kill -TERM "$cluster"
 wait "$cluster" || [ $? -eq 143 ]
 cluster=
-shardwell demo --steps 120
+shardwell demo
