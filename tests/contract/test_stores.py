@@ -172,7 +172,7 @@ class StoreContract:
         np.testing.assert_array_equal(again.weights, np.zeros(9))
         np.testing.assert_array_equal(kept.weights, 1.0)
 
-    def test_under_another_name_all_is_there(self, store: Store) -> None:
+    def test_a_renamed_store_keeps_everything(self, store: Store) -> None:
         asked = layout("m", 1300, slot_count=1, with_sum=True)
         old = store.create(asked)
         add_seat(old, "w0")
@@ -313,7 +313,7 @@ class TestMmapStore(StoreContract):
 
     @pytest.mark.parametrize("slice_size", [0, 1, 512, 1300])
     @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])
-    def test_all_is_there_again(
+    def test_a_reopened_store_has_everything(
         self, store: Store, tmp_path: Path, slice_size: int, slot_count: int
     ) -> None:
         asked = Layout(

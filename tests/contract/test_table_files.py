@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Iterator[MmapStore]:
 @pytest.mark.parametrize("slot_widths", [(), (7,), (7, 1)])
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("dim", [1, 7])
-def test_all_is_there_again(
+def test_a_reopened_store_has_everything(
     store: MmapStore,
     tmp_path: Path,
     slot_widths: tuple[int, ...],
@@ -95,7 +95,7 @@ def test_all_is_there_again(
     assert_rows(reopened(tmp_path), places_of(0, made_rows.size), 9)
 
 
-def test_the_layout_is_there_again(store: MmapStore, tmp_path: Path) -> None:
+def test_a_reopened_store_has_its_layout(store: MmapStore, tmp_path: Path) -> None:
     asked = [layout("t"), layout("T", dim=2, slot_widths=(), with_sum=False, row_capacity=9)]
     for one in asked:
         store.create_table(one)

@@ -17,9 +17,9 @@ def writes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Story], lis
     """What every write of a story leaves."""
 
     @functools.cache
-    def told(story: Story) -> list[Written]:
+    def writes(story: Story) -> list[Written]:
         found = killed.writes_of(story, tmp_path_factory.mktemp("story"))
         assert len(found) > story.write_count_min
         return found
 
-    return told
+    return writes

@@ -13,7 +13,7 @@ FILES = sorted(path.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.rg
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_it_imports_of_us_is_there(name: str) -> None:
+def test_its_imports_of_us_exist(name: str) -> None:
     for node in ast.walk(ast.parse((BENCHMARKS / name).read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
             continue

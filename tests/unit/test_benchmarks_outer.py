@@ -113,8 +113,8 @@ def test_the_hidden_part_is_of_the_time_between_both_looks_at_counters() -> None
 def test_a_rate_without_a_synchronous_step_has_a_row_that_says_so() -> None:
     links, step = part("links"), importlib.import_module("peers.turns").Step
     rate = links.Rate(10, 0.0, 1, 0, 1)
-    told = [{"hidden_s": 0.0, "waited_s": 0.0}], [{"hidden_s": 1.0, "waited_s": 3.0}]
-    outer = step(1.0, 0.0, told[0]), step(26.0, 0.0, told[1])
+    reports = [{"hidden_s": 0.0, "waited_s": 0.0}], [{"hidden_s": 1.0, "waited_s": 3.0}]
+    outer = step(1.0, 0.0, reports[0]), step(26.0, 0.0, reports[1])
     row = links.row_of(rate, outer, {})
     assert row.goal == "finishes"
     assert row.found.startswith("a synchronous step did not end within ")

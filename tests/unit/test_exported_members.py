@@ -138,7 +138,7 @@ def test_who_trains_with_shards_imports_nothing_of_groups() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PROMISED | set(ERRORS)))
-def test_every_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_every_name_exists_and_says_what_it_is(name: str) -> None:
     member = getattr(shardwell, name)
     if name != "__version__":
         assert member.__doc__

@@ -45,7 +45,7 @@ LEFT_OUT = r"^{}==.*?\n(?=[a-z]|\Z)"
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern", "by", "told"),
+    ("name", "pattern", "by", "message"),
     [
         (IMAGE, LEFT_OUT.format("click"), "", "click.* is locked nowhere"),
         (DEMO, LEFT_OUT.format("click"), "", "click.* is locked nowhere"),
@@ -67,11 +67,11 @@ LEFT_OUT = r"^{}==.*?\n(?=[a-z]|\Z)"
         (IMAGE, r"\A", "# https://example.org\n", "names an address"),
     ],
 )
-def test_a_lock_that_lacks_something_is_told(lock, root, name, pattern, by, told) -> None:
+def test_a_lock_that_lacks_something_is_reported(lock, root, name, pattern, by, message) -> None:
     replace(root / "deploy" / name, pattern, by)
     found = lock.problems(root)
     own = [each for each in found if each.startswith(f"deploy/{name}: ")]
-    assert any(re.search(told, each) for each in own), found
+    assert any(re.search(message, each) for each in own), found
     # An entry that is wrong in the image's lock differs in the demo's.
     assert all(each.endswith("differs there") for each in found if each not in own)
 
@@ -83,7 +83,7 @@ def test_a_new_dependency_is_missing_in_the_lock(lock, root) -> None:
     ]
 
 
-def test_a_lock_that_is_not_there_is_told(lock, root) -> None:
+def test_a_missing_lock_is_reported(lock, root) -> None:
     (root / "deploy/requirements.txt").unlink()
     (problem,) = lock.problems(root)
     assert problem.startswith("deploy/requirements.txt: ")

@@ -54,7 +54,7 @@ def call(step: int, begin_ms: float, end_ms: float, kind: int = pb.SPAN_KIND_EXC
 # Who waits for whom.
 
 
-def test_whoever_was_last_is_waited_for() -> None:
+def test_the_last_worker_is_waited_for() -> None:
     shard = process_of(
         add("w0", 3, 0, 1), add("w2", 3, 1, 2), add("w1", 3, 10, 12, closes=True), shard=0
     )
@@ -95,7 +95,7 @@ def test_a_step_that_is_open_waits_for_whom_the_shard_names() -> None:
     assert "waits for w1" in names
 
 
-def test_in_asynchronous_mode_nobody_waits() -> None:
+def test_in_asynchronous_mode_no_worker_waits() -> None:
     """Steps have numbers of their workers' own there, and each closes by itself."""
     shard = process_of(
         add("w0", 3, 0, 1, chunk=0, closes=True),
@@ -108,7 +108,7 @@ def test_in_asynchronous_mode_nobody_waits() -> None:
     assert not lasts([shard])
 
 
-def test_one_worker_waits_for_nobody() -> None:
+def test_a_single_worker_waits_for_no_other() -> None:
     assert not waits(process_of(add("w0", 0, 0, 1, closes=True), shard=0))
     assert not waits(process_of(add("w0", 0, 0, 1), shard=0))  # the end is not kept
 
@@ -221,7 +221,7 @@ def test_in_a_lane_each_lies_beside_or_inside_another(drawn: list[tuple[int, int
                 assert is_beside or is_inside
 
 
-def test_there_are_not_as_many_lanes_as_somebody_makes() -> None:
+def test_lanes_are_bounded() -> None:
     crossing = [Span(pb.SPAN_KIND_ENCODE, "net", 0, 0, "", n, n + 10_000) for n in range(5000)]
     events = shown(chrome_trace([process_of(*crossing)]))
     assert len(events) == 5000

@@ -36,7 +36,7 @@ from shardwell.specs.parameter import CodecName
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell_server.cli.options import connected, shards_option
-from shardwell_server.cli.quantities import Duration, Rate, bytes_told, digits, seconds_told
+from shardwell_server.cli.quantities import Duration, Rate, bytes_words, digits, seconds_words
 from shardwell_server.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console, table
 
@@ -232,7 +232,7 @@ def bench(
     screen = console()
     screen.print(
         f"cluster {cluster_id}, seen from {host_name()}: {megabytes} MB of float32 in "
-        f"slices of {bytes_told(4 * shards[0].slice_size)}",
+        f"slices of {bytes_words(4 * shards[0].slice_size)}",
         markup=False,
     )
     screen.print(_shard_table(shards))
@@ -549,7 +549,7 @@ def _shard_table(shards: Sequence[ShardFigures]) -> Table:
             str(shard.shard_index),
             shard.address,
             shard.transport,
-            seconds_told(shard.round_trip_s),
+            seconds_words(shard.round_trip_s),
             digits(float32_gigabytes / shard.out_s["fp16"]),
             digits(float32_gigabytes / shard.in_s["fp16"]),
             _link_cell(shard, shard.link_out_bytes_per_s),
@@ -593,13 +593,14 @@ def _conclusion(
     """What it comes to, line by line."""
     rate = megabytes * 1e6 / step.exchange_s
     yield (
-        f"exchange of {megabytes} MB as fp16 with all shards: {seconds_told(step.exchange_s)}, "
+        f"exchange of {megabytes} MB as fp16 with all shards: {seconds_words(step.exchange_s)}, "
         f"{_gigabytes(rate)}"
     )
     yield (
-        f"  of it link {seconds_told(step.link_s)}, its first chunks {seconds_told(step.fill_s)}, "
-        f"codec {seconds_told(step.codec_s)}, latency {seconds_told(step.latency_s)}, shards and "
-        f"the rest {seconds_told(step.shard_s)}"
+        f"  of it link {seconds_words(step.link_s)}, "
+        f"its first chunks {seconds_words(step.fill_s)}, codec {seconds_words(step.codec_s)}, "
+        f"latency {seconds_words(step.latency_s)}, shards and "
+        f"the rest {seconds_words(step.shard_s)}"
     )
     yield (
         f"  Python's own lock was held for {step.lock_share:.0%} of it (sampled), which more "
@@ -609,7 +610,7 @@ def _conclusion(
     if step.link_s:
         source = "given" if link is not None else "as seen"
         yield (
-            f"  bound of the link, {source}: {seconds_told(step.bound_s)}; "
+            f"  bound of the link, {source}: {seconds_words(step.bound_s)}; "
             f"{step.bound_s / step.exchange_s:.0%} of it is reached"
         )
     rates = [shard.link_out_bytes_per_s for shard in shards if shard.transport != "memory"]

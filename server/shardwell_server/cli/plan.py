@@ -20,10 +20,10 @@ from shardwell_server.cli.quantities import (
     Duration,
     ModelSize,
     Rate,
-    bytes_told,
+    bytes_words,
     digits,
-    link_told,
-    seconds_told,
+    link_words,
+    seconds_words,
 )
 from shardwell_server.outer_time import OuterJob, OuterTime
 from shardwell_server.step_time import Job, StepTime
@@ -228,14 +228,14 @@ def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
     if gain > _WORTH:
         spare_count = dedicated.machine_count - best.machine_count
         return dedicated, (
-            f"its step takes {seconds_told(dedicated.overlapped_s)} overlapped, {gain:.1f} times "
+            f"its step takes {seconds_words(dedicated.overlapped_s)} overlapped, {gain:.1f} times "
             f"as fast as {best.layout}, for {spare_count} more machine{'s' * (spare_count > 1)}"
         )
     if group is None:
         return server, "groups lack this codec; no machine more, and workers may come, go and die"
     if best is group:
         return group, (
-            f"its step takes {seconds_told(group.overlapped_s)} overlapped, "
+            f"its step takes {seconds_words(group.overlapped_s)} overlapped, "
             f"{server.overlapped_s / group.overlapped_s:.1f} times as fast as co-located shards; "
             "but all ranks are needed at each step"
         )
@@ -254,10 +254,10 @@ def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
 
 def _words(job: Job) -> str:
     return (
-        f"{job.element_count:,} elements: {bytes_told(job.float32_bytes)} of float32, "
-        f"{bytes_told(job.encoded_bytes)} as {job.codec}; {job.worker_count} workers, "
-        f"{job.shard_count} shards, links of {link_told(job.link_bytes_per_s)}, computing "
-        f"{seconds_told(job.compute_s)} a step"
+        f"{job.element_count:,} elements: {bytes_words(job.float32_bytes)} of float32, "
+        f"{bytes_words(job.encoded_bytes)} as {job.codec}; {job.worker_count} workers, "
+        f"{job.shard_count} shards, links of {link_words(job.link_bytes_per_s)}, computing "
+        f"{seconds_words(job.compute_s)} a step"
     )
 
 
@@ -269,13 +269,13 @@ def _layout_table(layouts: list[StepTime], chosen: StepTime) -> Table:
         name = f"[bold green]{one.layout}[/bold green]" if one is chosen else one.layout
         shown.add_row(
             name,
-            bytes_told(one.link_bytes),
-            seconds_told(one.communication_s),
-            seconds_told(one.step_s),
-            seconds_told(one.overlapped_s),
+            bytes_words(one.link_bytes),
+            seconds_words(one.communication_s),
+            seconds_words(one.step_s),
+            seconds_words(one.overlapped_s),
             one.limit,
-            bytes_told(one.shard_bytes) if one.shard_bytes else "-",
-            bytes_told(one.worker_state_bytes) if one.worker_state_bytes else "-",
+            bytes_words(one.shard_bytes) if one.shard_bytes else "-",
+            bytes_words(one.worker_state_bytes) if one.worker_state_bytes else "-",
         )
     return shown
 
@@ -284,7 +284,7 @@ def _least(job: Job, least_s: float) -> str:
     spare_count = min(job.shard_count, job.worker_count)
     return (
         f"On {job.worker_count} + {spare_count} machines these links need at least "
-        f"{seconds_told(least_s)} a step, wherever sums are taken (BytePS, OSDI 2020)."
+        f"{seconds_words(least_s)} a step, wherever sums are taken (BytePS, OSDI 2020)."
     )
 
 
@@ -343,10 +343,10 @@ def _outer_words(outer: OuterJob) -> str:
     return (
         f"{job.element_count:,} elements, {job.worker_count} learners, {job.shard_count} dedicated "
         f"shards. An outer step is {outer.sync_every} inner steps of "
-        f"{seconds_told(job.compute_s)}, with {outer.fragment_count} fragments: one is due every "
+        f"{seconds_words(job.compute_s)}, with {outer.fragment_count} fragments: one is due every "
         f"{interval} inner steps, and leaves {outer.overlap} before. In an outer step a learner "
-        f"sends {bytes_told(outer.encoded_bytes)} as {outer.codec} and receives as much; as many "
-        f"synchronous steps as {job.codec} send {bytes_told(outer.synchronous_bytes)}, "
+        f"sends {bytes_words(outer.encoded_bytes)} as {outer.codec} and receives as much; as many "
+        f"synchronous steps as {job.codec} send {bytes_words(outer.synchronous_bytes)}, "
         f"{digits(outer.synchronous_bytes / outer.encoded_bytes)} times as much."
     )
 
@@ -365,19 +365,19 @@ def _link_table(times: list[OuterTime]) -> Table:
     )
     for one in times:
         shown.add_row(
-            _mbit_told(one.link_bytes_per_s),
-            seconds_told(one.fragment_s),
+            _mbit_words(one.link_bytes_per_s),
+            seconds_words(one.fragment_s),
             f"{one.hidden_share:.0%}",
-            seconds_told(one.inner_step_s),
-            seconds_told(one.synchronous_step_s),
+            seconds_words(one.inner_step_s),
+            seconds_words(one.synchronous_step_s),
             digits(one.gain),
-            _mbit_told(one.mean_bytes_per_s),
-            _mbit_told(one.peak_bytes_per_s),
+            _mbit_words(one.mean_bytes_per_s),
+            _mbit_words(one.peak_bytes_per_s),
         )
     return shown
 
 
-def _mbit_told(bytes_per_s: float) -> str:
+def _mbit_words(bytes_per_s: float) -> str:
     return digits(bytes_per_s * 8 / 1e6)
 
 
@@ -385,7 +385,7 @@ def _hiding(outer: OuterJob) -> str:
     """From which link on no learner waits, or what to change."""
     rate = outer.hiding_bytes_per_s
     if rate is not None:
-        return f"Links of {link_told(rate)} hide all of it."
+        return f"Links of {link_words(rate)} hide all of it."
     if outer.job.compute_s == 0.0:
         return "Give --compute-s, the time of an inner step: without, there is nothing to hide in."
     if outer.overlap == 0:

@@ -125,14 +125,14 @@ def digits(amount: float) -> str:
     return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
 
 
-def bytes_told(count: float) -> str:
+def bytes_words(count: float) -> str:
     """A size as people say it: 3.20 MB."""
     if count < 1e3:
         return f"{count:.0f} B"
     return in_units(count / 1e3, ("kB", "MB", "GB", "TB", "PB"))
 
 
-def seconds_told(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
     """A time as people say it: 3.20 ms."""
     if seconds == 0.0:
         return "0 s"
@@ -144,6 +144,6 @@ def seconds_told(seconds: float) -> str:
     return in_units(seconds * 1e6, ("us", "ms"))
 
 
-def link_told(bytes_per_s: float) -> str:
+def link_words(bytes_per_s: float) -> str:
     """A link's rate as people say it: 1.00 Gbit/s."""
     return in_units(bytes_per_s * 8 / 1e6, ("Mbit/s", "Gbit/s", "Tbit/s"))

@@ -203,7 +203,7 @@ def list_tokens(*, path: Path) -> None:
     from shardwell_server.access.tokens import read_tokens
     from shardwell_server.terminal import console, table
 
-    with _told():
+    with _cli_errors():
         found = read_tokens(path)
     now_s = wall_clock_s()
     shown = table("", "token", "rights", "expires", "quota", "secrets")
@@ -223,7 +223,7 @@ def list_tokens(*, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _cli_errors() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
@@ -234,7 +234,7 @@ def _told() -> Iterator[None]:
 def _changing(path: Path) -> Iterator[dict[str, Any]]:
     from shardwell_server.access.tokens import changing_tokens
 
-    with _told(), changing_tokens(path) as tokens:
+    with _cli_errors(), changing_tokens(path) as tokens:
         yield tokens
 
 
@@ -259,7 +259,7 @@ def _written_secret(out: Path, secret: str, *, keeps_owner: bool = False) -> Ite
     def is_ours(path: Path) -> bool:
         return keeps_owner and is_secret_file(path)
 
-    with _told(), private_file(out, f"{secret}\n", keeps_owner=keeps_owner, is_ours=is_ours):
+    with _cli_errors(), private_file(out, f"{secret}\n", keeps_owner=keeps_owner, is_ours=is_ours):
         yield
 
 

@@ -112,8 +112,8 @@ class RowStream(StepStream[TableSlice]):
         ended = self._ended
         if ended is None or not fetch.unless_late:
             return rows
-        self._ended = ended._replace(is_told=True)
-        outcome = None if ended.is_told else partial(_outcome, self._slice, ended)
+        self._ended = ended._replace(is_sent=True)
+        outcome = None if ended.is_sent else partial(_outcome, self._slice, ended)
         return partial(rows, min_version=0 if ended.late else None, outcome=outcome)
 
 
@@ -129,7 +129,7 @@ class _Ended(NamedTuple):
     """Whether the member's tenure is."""
     seat: Seat | None
     """The member's, if it has one."""
-    is_told: bool = False
+    is_sent: bool = False
     """Whether a fetch has followed it, with its outcome."""
 
 

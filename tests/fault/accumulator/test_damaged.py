@@ -21,7 +21,7 @@ import pytest
 
 from harness.faults.disks import HINTS, FailingSystem, small_disk
 from harness.polling import PATIENCE_S
-from harness.stories.accumulator import DIM, ROW_COUNT, STATES, STORY, Sums, die, told
+from harness.stories.accumulator import DIM, ROW_COUNT, STATES, STORY, Sums, as_killed, die
 from harness.stories.images import image_of, in_memory, restore
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
@@ -47,7 +47,7 @@ def file_after(path: Path, call_count: int, *, closed: bool, killed_at: str = ""
         if point == killed_at:
             images.append((path / "sums").read_bytes())
 
-    with told(path, reached) as telling:
+    with as_killed(path, reached) as telling:
         for call in STORY[:call_count]:
             images.clear()
             telling.make(call)

@@ -28,8 +28,8 @@ from harness.stories.accumulator import (
     ROW_COUNT,
     STATES,
     STORY,
+    as_killed,
     gradients_of,
-    told,
 )
 from harness.stories.crash import Written
 from harness.stories.images import Image, image_of, in_memory, restore
@@ -91,7 +91,7 @@ def test_several_threads_were_adding(tmp_path: Path) -> None:
                 images.append(image_of(tmp_path))
             together.wait(PATIENCE_S)
 
-    with told(tmp_path, reached) as telling:
+    with as_killed(tmp_path, reached) as telling:
         accumulator = telling.accumulator
         old = [*range(0, 8 * UNDO_ENTRY_COUNT, 8)]
         accumulator.accumulate_rows(old, gradients_of(old, 1))
@@ -109,14 +109,14 @@ def test_several_threads_were_adding(tmp_path: Path) -> None:
         after = telling.sums()
     assert len(after) == 3 * UNDO_ENTRY_COUNT
     (image,) = images
-    with told(restore(image, tmp_path.with_name("again"))) as telling:
+    with as_killed(restore(image, tmp_path.with_name("again"))) as telling:
         assert telling.sums() == before
 
 
 def test_the_story_applies_several_blocks(tmp_path: Path) -> None:
     applied = [sums for call, sums in zip(STORY, STATES, strict=False) if call.kind == "apply"]
     assert max(len(sums) for sums in applied) > 2 * BLOCK_ROW_COUNT
-    with told(tmp_path) as telling:
+    with as_killed(tmp_path) as telling:
         assert telling.accumulator._open_sums()._block_row_count == BLOCK_ROW_COUNT
 
 

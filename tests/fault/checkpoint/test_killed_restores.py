@@ -101,16 +101,16 @@ def test_killed_at_every_instant(
             child = forked.start(
                 killed_restore.restore, running.target, str(saved[0]), instant, chosen
             )
-            told = child.await_line("restored after ", timeout_s=PATIENCE_S)
+            line = child.await_line("restored after ", timeout_s=PATIENCE_S)
             code = child.reap()
-            assert (code == -9) == (told is None), (code, child.lines)
+            assert (code == -9) == (line is None), (code, child.lines)
             with shardwell.connect(running.target, worker_id="restorer") as client:
                 for _ in range(2):
                     client.restore_checkpoint(saved[0], **chosen)
                 check_restored(client, tmp_path / f"{instant}", saved[0], choice)
                 with pytest.raises(shardwell.ArgumentError, match="already"):
                     client.restore_checkpoint(saved[1], **chosen)
-        if told is not None:
+        if line is not None:
             break
     assert instant > 8
 

@@ -168,7 +168,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "data"]
 
 
-def test_a_full_disk_of_whoever_saves(cluster, connect, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_of_the_saving_client(cluster, connect, tmp_path, monkeypatch) -> None:
     client = connect(cluster(2), "w0")
     trained(client)
 

@@ -79,7 +79,7 @@ def test_a_shard_that_is_killed_in_a_step(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(weights, expected())
 
 
-def test_a_shard_that_stands_still_while_memory_is_offered(connect) -> None:
+def test_a_shard_that_stops_while_memory_is_offered(connect) -> None:
     """The offer is given up, and what goes over the network is answered when it goes on."""
     with ServingShard() as shard:
         client = connect(shard.address(), "w0")

@@ -68,7 +68,7 @@ def test_a_call_that_waits_for_another_worker(cluster, connect, verb, shard_coun
 
 
 @pytest.mark.parametrize("verb", ["exchange", "get_weights", "put_gradient"])
-def test_a_call_on_a_wire_that_stands_still(cluster, verb) -> None:
+def test_a_call_on_a_stalled_wire(cluster, verb) -> None:
     running = cluster(1)
     with Proxy(running.target) as proxy:
         client = shardwell.connect(proxy.address, worker_id="w0", timeout_s=60, same_host=False)

@@ -250,8 +250,8 @@ def test_a_client_is_refused_whatever_other_threads_did_at_the_fork(cluster, con
         return found
 
     with client._parameters._lock, client._tables._lock:
-        told = in_a_fork(report)
-    assert [name for name, _ in told] == ["ForkedError", "ForkedError"]
+        reported = in_a_fork(report)
+    assert [name for name, _ in reported] == ["ForkedError", "ForkedError"]
 
 
 @pytest.mark.parametrize("on_files", [False, True])

@@ -190,7 +190,7 @@ def test_the_deadline_names_the_shard_and_the_client_stays_usable(
 
 @KIND
 @pytest.mark.parametrize("verb", ["exchange", "put", "get"])
-def test_a_shard_that_is_there_again_and_says_nothing(proxies, join, kind, verb) -> None:
+def test_a_restarted_shard_that_says_nothing(proxies, join, kind, verb) -> None:
     """As one does whose machine hangs: connections are taken, and nothing comes back."""
     trained = join(kind)
     trained.prepare(verb)

@@ -51,8 +51,8 @@ def endings(target: str, *ways: str) -> list[tuple[int, str, str]]:
     watch, found = Stopwatch(), []
     try:
         for program in programs:
-            out, told = program.communicate(timeout=max(PATIENCE_S - watch.elapsed_s, 0.1))
-            found.append((program.returncode, out, told))
+            out, log = program.communicate(timeout=max(PATIENCE_S - watch.elapsed_s, 0.1))
+            found.append((program.returncode, out, log))
     finally:
         for program in programs:
             program.kill()
@@ -63,8 +63,8 @@ def endings(target: str, *ways: str) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize("ending", ["returns", "exits"])
 def test_programs_that_do_not_close_end(cluster, ending) -> None:
     """With what they have sent received: the last call succeeds everywhere."""
-    for code, _, told in endings(cluster(1).target, ending, ending):
-        assert code == 0, told
+    for code, _, log in endings(cluster(1).target, ending, ending):
+        assert code == 0, log
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -72,7 +72,7 @@ def test_a_program_that_fails_ends_and_the_others_hear_of_it(cluster, failing) -
     ways = ["calls", "calls"]
     ways[failing] = "raises"
     found = endings(cluster(1).target, *ways)
-    code, _, told = found[failing]
-    assert (code, "training failed" in told) == (1, True), told
-    code, out, told = found[1 - failing]
-    assert (code, out.strip()) == (0, str(failing)), told
+    code, _, log = found[failing]
+    assert (code, "training failed" in log) == (1, True), log
+    code, out, log = found[1 - failing]
+    assert (code, out.strip()) == (0, str(failing)), log

@@ -120,9 +120,9 @@ def test_two_deaths_at_once(target, start) -> None:
     for victim in (0, 2):
         members[victim].send(signal.SIGKILL)
     survivors = [members[1], members[3]]
-    told = answers(survivors, PATIENCE_S)
-    assert all(answer.get("error") == "WorkerLostError" for answer in told), told
-    assert {answer["rank"] for answer in told} <= {0, 2}, told
+    answered = answers(survivors, PATIENCE_S)
+    assert all(answer.get("error") == "WorkerLostError" for answer in answered), answered
+    assert {answer["rank"] for answer in answered} <= {0, 2}, answered
     watch = Stopwatch()
     rebuilt(survivors)
     assert watch.elapsed_s < PATIENCE_S
@@ -216,8 +216,8 @@ def test_killed_while_others_join(target, start) -> None:
         kill(victim)
     second = in_background(lambda: joined(target, 1, 3, lease_s=LEASE_S))
     with GroupProcess(target, 0, 3) as zero, GroupProcess(target, 2, 3) as two:
-        told = answers([zero, two], PATIENCE_S)
-        assert [answer.get("rank") for answer in told] == [0, 2], told
+        answered = answers([zero, two], PATIENCE_S)
+        assert [answer.get("rank") for answer in answered] == [0, 2], answered
         with second.result(PATIENCE_S) as group:
             for member in (zero, two):
                 member.begin("barrier")
@@ -249,8 +249,8 @@ def test_killed_during_rebuild(target, start, victim) -> None:
 def answers_after_loss(members: list[GroupProcess]) -> list[Answer]:
     for member in members:
         member.begin("barrier")
-    told = answers(members, PATIENCE_S)
-    assert {answer.get("error") for answer in told} == {"WorkerLostError"}, told
+    answered = answers(members, PATIENCE_S)
+    assert {answer.get("error") for answer in answered} == {"WorkerLostError"}, answered
     return ask_all(members, "rebuild")
 
 
@@ -271,7 +271,7 @@ def test_killed_in_join(target, start) -> None:
     kill(members.pop(2))
     untold = list(members)
 
-    def told() -> bool:
+    def answered() -> bool:
         """A barrier without rank 2 may be over before its death is noticed: then another."""
         found = ask_all(untold, "barrier")
         errors = [(answer["error"], answer["rank"]) for answer in found if "error" in answer]
@@ -279,7 +279,7 @@ def test_killed_in_join(target, start) -> None:
         untold[:] = [m for m, answer in zip(untold, found, strict=True) if "error" not in answer]
         return not untold
 
-    eventually("all are told", told, timeout_s=PATIENCE_S)
+    eventually("all have failed", answered, timeout_s=PATIENCE_S)
     rebuilt(members)
 
 

@@ -120,15 +120,15 @@ def test_damage_below_the_framing_of_grpc_between_members(place, direction) -> N
                     )
                     break
             errors = [future.result(PATIENCE_S) for future in running]
-            told = (shardwell.WorkerLostError, shardwell.DeadlineError)
-            assert all(isinstance(error, (*told, shardwell.CorruptChunkError)) for error in errors)
+            kinds = (shardwell.WorkerLostError, shardwell.DeadlineError)
+            assert all(isinstance(error, (*kinds, shardwell.CorruptChunkError)) for error in errors)
             each(groups, lambda group: group.rebuild(replacement_wait_s=10.0, timeout_s=PATIENCE_S))
             assert [group.size for group in groups] == [3, 3, 3]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_wire_that_stands_still(place, strategy) -> None:
+def test_a_stalled_wire(place, strategy) -> None:
     """Every process lives and renews its lease: the call's deadline ends it, the same for all."""
     with behind_proxy(place, 1, strategy=strategy) as (proxy, futures):
         groups = [future.result(PATIENCE_S) for future in futures]

@@ -45,7 +45,7 @@ def test_a_worker_that_dies_costs_the_others_a_second() -> None:
         next_such(third, with_set("w0", "w1"))
 
 
-def test_a_worker_that_stands_still_is_lost_and_comes_back() -> None:
+def test_a_stopped_worker_is_lost_and_comes_back() -> None:
     bounds = {"member_return_s": 0.3, "member_lease_s": 1.0}
     with ExitStack() as stack:
         target = stack.enter_context(LocalCluster(shard_count=2)).target

@@ -88,7 +88,7 @@ def test_a_worker_that_dies_costs_the_others_a_second(tmp_path: Path, has_files:
     check_values(seen)
 
 
-def test_a_worker_that_stands_still_is_lost_and_comes_back() -> None:
+def test_a_stopped_worker_is_lost_and_comes_back() -> None:
     bounds = {"member_return_s": 0.3, "member_lease_s": 1.0}
     seen: list[dict[str, Any]] = []
     with ExitStack() as stack:

@@ -164,7 +164,7 @@ def test_before_training_began_a_broken_repeat_changes_nothing(cluster) -> None:
         np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
 
 
-def test_an_epoch_that_nobody_was_granted(cluster) -> None:
+def test_an_epoch_that_was_never_granted(cluster) -> None:
     """Shard 0 grants epochs, so it knows them; a forged one must not lock the rightful out."""
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE))

@@ -146,9 +146,7 @@ def _seed() -> int:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_weights_however_often_anybody_is_killed(
-    forked: ForkedCalls, tmp_path: Path, case: KillCase
-) -> None:
+def test_kills_never_change_weights(forked: ForkedCalls, tmp_path: Path, case: KillCase) -> None:
     toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
     print(toll)
     assert toll.kill_count >= KILL_COUNT
@@ -156,9 +154,7 @@ def test_the_same_weights_however_often_anybody_is_killed(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", TABLE_CASES, ids=lambda case: case.name)
-def test_the_same_rows_however_often_anybody_is_killed(
-    forked: ForkedCalls, tmp_path: Path, case: KillCase
-) -> None:
+def test_kills_never_change_rows(forked: ForkedCalls, tmp_path: Path, case: KillCase) -> None:
     toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
     print(toll)
     assert toll.kill_count >= KILL_COUNT

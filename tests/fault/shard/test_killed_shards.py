@@ -125,7 +125,7 @@ def test_a_shard_that_comes_back_empty_says_so(connect) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a port can be kept on Linux alone")
-def test_nobody_gets_the_port_of_a_dead_shard(running) -> None:
+def test_no_process_gets_the_port_of_a_dead_shard(running) -> None:
     """Of those that the system gives out, an outgoing connection might take it meanwhile."""
     port = int(running.addresses[0].rpartition(":")[2])
     running.children[0].kill()

@@ -117,7 +117,7 @@ def test_a_kept_table_is_the_same_after_a_kill(cluster, connect, tmp_path) -> No
     np.testing.assert_array_equal(again.get_rows(IDS), -2)
 
 
-def test_a_table_that_was_made_and_not_yet_told_apart(cluster, connect, monkeypatch) -> None:
+def test_a_table_without_an_incarnation_yet(cluster, connect, monkeypatch) -> None:
     """Shard 0 ended between making it and drawing its incarnation; the next client gets one."""
 
     def failing(*_: object) -> None:

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_back_at_once(cluster, connect, kind, mode) -> None:
 @pytest.mark.sampled(1)
 @KINDS
 @MODES
-def test_a_stopped_worker_is_replaced_within_its_lease_and_told(
+def test_a_stopped_worker_is_replaced_within_its_lease_and_gets_an_error(
     cluster, connect, kind, mode
 ) -> None:
     """A machine that vanished, as far as the shards can see; then it comes back."""

@@ -56,9 +56,9 @@ def test_files_that_are_gone(damage: Damage) -> None:
     for name, _ in files(damage):
         if name == _OPTIONAL:
             continue
-        told = damage.of(name, None, "gone")
-        assert told is not None
-        assert name in told
+        message = damage.of(name, None, "gone")
+        assert message is not None
+        assert name in message
 
 
 def test_sizes_that_changed(damage: Damage) -> None:
@@ -68,14 +68,14 @@ def test_sizes_that_changed(damage: Damage) -> None:
             continue
         size, may_grow = len(whole), Path(name).name in GROWING
         for kept in {0, 1, size // 2, size - 1, (size - 1) // PAGE * PAGE}:
-            told = damage.of(name, whole[:kept], f"cut to {kept} of {size} bytes")
-            assert told is None or name in told
-            assert told or may_grow or whole[:kept].strip() == whole.strip(), (name, kept)
+            message = damage.of(name, whole[:kept], f"cut to {kept} of {size} bytes")
+            assert message is None or name in message
+            assert message or may_grow or whole[:kept].strip() == whole.strip(), (name, kept)
         for more in (b"\0", bytes(PAGE), garbage[:PAGE]):
-            told = damage.of(name, whole + more, f"{len(more)} bytes more")
-            assert told is None or name in told
-            assert told or may_grow or name.endswith(".json"), (name, len(more))
-            assert told is None or not may_grow or any(more), (name, len(more))
+            message = damage.of(name, whole + more, f"{len(more)} bytes more")
+            assert message is None or name in message
+            assert message or may_grow or name.endswith(".json"), (name, len(more))
+            assert message is None or not may_grow or any(more), (name, len(more))
     assert damage.refused_count > 60
 
 
@@ -84,8 +84,8 @@ def test_zeros_in_every_file(damage: Damage) -> None:
         if name.endswith("undo"):
             continue
         for start, stop in ((0, 8), (0, 64), (16, 24), (64, 128), (0, 512), (0, len(whole))):
-            told = damage.zero(name, start, stop)
-            assert told is None or name.rpartition("/")[0] in told
+            message = damage.zero(name, start, stop)
+            assert message is None or name.rpartition("/")[0] in message
     assert damage.refused_count > 40
 
 
@@ -119,7 +119,7 @@ def test_a_newer_format_is_refused(damage: Damage, story: StoredStory) -> None:
     for changed in ({**found, "format_version": 2}, {"format_version": 2, "new": 1}):
         text = json.dumps(changed)
         contents = f"{text}\n{crc32.iscsi(text.encode()):08x}\n".encode()
-        told = damage.of(name, contents, "format version 2")
-        assert told is not None
-        assert "format version 2" in told
-        assert "run the version of shardwell that wrote it" in told
+        message = damage.of(name, contents, "format version 2")
+        assert message is not None
+        assert "format version 2" in message
+        assert "run the version of shardwell that wrote it" in message

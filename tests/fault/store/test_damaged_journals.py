@@ -56,9 +56,9 @@ def flips(segment: Path, size: int, stride: int) -> Iterator[int]:
 def refused(use: Callable[[], object], segment: Path, name: str) -> None:
     with pytest.raises(StorageError, match=r"was damaged.* restore the directory") as caught:
         use()
-    told = str(caught.value)
-    assert f"{segment}: " in told
-    assert name in told or "its first bytes" in told
+    message = str(caught.value)
+    assert f"{segment}: " in message
+    assert name in message or "its first bytes" in message
 
 
 @pytest.mark.parametrize("story", [ParameterStory, TableStory])
@@ -66,9 +66,9 @@ def test_every_bit_of_a_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: type[StoredStory]
 ) -> None:
     monkeypatch.setattr(journal, "IMAGE_AT_BYTES_MIN", 1 << 30)  # all in one segment
-    told = restore({}, tmp_path / "told")
-    story("step").tell(told, lambda: None, lambda _: None)
-    path = scrambled_at(told, tmp_path / "damaged")
+    whole = restore({}, tmp_path / "whole")
+    story("step").tell(whole, lambda: None, lambda _: None)
+    path = scrambled_at(whole, tmp_path / "damaged")
     image = image_of(path)
     segment = max((path / story.directory).glob("journal-*"), key=lambda each: each.stat().st_size)
     size = segment.stat().st_size

@@ -96,8 +96,8 @@ def test_a_flipped_bit_in_a_small_file(finished: Damage, directory: str, name: s
     size = len(finished.image[path] or b"")
     offsets = [*range(0, size, 3)] if name != "records" else [*range(256), *range(256, size, 5)]
     for offset in offsets:
-        told = finished.flip(path, offset)
-        assert told is None or name in told
+        message = finished.flip(path, offset)
+        assert message is None or name in message
     assert finished.refused_count > len(offsets) // 8
     if name in ("weights", "slot-0", "parameter.json"):
         assert finished.harmless_count <= 1  # the last line's end
@@ -110,9 +110,9 @@ def test_a_flipped_bit_in_marks(finished: Damage) -> None:
     name = f"{FIRST}/marks"
     for row in range(3):
         for offset in range(3 * 16):
-            told = finished.flip(name, row * PAGE + offset)
+            message = finished.flip(name, row * PAGE + offset)
             # What the record of a chunk knows is written again.
-            assert told is None or "marks" in told
+            assert message is None or "marks" in message
         finished.flip(name, row * PAGE + 3 * 16)
     assert finished.refused_count > 60
     assert finished.flip(name, 3 * PAGE) is not None
@@ -137,9 +137,9 @@ def test_a_flipped_bit_in_events(finished: Damage) -> None:
     lines_ends = [i for i in range(end) if contents[i : i + 1] == b"\n"]
     offsets = {*range(EVENTS_HEAD + 10), *range(0, end, 4), *lines_ends}
     for offset in sorted(offsets):
-        told = finished.flip(name, offset)
-        assert told is not None
-        assert "events" in told
+        message = finished.flip(name, offset)
+        assert message is not None
+        assert "events" in message
     assert finished.refused_count == len(offsets)
     for offset in range(end, len(contents), 97):
         assert finished.flip(name, offset) is None
@@ -212,11 +212,11 @@ def test_files_of_another_parameter(tmp_path: Path) -> None:
         for damaged in ({name: image[other], other: contents}, {name: image[other]}):
             restore({**image, **damaged}, path)
             states: list[State] = []
-            told = refusal(lambda states=states: states.append(state_at(path)))
-            if told is None:
+            message = refusal(lambda states=states: states.append(state_at(path)))
+            if message is None:
                 assert states == [expected], name
             else:
-                assert str(path / FIRST) in told or str(path / SECOND) in told
+                assert str(path / FIRST) in message or str(path / SECOND) in message
                 refused.add(name.rpartition("/")[2])
     assert refused >= {"parameter.json", "weights", "gradient_sum", "records", "marks", "events"}
 
@@ -240,9 +240,9 @@ def test_damage_of_whose_directory_it_is(tmp_path: Path) -> None:
         identity.write_bytes(damaged)
         with pytest.raises(DataDirError, match=r"shard\.json"):
             DataDir(path, other)
-        told = refusal(lambda: DataDir(path, CONFIG).close())
-        harmless += told is None
-        assert told is None or str(identity) in told
+        message = refusal(lambda: DataDir(path, CONFIG).close())
+        harmless += message is None
+        assert message is None or str(identity) in message
     assert harmless < 5  # blanks that became other blanks
     for kept in range(len(contents) - 1):
         identity.write_bytes(contents[:kept])

@@ -56,15 +56,15 @@ def test_every_bit_of_rows_is_guarded(finished: Damage) -> None:
     used = len(STORY.states[-1]["keys"])
     for name, stride in ROWS.items():
         for offset in range(used * stride):
-            told = finished.flip(name, offset)
-            assert told is not None, f"{name}, byte {offset}"
-            assert f"place {offset // stride} " in told, told
+            message = finished.flip(name, offset)
+            assert message is not None, f"{name}, byte {offset}"
+            assert f"place {offset // stride} " in message, message
         finished.harmless_count = 0
         for offset in range(used * stride, used * stride + 2 * stride):
             assert finished.flip(name, offset) is None  # no row yet
 
 
-def test_bits_of_what_stands_beside_rows(finished: Damage) -> None:
+def test_flipped_bits_of_files_beside_rows(finished: Damage) -> None:
     refused = {}
     for name, far in {"records": 256, "marks": 40, "undo": 40}.items():
         finished.refused_count = 0
@@ -87,9 +87,9 @@ def test_bits_of_an_entry_that_is_to_be_taken_back(cut_off: Damage) -> None:
     contents = np.frombuffer(bytes(cut_off.contents("undo")), np.uint8)
     head = set(range(32))
     for offset in sorted({*np.flatnonzero(contents).tolist(), *head}):
-        told = cut_off.flip("undo", offset)
-        assert told is not None
-        assert "undo" in told
+        message = cut_off.flip("undo", offset)
+        assert message is not None
+        assert "undo" in message
     for name in ROWS:
         for offset in range(0, 5 * ROWS[name], 3):
             cut_off.flip(name, offset)  # harmless where it is taken back
@@ -124,5 +124,5 @@ def test_files_of_another_table(finished: Damage, tmp_path: Path) -> None:
     other = writes_of(STORY, restore({}, tmp_path / "other"))[-1].image
     for name, contents in other.items():
         if name.startswith(f"{TABLE}/") and contents != finished.image[name]:
-            told = finished.of(Path(name).name, contents, "another table's")
-            assert told is not None or name.endswith(("undo", "kept")), name
+            message = finished.of(Path(name).name, contents, "another table's")
+            assert message is not None or name.endswith(("undo", "kept")), name

@@ -83,9 +83,9 @@ def test_each_call_of_the_system_fails_once(
             assert state_at(path) == undisturbed.states[-1]
         assert not [*path.rglob("*.new")]
         if errors:
-            (told,) = errors
-            assert str(path) in told
-            assert HINTS[system.error_number] in told
+            (refused,) = errors
+            assert str(path) in refused
+            assert HINTS[system.error_number] in refused
         else:
             compaction_failure_count += 1
     assert 0 < compaction_failure_count < 30
@@ -168,9 +168,9 @@ def test_what_a_full_disk_lets_go_on(disk: SmallDisk) -> None:
         with pytest.raises(StorageError, match=r"marks.*free space"):
             contribute(made, "w2", 0, 0, np.zeros(16, np.float32))
         assert state_of(shard) == state
-        told, state = until_refused(lambda: made.change_learning_rate(7, 0.5), shard)
-        assert "events: writing an event failed" in told
-        assert HINTS[errno.ENOSPC] in told
+        refused, state = until_refused(lambda: made.change_learning_rate(7, 0.5), shard)
+        assert "events: writing an event failed" in refused
+        assert HINTS[errno.ENOSPC] in refused
         assert state_of(shard) == state
         for worker in ("w0", "w1"):
             assert contribute(made, worker, 0, 0, np.full(16, 6, np.float32))

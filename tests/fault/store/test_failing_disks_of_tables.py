@@ -75,11 +75,11 @@ def test_each_call_of_the_system_fails_once(
         store = opened(path)
         system.call_count, system.failing = 0, number
         system.error_number = list(HINTS)[number % len(HINTS)]
-        told = story_that_is_told_again(store, path)
-        if told:
+        message = story_that_is_told_again(store, path)
+        if message:
             told_count += 1
-            assert str(path) in told
-            assert HINTS[system.error_number] in told
+            assert str(path) in message
+            assert HINTS[system.error_number] in message
     # Where room for more rows than wanted fails, exactly as much is tried: 11 files, opened and
     # extended. Directories that exist need not be made. Rows that can't be kept are given up.
     kept_count = sum(step.values for step in STORY)
@@ -90,8 +90,8 @@ def story_that_is_told_again(store: MmapStore, path: Path) -> str:
     """Tells it, again from where it failed; what the error said."""
     made: list[TableStorage] = []
     done: list[State] = []
-    told = refusal(lambda: made.append(store.create_table(LAYOUT)))
-    if told:
+    message = refusal(lambda: made.append(store.create_table(LAYOUT)))
+    if message:
         assert [*path.glob("tables/*")] == []
         made.append(store.create_table(LAYOUT))
     (storage,) = made
@@ -103,7 +103,7 @@ def story_that_is_told_again(store: MmapStore, path: Path) -> str:
         tell(storage)
     assert state_of(storage) == STATES[-1]
     assert state_of(make(MmapStore(path, boot=SameMachine(path)))) == STATES[-1]
-    return told or later
+    return message or later
 
 
 @pytest.fixture
@@ -142,10 +142,10 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
     tell(small)
     ballast = disk.path / "ballast"
     ballast.write_bytes(bytes(EXTENT_BYTES_MIN))
-    while not (told := refusal(lambda: fill_rows(large, 64))):
+    while not (message := refusal(lambda: fill_rows(large, 64))):
         assert large.record.row_used < 10_000
-    assert "taking disk space for more rows failed" in told
-    assert HINTS[errno.ENOSPC] in told
+    assert "taking disk space for more rows failed" in message
+    assert HINTS[errno.ENOSPC] in message
     record = large.record
     assert record.row_used * LARGE.row_size_bytes > EXTENT_BYTES_MIN
     assert large.reserved_row_count >= record.row_used

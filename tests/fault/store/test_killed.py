@@ -45,7 +45,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("part", range(PART_COUNT))
 def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
     story = STORIES[name]
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, killed.__file__, name, str(tmp_path), str(1 + part), str(PART_COUNT)],
         env={
             **os.environ,
@@ -57,8 +57,8 @@ def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
         timeout=KILLS_TIMEOUT_S,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    last = int(told.stdout)
+    assert ran.returncode == 0, ran.stderr
+    last = int(ran.stdout)
     assert last > story.write_count_min
     for number in range(1 + part, last + 1, PART_COUNT):  # the last ran to its end
         path = tmp_path / str(number)
@@ -69,7 +69,7 @@ def test_killed_after_each_write(tmp_path: Path, name: str, part: int) -> None:
 
 
 @STORY
-def test_a_write_that_is_there_in_part(tmp_path: Path, writes_of: WritesOf, name: str) -> None:
+def test_a_write_that_is_done_in_part(tmp_path: Path, writes_of: WritesOf, name: str) -> None:
     story, torn_count = STORIES[name], 0
     for before, after in itertools.pairwise(writes_of(STORIES[name])):
         for file in after.image:

@@ -108,7 +108,7 @@ class Written(NamedTuple):
     files: Image
 
 
-def told(shard: Shard, answered: Callable[[], None], first: int = 0) -> None:
+def trained(shard: Shard, answered: Callable[[], None], first: int = 0) -> None:
     for call in calls()[first:]:
         call(shard)
         for each in shard.parameters.all():
@@ -133,7 +133,7 @@ def whole(shard: Shard, name: str) -> np.ndarray:
 
 def test_the_story_comes_to_what_the_replay_does() -> None:
     shard = shard_on(MemoryStore())
-    told(shard, lambda: None)
+    trained(shard, lambda: None)
     weights = Int8Weights(np.linspace(-1, 1, SIZE, dtype=np.float32))
     for step in range(STEP_COUNT):
         sent = [
@@ -162,7 +162,7 @@ def test_the_story_comes_to_what_the_replay_does() -> None:
 def test_killed_after_each_write(tmp_path: Path, durability: str, boot: type[SameMachine]) -> None:
     undisturbed = shard_on(MemoryStore())
     states = [state_of(undisturbed)]
-    told(undisturbed, lambda: states.append(state_of(undisturbed)))
+    trained(undisturbed, lambda: states.append(state_of(undisturbed)))
 
     written: list[Written] = []
     answered_count = 0
@@ -178,13 +178,13 @@ def test_killed_after_each_write(tmp_path: Path, durability: str, boot: type[Sam
         def reached(_: str) -> None:
             written.append(Written(answered_count, image_of(store)))
 
-        told(on_files(store, durability, SameMachine, reached), answered)
+        trained(on_files(store, durability, SameMachine, reached), answered)
         assert len(written) > 100
         for number, (count, files) in enumerate(written[:: 1 if boot is SameMachine else 2]):
             again = restore(files, path / "again")
             shard = on_files(again, durability, boot, lambda _: None)
             assert state_of(shard) in states[count : count + 2], number
-            told(shard, lambda: None, count)
+            trained(shard, lambda: None, count)
             assert state_of(shard) == states[-1], number
             for name in WORKERS:
                 np.testing.assert_array_equal(whole(shard, name), whole(undisturbed, name))
@@ -196,7 +196,7 @@ def test_a_damaged_array_is_named(tmp_path: Path, name: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
     shard = on_files(store, "process", SameMachine, lambda _: None)
-    told(shard, lambda: None)
+    trained(shard, lambda: None)
     (directory,) = [
         path.parent for path in store.rglob("slot-2") if (path.parent / "slot-1").exists()
     ]

@@ -55,7 +55,7 @@ def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
     """The images that every write of a story leaves; each story runs once."""
 
     @functools.cache
-    def told(kind: str) -> list[Written]:
+    def written_by(kind: str) -> list[Written]:
         with (
             in_memory(tmp_path_factory.mktemp(kind)) as path,
             pytest.MonkeyPatch.context() as patch,
@@ -65,7 +65,7 @@ def writes_of(tmp_path_factory: pytest.TempPathFactory) -> WritesOf:
         assert len(found) > STORIES[kind].write_count_min
         return found
 
-    return told
+    return written_by
 
 
 def lost(written: Written, path: Path) -> Path:

@@ -245,7 +245,7 @@ def test_what_a_killed_process_left_is_synced_before_it_is_acknowledged(
         run.close()
 
 
-def test_what_is_told_by_next_step_is_synced(tmp_path: Path, disk: Disk) -> None:
+def test_a_step_that_next_step_returns_is_synced(tmp_path: Path, disk: Disk) -> None:
     with served(tmp_path / "first", "step") as target:
         run = Run(target, OPTIMIZERS[0])
         run.step(0)

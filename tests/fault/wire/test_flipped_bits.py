@@ -275,7 +275,7 @@ def test_weights(line, direction) -> None:
 
 
 @pytest.mark.parametrize("direction", ["request", "response"])
-@pytest.mark.parametrize("number", [1, 2], ids=["asked", "told"])
+@pytest.mark.parametrize("number", [1, 2], ids=["asked", "answered"])
 def test_norms(line, connect, direction, number) -> None:
     """Of a clipped step: the norm that the shard found, and the one it gets, after a gradient."""
     options = {"codec": "fp32", "worker_count": 2, "optimizer": CLIPPED}

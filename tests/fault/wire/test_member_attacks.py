@@ -108,7 +108,7 @@ def test_no_heartbeat_ends_a_seat_of_a_fixed_crew(
         {"incarnation": 1},
     ],
 )
-def test_a_tenure_that_nobody_has_ends_nothing(
+def test_ending_an_unknown_tenure_changes_nothing(
     member: WireParameter, fields: dict[str, Any]
 ) -> None:
     values = {

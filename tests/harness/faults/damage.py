@@ -38,22 +38,22 @@ class Damage:
             file.unlink()
         else:
             file.write_bytes(contents)
-        told = None
+        message = None
         try:
             self._story.check_goes_on(
                 self.path, self._answered_count, f"{name}: {what}", is_whole=False
             )
         except StorageError as error:
-            told = str(error)
-            assert str(self.path / self._directory) in told, f"{name}, {what}: {told}"
+            message = str(error)
+            assert str(self.path / self._directory) in message, f"{name}, {what}: {message}"
         except BaseException as error:
             error.add_note(f"{name}: {what}")
             raise
         finally:
             restore(self.image, self.path)
-        self.refused_count += told is not None
-        self.harmless_count += told is None
-        return told
+        self.refused_count += message is not None
+        self.harmless_count += message is None
+        return message
 
     def contents(self, name: str) -> bytearray:
         """Of a file, undamaged."""

@@ -31,7 +31,7 @@ class Room:
         self.now_s = 100.0
         self.roll_call = CallMatcher(size)
         self.next_index = [0] * size
-        self.told: dict[int, list[pb.Verdict]] = defaultdict(list)
+        self.verdicts: dict[int, list[pb.Verdict]] = defaultdict(list)
         """By rank, in order."""
 
     def call(
@@ -39,9 +39,9 @@ class Room:
     ) -> Verdicts:
         """A rank's next call."""
         made = a_call(self.next_index[rank], operation, **fields)
-        told = self.roll_call.call(rank, made, self.now_s)
+        verdicts = self.roll_call.call(rank, made, self.now_s)
         self.next_index[rank] += 1
-        return self.note(told)
+        return self.note(verdicts)
 
     def join(self, rank: int, timeout_s: float = TIMEOUT_S) -> Verdicts:
         """A rank calls JOIN."""
@@ -57,10 +57,10 @@ class Room:
         self.now_s += duration_s
         return self.note(self.roll_call.expire(self.now_s))
 
-    def note(self, told: Verdicts) -> Verdicts:
+    def note(self, verdicts: Verdicts) -> Verdicts:
         """Notes each rank's verdicts; after a JOIN all do as engines do."""
-        for rank, verdict in told:
-            self.told[rank].append(verdict)
+        for rank, verdict in verdicts:
+            self.verdicts[rank].append(verdict)
             if verdict.operation == pb.OPERATION_JOIN and not verdict.HasField("failure"):
                 self.next_index[rank] = verdict.call_index
-        return told
+        return verdicts

@@ -83,7 +83,7 @@ class Commands:
         return self.sum(size)
 
 
-def told(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def answered(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The answer, or the error as one."""
     try:
         return answer()
@@ -114,7 +114,7 @@ def main() -> None:
         return Commands(group).standing()
 
     group: shardwell.Group | None = None
-    print(json.dumps(told(join)), flush=True)
+    print(json.dumps(answered(join)), flush=True)
     if group is None:
         return
     with group:
@@ -124,7 +124,7 @@ def main() -> None:
             do = asked.pop("do")
             if do == "raise":
                 raise RuntimeError("the training code fails")
-            print(json.dumps(told(lambda: getattr(commands, do)(**asked))), flush=True)  # noqa: B023
+            print(json.dumps(answered(lambda: getattr(commands, do)(**asked))), flush=True)  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class Slurm:
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` says."""
-        told = self.run("scontrol", "--oneliner", "show", "job", number)
-        return dict(part.split("=", 1) for part in told.split() if "=" in part)
+        shown = self.run("scontrol", "--oneliner", "show", "job", number)
+        return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
     def log(self, number: str) -> str:
         """What a job has printed so far."""

@@ -154,7 +154,7 @@ class Telling:
 
 
 @contextlib.contextmanager
-def told(path: Path, reached: Callable[[str], None] = lambda point: None) -> Iterator[Telling]:
+def as_killed(path: Path, reached: Callable[[str], None] = lambda point: None) -> Iterator[Telling]:
     """The contents of a directory, as a process has it that is killed at the end of the `with`."""
     telling = Telling(path, reached)
     try:

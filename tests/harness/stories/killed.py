@@ -251,13 +251,13 @@ class AccumulatorStory(Story):
     recovery_points = frozenset({"rows taken back", "words cleared", "state"})
 
     def tell(self, path: Path, answered: Callable[[], None], reached: Reached) -> None:
-        with accumulator.told(path, reached) as telling:
+        with accumulator.as_killed(path, reached) as telling:
             for call in accumulator.STORY:
                 telling.make(call)
                 answered()
 
     def state_at(self, path: Path, reached: Reached = _nothing) -> Any:
-        with accumulator.told(path, reached) as telling:
+        with accumulator.as_killed(path, reached) as telling:
             return telling.sums()
 
     def check(self, path: Path, answered_count: int, where: str) -> None:
@@ -268,7 +268,7 @@ class AccumulatorStory(Story):
     ) -> None:
         assert is_whole
         states = accumulator.STATES
-        with accumulator.told(path) as telling:
+        with accumulator.as_killed(path) as telling:
             found, before, is_done = telling.sums(), states[answered_count], False
             if answered_count < self.call_count:
                 call = accumulator.STORY[answered_count]

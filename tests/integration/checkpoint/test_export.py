@@ -105,10 +105,10 @@ def test_commands(cluster, connect, tmp_path) -> None:
     for words in ("table rows", "10 rows x 4", "SGD 0.5", "ids, weights, update_counts"):
         assert words in saved
         assert words in shown
-    told = run("checkpoint", "restore", directory, "--shards", target.target)
-    assert "restored table rows from" in told
-    told = run("table", "export", "rows", path, "--shards", target.target)
-    assert told.strip() == f"exported 10 rows of rows at version 1 to {path}"
+    printed = run("checkpoint", "restore", directory, "--shards", target.target)
+    assert "restored table rows from" in printed
+    printed = run("table", "export", "rows", path, "--shards", target.target)
+    assert printed.strip() == f"exported 10 rows of rows at version 1 to {path}"
     np.testing.assert_array_equal(load_file(path)["ids"], np.arange(10))
     code, _, log = run_command("table", "export", "rows", path, "--shards", target.target)
     assert (code, "exists already" in log) == (1, True)

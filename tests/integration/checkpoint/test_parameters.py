@@ -297,7 +297,7 @@ def test_a_worker_that_opened_before_the_restore_goes_on_there(cluster, connect,
     np.testing.assert_array_equal(early.exchange(np.ones(SIZE, np.float32)), momentum_at(4)[0])
 
 
-def test_whoever_restores_is_no_worker_that_is_missed(cluster, connect, tmp_path) -> None:
+def test_a_restoring_client_is_not_missed_as_a_worker(cluster, connect, tmp_path) -> None:
     source = connect(cluster(1), "w0")
     open_model(source, worker_count=2).init(np.zeros(SIZE, np.float32))
     source.save_checkpoint(tmp_path / "c")
@@ -400,7 +400,7 @@ def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(cluster, connect) -> None:
+def test_a_gradient_that_state_can_not_take_fails_its_sender(cluster, connect) -> None:
     client = connect(cluster(2), "w0")
     model = open_model(client, shardwell.Adagrad(learning_rate=0.5))
     model.init(np.zeros(SIZE, np.float32))
@@ -424,7 +424,7 @@ def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(cluster, con
     ids=lambda each: type(each).__name__,
 )
 @pytest.mark.parametrize("worker_count", [1, 2])
-def test_weight_decay_that_state_can_not_take_is_told(
+def test_weight_decay_that_state_can_not_take_raises(
     cluster, connect, optimizer, large, worker_count
 ) -> None:
     """Weights are so large that what decay adds to a small gradient overflows, alone or squared."""

@@ -378,7 +378,7 @@ def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> No
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(
+def test_a_gradient_that_state_can_not_take_fails_its_sender(
     cluster, connect, tmp_path, mode
 ) -> None:
     client = connect(cluster(2), "w0")
@@ -396,7 +396,7 @@ def test_a_gradient_that_state_can_not_take_is_told_to_who_sends_it(
 
 @pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"worker_count": 2}])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_weight_decay_that_state_can_not_take_is_told(
+def test_weight_decay_that_state_can_not_take_raises(
     cluster, connect, tmp_path, options, is_new
 ) -> None:
     """Rows are so large that the square of what decay adds to a small gradient overflows."""

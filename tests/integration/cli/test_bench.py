@@ -34,18 +34,18 @@ def test_all_figures_of_each_shard(cluster) -> None:
     running = cluster(3, **CHUNKS)
     code, output, log = run_command(*BRIEF, "--json", f"--shards={running.target}")
     assert (code, log) == (0, "")
-    told = json.loads(output)
-    assert told["cluster_id"] == running.cluster_id
-    assert told["left_parameters"] == []
-    assert [shard["address"] for shard in told["shards"]] == running.addresses
-    assert sum(shard["slice_size"] for shard in told["shards"]) == 250_000
-    for shard in told["shards"]:
+    printed = json.loads(output)
+    assert printed["cluster_id"] == running.cluster_id
+    assert printed["left_parameters"] == []
+    assert [shard["address"] for shard in printed["shards"]] == running.addresses
+    assert sum(shard["slice_size"] for shard in printed["shards"]) == 250_000
+    for shard in printed["shards"]:
         assert shard["round_trip_s"] > 0
         assert set(shard["out_s"]) == set(shard["in_s"]) == {"fp16", "fp32"}
         assert min(*shard["out_s"].values(), *shard["in_s"].values()) > 0
-    assert set(told["codecs"]) == {"fp32", "fp16", "bf16", "int8"}
-    assert all(rate > 0 for rates in told["codecs"].values() for rate in rates.values())
-    step = told["step"]
+    assert set(printed["codecs"]) == {"fp32", "fp16", "bf16", "int8"}
+    assert all(rate > 0 for rates in printed["codecs"].values() for rate in rates.values())
+    step = printed["step"]
     assert step["limit"] in ("link", "codec", "latency", "shards")
     assert step["exchange_s"] > 0
 
@@ -70,10 +70,10 @@ def test_the_transport_that_an_exchange_uses(cluster, setting, transport) -> Non
         *BRIEF, "--json", f"--shards={running.target}", environment=setting
     )
     assert code == 0
-    told = json.loads(output)
-    assert [shard["transport"] for shard in told["shards"]] == [transport] * 2
+    printed = json.loads(output)
+    assert [shard["transport"] for shard in printed["shards"]] == [transport] * 2
     if transport == "memory":
-        assert told["step"]["link_s"] == 0.0
+        assert printed["step"]["link_s"] == 0.0
 
 
 def test_a_link_that_is_given_is_the_bound(cluster) -> None:

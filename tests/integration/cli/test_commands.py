@@ -241,12 +241,12 @@ def test_serve_takes_flags_and_variables(connect) -> None:
 def test_the_help_of_serve_says_what_each_limit_is() -> None:
     code, output, _ = run_command("serve", "--help", environment={"COLUMNS": "200"})
     assert code == 0
-    told = " ".join(output.split())
+    printed = " ".join(output.split())
     for field in dataclasses.fields(Limits):
-        entry = told.split(f"--{field.name.replace('_', '-')} ")[1]
+        entry = printed.split(f"--{field.name.replace('_', '-')} ")[1]
         meaning = entry.split("[default:")[0].partition(" ")[2]
         assert len(meaning) > 20, entry
-        assert told.count(meaning) == 1
+        assert printed.count(meaning) == 1
 
 
 @pytest.mark.sampled(2)

@@ -84,7 +84,7 @@ def _spoilt(kind: str) -> Iterator[int]:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("kind", ["full", "nobody reads"])
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_output_that_is_lost_is_told_in_one_line(trained, tmp_path, arguments, kind) -> None:
+def test_lost_output_is_reported_in_one_line(trained, tmp_path, arguments, kind) -> None:
     with _spoilt(kind) as fd:
         ended = subprocess.run(
             [*COMMAND, *arguments],
@@ -128,7 +128,7 @@ def _check_made(path: Path, arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "nobody reads"])
-def test_a_shard_serves_whoever_hears_of_it(kind) -> None:
+def test_a_shard_without_output_serves(kind) -> None:
     with _spoilt(kind) as fd, contextlib.ExitStack() as stack:
         flags = ("serve", "--shard-index=0", "--shard-count=1", "--listen=127.0.0.1:0")
         process = subprocess.Popen([*COMMAND, *flags], stdout=fd, stderr=subprocess.PIPE, text=True)

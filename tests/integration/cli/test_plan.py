@@ -29,10 +29,10 @@ def test_a_page_for_people() -> None:
 def test_json_has_what_the_table_has() -> None:
     code, output, log = run_command("plan", "64MB", "--workers=2", "--codec=fp32", "--json")
     assert (code, log) == (0, "")
-    told = json.loads(output)
-    layouts = {one["layout"]: one for one in told["layouts"]}
+    printed = json.loads(output)
+    layouts = {one["layout"]: one for one in printed["layouts"]}
     assert list(layouts) == ["co-located", "dedicated", "ring", "tree(arity=2)"]
-    assert told["recommended"] in layouts
+    assert printed["recommended"] in layouts
     assert layouts["ring"]["link_bytes"] == 64e6  # 2 (2 - 1) / 2 of 64 MB
     assert layouts["ring"]["link_s"] == pytest.approx(64e6 * step_time.HEADER_FACTOR / 125e6)
 

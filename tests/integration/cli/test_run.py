@@ -55,11 +55,11 @@ def script(tmp_path: Path):
 def pids(tmp_path: Path) -> Iterator:
     """The process ids that workers have written so far; all must be gone at the end."""
 
-    def told() -> list[int]:
+    def written() -> list[int]:
         return [int(path.read_text()) for path in sorted(tmp_path.glob("*-[0-9]"))]
 
-    yield told
-    left = told()
+    yield written
+    left = written()
     try:
         eventually("all workers are gone", lambda: not any(map(is_running, left)))
     finally:
@@ -387,7 +387,7 @@ def _processes_of(program: str) -> list[str]:
     return found
 
 
-def test_when_nobody_reads_the_output_workers_are_stopped(script, pids) -> None:
+def test_when_the_output_has_no_reader_workers_are_stopped(script, pids) -> None:
     program = script("tell(os.getpid())\nwhile True: print('more'); time.sleep(0.01)")
     reading_fd, writing_fd = os.pipe()
     reader = subprocess.Popen(
@@ -482,12 +482,12 @@ def test_each_worker_has_a_shard(script) -> None:
     code, output, log = run_command(*command, environment={"SHARDWELL_SHARDS": "10.0.0.1:7070"})
     assert (code, log) == (0, "")
     lines = sorted(output.splitlines())
-    told = [re.fullmatch(r"\[(\d)\] (\[.*?\]) (\[.*?\]) (\S+)", line).groups() for line in lines]
+    written = [re.fullmatch(r"\[(\d)\] (\[.*?\]) (\[.*?\]) (\S+)", line).groups() for line in lines]
     expected = str([-2.0 * i for i in range(1, 8)])  # the mean of 1, 2 and 3 times
-    assert [(rank, shards, weights) for rank, shards, weights, _ in told] == [
+    assert [(rank, shards, weights) for rank, shards, weights, _ in written] == [
         (str(rank), "[0, 1, 2]", expected) for rank in range(3)
     ]
-    targets = {target for *_, target in told}
+    targets = {target for *_, target in written}
     assert len(targets) == 1
     assert len(targets.pop().split(",")) == 3
 
@@ -505,7 +505,7 @@ def test_a_shard_that_dies_ends_the_run(script, pids, killed, flags) -> None:
     assert not any(map(is_running, shards))
 
 
-def test_a_shard_that_is_told_to_stop_ends_the_run_too(script, pids) -> None:
+def test_a_shard_that_gets_sigterm_ends_the_run_too(script, pids) -> None:
     program = script("tell(os.getpid()); time.sleep(60)")
     with _start(1, program, "--with-shards") as running:
         shards = _shard_pids(running, 1)
@@ -623,7 +623,7 @@ def test_an_elastic_member_that_leaves_on_sigterm_is_done(script, pids, cluster,
         os.kill(before[1], signal.SIGTERM)
         for rank in (0, 2):
             _read_until(running, f"[{rank}] all w0,w2 in life 0")
-        eventually("its end is told", lambda: _said(running))
+        eventually("its end is printed", lambda: _said(running))
         assert all(map(is_running, (before[0], before[2])))
         (tmp_path / "over").touch()
         assert running.end() == 0
@@ -641,15 +641,15 @@ def test_an_elastic_worker_that_always_fails_is_given_up(script, pids, tmp_path)
         "print('done')"
     )
     with _start(3, program, "--elastic", "--restarts=2") as running:
-        told = [
+        written = [
             "rank 1 has ended with exit code 7; it is started again in 1 s (1 of 2)",
             "rank 1 has ended with exit code 7; it is started again in 2 s (2 of 2)",
             "rank 1 has ended with exit code 7; it is not started again (restarts: 2)",
         ]
-        eventually("it is given up", lambda: told[-1] in _said(running))
+        eventually("it is given up", lambda: written[-1] in _said(running))
         (tmp_path / "over").touch()
         assert running.end() == 7
-        assert _said(running) == told
+        assert _said(running) == written
         lives = [f"[1] life {life}" for life in range(3)]
         assert sorted(running.lines) == ["[0] done", *lives, "[2] done"]
 
@@ -664,7 +664,7 @@ def test_the_first_elastic_worker_that_is_given_up_has_the_code(script, pids) ->
         "sys.exit(9 if rank == 0 else 0)"
     )
     with _start(4, program, "--elastic", "--restarts=0") as running:
-        eventually("two ends are told", lambda: len(_said(running)) == 2)
+        eventually("two ends are printed", lambda: len(_said(running)) == 2)
         assert sorted(_said(running)) == [
             "rank 2 has ended with signal 9 (SIGKILL); it is not started again (restarts: 0)",
             "rank 3 has ended with signal 15 (SIGTERM): it has left, and is not started again",

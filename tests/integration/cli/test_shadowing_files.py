@@ -42,7 +42,7 @@ def test_the_command_as_a_module(here) -> None:
     assert not (here / "ran").exists()
 
 
-def test_a_worker_whose_program_hides_modules_is_told(tmp_path, monkeypatch) -> None:
+def test_a_worker_whose_program_hides_modules_gets_an_error(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "queue.py").write_text("")
     (tmp_path / "train.py").write_text("import queue; queue.SimpleQueue()")

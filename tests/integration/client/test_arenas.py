@@ -156,7 +156,7 @@ def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
 
 
 @pytest.mark.parametrize("verb", ["get_weights", "exchange"])
-def test_an_error_that_somebody_keeps_keeps_no_memory(cluster, connect, verb) -> None:
+def test_a_kept_error_keeps_no_memory(cluster, connect, verb) -> None:
     client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
     net = client.parameter("net", size=ELEMENTS, **OPTIONS)
     net.init(np.zeros(ELEMENTS, np.float32))
@@ -251,7 +251,7 @@ def test_descriptors_are_left_for_the_rest(cluster, connect) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_off(cluster, connect, monkeypatch) -> None:
+def test_same_host_off(cluster, connect, monkeypatch) -> None:
     running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host="off")
     expected = trained(running, connect)
     assert mapped_bytes(running) == [0]
@@ -322,9 +322,7 @@ def test_a_file_in_the_place_of_a_socket_is_left_alone(cluster, connect, tmp_pat
 
 
 @pytest.mark.parametrize("why", ["taken", "missing", "long"])
-def test_where_nobody_can_listen_payloads_are_inline(
-    cluster, connect, tmp_path, caplog, why
-) -> None:
+def test_without_a_listener_payloads_are_inline(cluster, connect, tmp_path, caplog, why) -> None:
     directory = {"taken": tmp_path, "missing": tmp_path / "no", "long": tmp_path / ("x" * 120)}[why]
     with contextlib.ExitStack() as stack:
         if why == "taken":
@@ -480,7 +478,7 @@ def test_a_name_is_of_one_machine_and_network(cluster, tmp_path, monkeypatch) ->
     assert elsewhere != server._socket_name(config, 7070)
 
 
-def test_who_says_nothing_keeps_nobody_waiting_for_long(offering, monkeypatch) -> None:
+def test_a_silent_connection_delays_others_only_briefly(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_PATIENCE_S", 0.2)
     address = "\0" + offering.running.servers[0]._arenas.address[1:]
     with contextlib.ExitStack() as stack:
@@ -490,7 +488,7 @@ def test_who_says_nothing_keeps_nobody_waiting_for_long(offering, monkeypatch) -
         assert offering().answer.token
 
 
-def test_offers_that_nobody_takes_are_forgotten(offering, monkeypatch) -> None:
+def test_untaken_offers_are_forgotten(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_OFFER_S", 0.0)
     tokens = [offering().answer.token for _ in range(3)]
     assert mapped_bytes(offering.running)[0] <= 2 * SIZE
@@ -794,7 +792,7 @@ def test_a_shard_that_has_forgotten_the_arena(cluster, connect, monkeypatch) -> 
     assert forgot.is_set()
 
 
-def test_a_stream_that_is_cancelled_when_its_answer_is_there(cluster, connect, monkeypatch) -> None:
+def test_a_stream_that_is_cancelled_when_its_answer_has_come(cluster, connect, monkeypatch) -> None:
     """Its memory stays until that is decoded."""
     client = connect(cluster(1, chunk_size_bytes=1 << 20), "w0")
     net = client.parameter("net", size=200_000, optimizer=shardwell.SGD(1.0))
@@ -899,7 +897,7 @@ def test_a_payload_that_no_chunk_has_is_not_copied() -> None:
     own.close()
 
 
-def test_a_payload_that_may_change_is_told_from_others() -> None:
+def test_a_payload_that_may_change_is_marked() -> None:
     """So that a copy is checked, and used, and not what is shared: see tests of wire/chunks.py."""
     own = OwnMemory(8192)
     memory = own.memory

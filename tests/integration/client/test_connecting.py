@@ -98,7 +98,7 @@ def test_a_closed_port_is_named_in_time() -> None:
     assert "nothing listens on port" in error.message
 
 
-def test_a_host_that_nobody_knows_is_named() -> None:
+def test_an_unknown_host_is_named() -> None:
     error = _refused("shard-0.invalid:7070", connect_timeout_s=0.6, token_file=False)
     assert isinstance(error, shardwell.ShardUnavailableError)
     assert "this machine knows no host 'shard-0.invalid'" in error.message

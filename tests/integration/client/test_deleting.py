@@ -112,7 +112,7 @@ def test_who_opened_it_and_has_no_seat_yet_uses_it(running, connect) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_of_a_deleted_one_are_told_by_name(running, connect, kind) -> None:
+def test_workers_of_a_deleted_one_get_an_error_by_name(running, connect, kind) -> None:
     """One waits for another worker, one is idle; neither makes it anew."""
     waiting, idle, ops = (connect(running, name) for name in ("w0", "w1", "ops"))
     of_waiting, of_idle = opened(waiting, kind, worker_count=2), opened(idle, kind, worker_count=2)

@@ -20,7 +20,7 @@ def _refused(call: Any) -> str:
     return caught.value.message
 
 
-def test_a_name_that_is_mistyped_is_told_its_neighbour(cluster, connect) -> None:
+def test_a_mistyped_name_gets_a_suggestion(cluster, connect) -> None:
     client = connect(cluster(2), "w0")
     net = client.parameter("net", tensors=SHAPES, optimizer=SGD)
     net.init({"weight": [0.0] * 3, "bias": [0, 0]})

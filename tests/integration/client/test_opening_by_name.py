@@ -191,7 +191,7 @@ def test_statuses_are_values_that_can_be_printed(cluster, connect) -> None:
         assert hash(table) == hash(again)
         with pytest.raises(AttributeError):
             status.shard_index = 7
-        told = repr(status)
+        shown = repr(status)
         for words in (
             f"shard_index={index}, shard_count=2, cluster_id='{running.cluster_id}'",
             "name='model', size=101, optimizer=Adam(clip_value=0.0, clip_norm=0.0, "
@@ -199,5 +199,5 @@ def test_statuses_are_values_that_can_be_printed(cluster, connect) -> None:
             "missing_worker_ids=('w0',)",
             "TableStatus(spec=TableSpec(name='users'",
         ):
-            assert words in told
+            assert words in shown
     assert sum(table.row_count for status in statuses() for table in status.tables) == 1

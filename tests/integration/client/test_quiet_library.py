@@ -79,7 +79,7 @@ def test_errors_that_a_program_catches_are_not_printed_besides() -> None:
         assert program.log == []
 
 
-def test_whoever_waits_for_a_shard_reads_which(free_address: str) -> None:
+def test_a_call_that_waits_for_a_shard_logs_which(free_address: str) -> None:
     with Program("-c", CONNECT, free_address, "4") as program:
         assert program.end(60) == 0
         assert program.lines == ["gave up"]
@@ -88,7 +88,7 @@ def test_whoever_waits_for_a_shard_reads_which(free_address: str) -> None:
         assert "4 s (connect_timeout_s)" in line
 
 
-def test_whoever_trains_reads_which_shard_does_not_come_back(cluster) -> None:
+def test_training_logs_which_shard_does_not_come_back(cluster) -> None:
     """Once, however many calls wait for it."""
     running = cluster(2)
     with Program("-c", TRAIN, running.target, stdin=subprocess.PIPE) as program:
@@ -177,7 +177,7 @@ def test_a_taken_port_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("listen", ["192.0.2.1:0", "no-such-host.invalid:0"])
-def test_an_address_of_nobody_here_is_one_line(listen) -> None:
+def test_an_address_without_a_shard_is_one_line(listen) -> None:
     code, _, log = run_command(
         "serve",
         "--shard-index=0",

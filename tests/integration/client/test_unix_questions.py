@@ -80,18 +80,18 @@ def test_many_parameters_and_tables_take_two_connections(cluster, connect) -> No
 
 
 def test_a_refusal_is_that_of_grpc(cluster, connect) -> None:
-    running, told = cluster(2), []
+    running, logged = cluster(2), []
     opened(connect(running, "maker"))
     for same_host in (True, False):
         client = connect(running, f"w{same_host}", same_host=same_host)
         with pytest.raises(shardwell.SpecMismatchError) as caught:
             client.parameter("net", size=SIZE + 1, optimizer=SGD)
-        told.append((caught.value.message, caught.value.parameter, caught.value.shard_index))
+        logged.append((caught.value.message, caught.value.parameter, caught.value.shard_index))
         assert client.parameter("net").size == SIZE
-    assert told[0] == told[1]
+    assert logged[0] == logged[1]
 
 
-def test_calls_of_several_threads_wait_for_nobody(cluster, connect) -> None:
+def test_calls_of_several_threads_do_not_wait_for_each_other(cluster, connect) -> None:
     """One waits for first weights, which another sets meanwhile."""
     running = cluster(1)
     client, other = connect(running, "w0"), connect(running, "w1")
@@ -138,7 +138,7 @@ def test_closing_a_client_ends_what_waits(cluster, connect) -> None:
     eventually("all have ended", lambda: connection_counts(running) == [0])
 
 
-def test_a_shard_that_stands_still(cluster, connect) -> None:
+def test_a_stopped_shard(cluster, connect) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     opened(client)

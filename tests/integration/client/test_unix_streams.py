@@ -126,7 +126,7 @@ def test_much_that_is_inline_both_ways_at_once(cluster, connect) -> None:
     assert not client.traffic.shared_bytes
 
 
-def test_answers_that_nobody_reads_do_not_pile_up(cluster, connect, monkeypatch) -> None:
+def test_unread_answers_do_not_pile_up(cluster, connect, monkeypatch) -> None:
     """A shard's stream stops while another's is read."""
     most: list[int] = []
     real = unix_call.UnixCall.receive
@@ -146,7 +146,7 @@ def test_answers_that_nobody_reads_do_not_pile_up(cluster, connect, monkeypatch)
     assert max(most) < 16
 
 
-def test_off(cluster, connect) -> None:
+def test_same_host_off(cluster, connect) -> None:
     running = cluster(1, same_host="off")
     client = connect(running, "w0")
     assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
@@ -164,7 +164,7 @@ def test_a_directory(cluster, connect, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nobody_can_listen(cluster, connect, tmp_path, caplog) -> None:
+def test_without_a_listener_calls_go_over_grpc(cluster, connect, tmp_path, caplog) -> None:
     running = cluster(1, same_host=str(tmp_path / "missing"), cluster_id="c")
     assert "call over the network" in caplog.text
     client = connect(running, "w0")
@@ -370,7 +370,7 @@ def test_a_shard_that_ends_ends_the_wait_for_another(cluster, connect, size) -> 
     assert isinstance(waiting.exception(PATIENCE_S), shardwell.ShardwellError)
 
 
-def test_a_shard_that_stands_still(cluster, connect) -> None:
+def test_a_stopped_shard(cluster, connect) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     net = opened(client)

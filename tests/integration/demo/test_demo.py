@@ -395,11 +395,11 @@ def test_every_way_of_synchronising_trains_as_well(sync: str) -> None:
 
 
 def test_what_a_group_can_not_do_is_refused() -> None:
-    for arguments, told in (
+    for arguments, message in (
         (("--sync", "ring", "--mode", "async"), "asynchronously"),
         (("--sync", "tree", "--codec", "fp16+lz4"), "codec"),
     ):
         with started("demo", *arguments) as process:
             code, _, errors = finish(process)
         assert code == 2
-        assert told in errors
+        assert message in errors

@@ -114,7 +114,7 @@ def test_shards_speak_tls_and_ask_for_tokens() -> None:
         assert settings_of(service).keys() >= BY_CLIENTS
 
 
-def test_health_of_shards_is_asked_as_the_image_does_and_of_nobody_else() -> None:
+def test_health_is_asked_of_shards_alone_as_the_image_does() -> None:
     for service in SERVICES:
         asked = {"disable": True} if service in ("credentials", "ports") else None
         assert SERVICES[service].get("healthcheck") == asked
@@ -223,7 +223,7 @@ def test_ports_are_published_with_the_profile_alone_and_to_this_machine_alone() 
     assert [*routes.values()] == listens
 
 
-def test_nobody_starts_before_there_are_credentials() -> None:
+def test_no_service_starts_before_there_are_credentials() -> None:
     for service in (*SHARDS, *WORKERS):
         condition = SERVICES[service]["depends_on"]["credentials"]["condition"]
         assert condition == "service_completed_successfully"
@@ -526,7 +526,7 @@ def test_a_connection_that_is_cut_at_one_end_is_cut_at_the_other(listener, is_fi
         assert is_ended(other)
 
 
-def test_a_shard_that_is_not_there_is_told_and_the_next_connection_is_taken() -> None:
+def test_a_missing_shard_is_logged_and_the_next_connection_is_taken() -> None:
     nobody = f"127.0.0.1:{free_port()}"
     with forwarded(nobody) as (forwarder, where):
         for _ in range(2):

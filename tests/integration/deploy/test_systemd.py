@@ -86,8 +86,8 @@ def test_systemd_understands_the_unit(tmp_path) -> None:
     done = subprocess.run(
         [ANALYZE, "verify", copy], capture_output=True, text=True, timeout=60, check=False
     )
-    told = [line for line in done.stderr.splitlines() if str(copy) in line or UNIT.stem in line]
-    assert [line for line in told if not any(f"'{key}'" in line for key in NEWER_KEYS)] == []
+    said = [line for line in done.stderr.splitlines() if str(copy) in line or UNIT.stem in line]
+    assert [line for line in said if not any(f"'{key}'" in line for key in NEWER_KEYS)] == []
     assert done.returncode == 0
 
 

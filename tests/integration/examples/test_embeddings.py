@@ -97,8 +97,8 @@ def test_a_worker_that_is_started_again_goes_on(graph):
         for step_count in (5, STEP_COUNT, STEP_COUNT):
             one = Task(target=cluster.target, worker_id="w0", step_count=step_count)
             run_worker(one, graph, reports.append, report_interval_s=3600.0)
-    told = [report.step for report in reports if report.loss is None]
-    assert told == [0, 5, STEP_COUNT]
+    shown = [report.step for report in reports if report.loss is None]
+    assert shown == [0, 5, STEP_COUNT]
     assert reports[-1].step == STEP_COUNT
     assert reports[-1].loss is None, "nothing is left to do"
 
@@ -135,28 +135,28 @@ def test_it_compares_a_cluster_with_one_process():
     assert 1.7 < float(codec[1]) < 2.1
     # So few steps are compared with more noise than a whole run's.
     assert ratio == pytest.approx(1.0, abs=0.05)
-    told = f"the cluster's filtered MRR is {mrr[3]} times that of one process"
+    shown = f"the cluster's filtered MRR is {mrr[3]} times that of one process"
     if ratio >= 0.98:
         assert (code, program.log) == (0, [])
-        assert program.lines[-1] == f"Passed: {told}, at least 0.98."
+        assert program.lines[-1] == f"Passed: {shown}, at least 0.98."
     else:
-        assert (code, program.log) == (1, [f"Failed: {told}, below 0.98."])
+        assert (code, program.log) == (1, [f"Failed: {shown}, below 0.98."])
 
 
 @pytest.mark.sampled(2)
 @needs_pykeen
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown"),
     [
         (("--steps=0",), "0 is not in the range x>=1"),
         (("--workers=33",), "1 to 32 workers; got 33"),
     ],
 )
-def test_what_it_can_not_do_is_refused_at_once(arguments, told):
+def test_what_it_can_not_do_is_refused_at_once(arguments, shown):
     with Program(*COMMAND, *arguments) as program:
         assert program.end(DEADLINE_S) == 2
     assert program.lines == []
-    assert told in "\n".join(program.log)
+    assert shown in "\n".join(program.log)
 
 
 def test_without_pykeen_it_says_how_to_install_it():
@@ -212,14 +212,14 @@ def test_a_stopped_run_leaves_nothing_behind(moment):
 @needs_pykeen
 @needs_proc
 @pytest.mark.parametrize(
-    ("victim", "told"),
+    ("victim", "shown"),
     [
         ("--worker-id=w1 ", r"worker w1 has ended with signal 9 \(SIGKILL\) at step \d+ of 20"),
         ("--shard-index=1 ", r"shard 1 has ended with signal 9 \(SIGKILL\)"),
     ],
     ids=["worker", "shard"],
 )
-def test_a_killed_process_ends_it_and_is_named(victim, told):
+def test_a_killed_process_ends_it_and_is_named(victim, shown):
     with Program(*COMMAND, "--workers=2", "--steps=20") as program:
         read_until(program, "starting 2 workers")
         # A process that has just been made has no command line yet.
@@ -230,5 +230,5 @@ def test_a_killed_process_ends_it_and_is_named(victim, told):
         children = child_pids(program.pid)
         os.kill(found[0], signal.SIGKILL)
         assert program.end(DEADLINE_S) == 1
-    assert re.fullmatch(f"embeddings: {told}", "\n".join(program.log)), program.log
+    assert re.fullmatch(f"embeddings: {shown}", "\n".join(program.log)), program.log
     eventually("all end", lambda: not any(map(is_running, children)), timeout_s=PATIENCE_S)

@@ -77,9 +77,9 @@ def test_the_example_of_tables() -> None:
     with LocalCluster(2) as cluster:
         command = ("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
         lines = output_of(*command, target=cluster.target)
-    told = re.findall(r"MRR (\S+)  hits@10 (\S+)", "\n".join(lines))
-    assert len(told) == 2
-    for mrr, hits in told:
+    shown = re.findall(r"MRR (\S+)  hits@10 (\S+)", "\n".join(lines))
+    assert len(shown) == 2
+    for mrr, hits in shown:
         assert float(mrr) > 0.75
         assert float(hits) > 0.95
 
@@ -94,9 +94,9 @@ def test_the_example_of_a_group() -> None:
 def test_the_example_of_a_sharded_optimizer() -> None:
     program = str(ROOT / "examples" / "sharded_optimizer.py")
     lines = output_of("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, program)
-    told = [re.fullmatch(r"\[.\] 325 of 650 momenta here; accuracy (\S+)", x) for x in lines]
-    assert all(told)
-    first, second = (found[1] for found in told if found)
+    shown = [re.fullmatch(r"\[.\] 325 of 650 momenta here; accuracy (\S+)", x) for x in lines]
+    assert all(shown)
+    first, second = (found[1] for found in shown if found)
     assert first == second
     assert float(first) > 0.93
 

@@ -100,11 +100,11 @@ def test_a_disagreement_is_the_same_error_everywhere(place, which) -> None:
         return type(error), error.message
 
     watch = Stopwatch()
-    told = on_ranks(3, place, work, strategy=STRATEGIES[len(which) % 4])
-    assert len(set(told)) == 1, told
-    assert told[0][0] is shardwell.CollectiveMismatchError
+    outcomes = on_ranks(3, place, work, strategy=STRATEGIES[len(which) % 4])
+    assert len(set(outcomes)) == 1, outcomes
+    assert outcomes[0][0] is shardwell.CollectiveMismatchError
     for word in words:
-        assert word in told[0][1], told[0][1]
+        assert word in outcomes[0][1], outcomes[0][1]
     assert watch.elapsed_s < PATIENCE_S
 
 
@@ -122,10 +122,10 @@ def test_values_that_are_not_finite_are_refused_everywhere(place, strategy, valu
         goes_on(group)
         return error.element_index, error.message
 
-    told = on_ranks(3, place, work, strategy=strategy)
-    assert told[0][0] == 555_555
-    assert "rank 2" in told[0][1]
-    assert len(set(told)) == 1
+    outcomes = on_ranks(3, place, work, strategy=strategy)
+    assert outcomes[0][0] == 555_555
+    assert "rank 2" in outcomes[0][1]
+    assert len(set(outcomes)) == 1
 
 
 def test_values_that_are_not_finite_where_all_allow_them(place) -> None:
@@ -146,8 +146,8 @@ def test_ranks_that_differ_in_what_they_allow(place) -> None:
         options = {"allow_non_finite": rank == 1, "join_timeout_s": 2.0, "lease_s": 1.0}
         return error_of(lambda: joined(place, rank, 2, **options).close())
 
-    told = [in_background(lambda rank=rank: work(rank)) for rank in (0, 1)]
-    errors = [future.result(20) for future in told]
+    outcomes = [in_background(lambda rank=rank: work(rank)) for rank in (0, 1)]
+    errors = [future.result(20) for future in outcomes]
     kinds = sorted(type(error).__name__ for error in errors)
     assert kinds == ["GroupMismatchError", "WorkersMissingError"]
     for error in errors:
@@ -185,10 +185,10 @@ def test_a_late_rank_is_waited_for_then_named(place) -> None:
         goes_on(group)
         return error.message, error.missing_ranks
 
-    told = on_ranks(3, place, work)
-    assert {ranks for _, ranks in told} == {(1,)}
-    assert len({message for message, _ in told}) == 1
-    assert "rank 1 did not call all_reduce" in told[0][0]
+    outcomes = on_ranks(3, place, work)
+    assert {ranks for _, ranks in outcomes} == {(1,)}
+    assert len({message for message, _ in outcomes}) == 1
+    assert "rank 1 did not call all_reduce" in outcomes[0][0]
 
 
 def test_a_rank_that_comes_within_the_deadline(place) -> None:
@@ -237,9 +237,9 @@ def test_workers_with_fewer_batches_join(place, strategy) -> None:
         assert (final == last).all()
         return means, last
 
-    told = on_ranks(4, place, work, strategy=strategy)
+    outcomes = on_ranks(4, place, work, strategy=strategy)
     expected = [2.5] * 2 + [3.0] * 3 + [3.5] * 3 + [4.0] * 3
-    for rank, (means, last) in enumerate(told):
+    for rank, (means, last) in enumerate(outcomes):
         assert means == expected[: 2 + 3 * rank]
         assert last == 3
 
@@ -331,9 +331,9 @@ def test_join_when_another_leaves_without(place) -> None:
         return error.message
 
     watch = Stopwatch()
-    told = on_ranks(3, place, work)
-    assert "left" in told[0]
-    assert "left" in told[2]
+    outcomes = on_ranks(3, place, work)
+    assert "left" in outcomes[0]
+    assert "left" in outcomes[2]
     assert watch.elapsed_s < PATIENCE_S
 
 

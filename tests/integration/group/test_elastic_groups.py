@@ -132,7 +132,7 @@ def test_the_state_reaches_a_newcomer_bit_for_bit(target, members) -> None:
     ]
 
 
-def test_members_with_state_let_nobody_in_at_a_sum(target, members) -> None:
+def test_members_with_state_admit_no_newcomer_at_a_sum(target, members) -> None:
     one, two = members(2)
     states = [{"w": np.full(2, float(rank))} for rank in range(3)]
     share = [

@@ -120,7 +120,7 @@ def test_shards_serve_until_all_ranks_have_left(meeting) -> None:
 
 
 @pytest.mark.parametrize("what", ["taken port", "argument"])
-def test_a_shard_that_does_not_start_is_told_to_all(meeting, what, capfd) -> None:
+def test_a_shard_that_does_not_start_fails_all_ranks(meeting, what, capfd) -> None:
     port = meeting.rpartition(":")[2]
     options = {"listen": f"127.0.0.1:{port}"} if what == "taken port" else {"grace_s": -1.0}
 

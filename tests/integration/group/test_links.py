@@ -137,7 +137,7 @@ def test_no_more_links_than_there_may_be(place, monkeypatch) -> None:
     assert_same(found, expected)
 
 
-def test_nobody_listens(place, monkeypatch) -> None:
+def test_a_socket_without_a_listener(place, monkeypatch) -> None:
     """Its address is known, and no more there; as on a machine that has a namesake."""
     expected, _ = reduced(place, 2, same_host=False)
     real = Links.start
@@ -284,7 +284,7 @@ def test_a_child_that_was_forked_ends_nothing(place) -> None:
         assert link.write_now(b"to nobody")
 
 
-def test_messages_keep_their_order_whoever_sends_them() -> None:
+def test_messages_of_several_threads_keep_their_order() -> None:
     """Short ones go at once, unless one is waiting that can't."""
     left, right = socket.socketpair()
     with left:
@@ -314,15 +314,15 @@ def test_messages_keep_their_order_whoever_sends_them() -> None:
         link.close()
 
 
-def test_an_end_that_can_t_be_told_hides_no_other() -> None:
+def test_an_end_whose_callback_fails_hides_no_other() -> None:
     """A link's end calls its waiter's function, which may fail."""
-    told: list[Link] = []
+    ended: list[Link] = []
     over = threading.Event()
 
     def serve(link: Link) -> None:
         def end() -> None:
-            told.append(link)
-            if len(told) == 1:
+            ended.append(link)
+            if len(ended) == 1:
                 raise RuntimeError("nobody is to know")
 
         link.add_callback(end)
@@ -337,8 +337,8 @@ def test_an_end_that_can_t_be_told_hides_no_other() -> None:
             for count in (1, 2):
                 with connected(made.address, socket.SOCK_STREAM, PATIENCE_S):
                     eventually("it is served", lambda count=count: len(served) == count)
-                eventually("its end is told", lambda count=count: len(told) == count)
+                eventually("its end is seen", lambda count=count: len(ended) == count)
         finally:
             over.set()
             made.close()
-    assert told == served
+    assert ended == served

@@ -86,10 +86,10 @@ def keep() -> Iterator[Callable[..., list[Sequence[pb.LostMember]]]]:
     with contextlib.ExitStack() as stack:
 
         def start(target: str, request: pb.RenewLeaseRequest) -> list[Sequence[pb.LostMember]]:
-            told: list[Sequence[pb.LostMember]] = []
+            losses: list[Sequence[pb.LostMember]] = []
             rendezvous = stack.enter_context(Rendezvous(target, Credentials.of()))
-            stack.enter_context(LeaseKeeper(rendezvous, request, told.append))
-            return told
+            stack.enter_context(LeaseKeeper(rendezvous, request, losses.append))
+            return losses
 
         yield start
 
@@ -117,7 +117,7 @@ def test_members_greet_all_before_it_is_ready(cluster, run) -> None:
     assert greeted == [["on h0", "on h1"]] * 2
 
 
-def test_an_unreachable_member_is_told_to_all(cluster, run) -> None:
+def test_an_unreachable_member_is_named_to_all(cluster, run) -> None:
     target, spec = cluster(1).target, group_spec(3)
 
     def greet(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
@@ -168,21 +168,21 @@ def _is_refused(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
 def test_the_rank_of_a_member_that_lives_is_taken(cluster, run, keep) -> None:
     target, spec = cluster(1).target, group_spec(1)
     member = new_member("h0")
-    told = keep(target, renewal(spec, member, join(target, member, 0, spec)))
+    losses = keep(target, renewal(spec, member, join(target, member, 0, spec)))
     with pytest.raises(shardwell.RankTakenError, match="on h0") as caught:
         join(target, new_member("h1"), 0, spec)
     assert caught.value.rank == 0
-    assert not told
+    assert not losses
 
 
 def test_a_replacement_after_a_lease_has_ended(cluster, run, keep) -> None:
     target, spec = cluster(1).target, group_spec(2)
     members = [new_member("h0"), new_member("h1")]
     formed = [f.result() for f in [run(target, members[r], r, spec) for r in range(2)]]
-    told = keep(target, renewal(spec, members[0], formed[0]))
+    losses = keep(target, renewal(spec, members[0], formed[0]))
     replacement = run(target, new_member("h2"), 1, spec)
-    eventually("the loss is known", lambda: told)
-    ((lost,),) = told
+    eventually("the loss is known", lambda: losses)
+    ((lost,),) = losses
     assert (lost.rank, lost.reason) == (1, "its lease of 1 s ended")
     again = join(
         target, members[0], 0, spec, previous=formed[0], replacement_wait_ms=int(TIMEOUT_S * 1000)
@@ -195,16 +195,16 @@ def test_a_replacement_after_a_lease_has_ended(cluster, run, keep) -> None:
             rendezvous.renew(request, timeout_s=TIMEOUT_S)
 
 
-def test_a_member_that_is_lost_itself_is_told_so(cluster, run, keep) -> None:
+def test_a_lost_member_gets_an_error_that_says_so(cluster, run, keep) -> None:
     target, spec = cluster(1).target, group_spec(2)
     members = [new_member("h0"), new_member("h1")]
     formed = [f.result() for f in [run(target, members[r], r, spec) for r in range(2)]]
     survivor = run(target, members[0], 0, spec, previous=formed[0], lost_ranks=[1])
     survivor.result()
-    told = keep(target, renewal(spec, members[1], formed[1]))
-    eventually("it is told", lambda: told)
-    assert [lost.rank for lost in told[0]] == [1]
-    assert len(told) == 1
+    losses = keep(target, renewal(spec, members[1], formed[1]))
+    eventually("it knows", lambda: losses)
+    assert [lost.rank for lost in losses[0]] == [1]
+    assert len(losses) == 1
 
 
 def test_a_shard_that_is_started_anew_takes_the_group_over(cluster, run, keep, tmp_path) -> None:
@@ -212,7 +212,7 @@ def test_a_shard_that_is_started_anew_takes_the_group_over(cluster, run, keep, t
     target = running.target
     members = [new_member("h0"), new_member("h1")]
     formed = [f.result() for f in [run(target, members[r], r, spec) for r in range(2)]]
-    told = [keep(target, renewal(spec, members[r], formed[r])) for r in range(2)]
+    losses = [keep(target, renewal(spec, members[r], formed[r])) for r in range(2)]
     waiting = run(target, new_member("h2"), 0, group_spec(2, name="other"))
     running.children[0].kill()
     running.children[0].wait(TIMEOUT_S)
@@ -224,10 +224,10 @@ def test_a_shard_that_is_started_anew_takes_the_group_over(cluster, run, keep, t
             "it knows the group",
             lambda: _is_taken(rendezvous, spec),
         )
-        assert told == [[], []]
+        assert losses == [[], []]
         rendezvous.leave(spec.name, members[0].member_id)
-    eventually("the other is told", lambda: told[1])
-    assert [(lost.rank, lost.reason) for lost in told[1][0]] == [(0, "it left the group")]
+    eventually("the other knows", lambda: losses[1])
+    assert [(lost.rank, lost.reason) for lost in losses[1][0]] == [(0, "it left the group")]
 
 
 def _is_taken(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
@@ -294,7 +294,7 @@ class Silent(group_pb2_grpc.GroupServiceServicer):
             gone.wait(PATIENCE_S)
 
 
-def test_whoever_gives_up_on_a_silent_rendezvous_leaves_without_waiting_for_it() -> None:
+def test_giving_up_on_a_silent_rendezvous_does_not_wait_for_it() -> None:
     """It has waited for as long as it was to already."""
     silent = Silent()
     server = grpc.server(ThreadPoolExecutor(4))
@@ -332,14 +332,14 @@ def test_a_lease_at_a_rendezvous_that_is_away_ends_quickly() -> None:
     formed = Formed(generation=5, rank=0, members=(pb.Member(), pb.Member()))
     request = renewal(group_spec(2), new_member("h0"), formed)
     request.lease_ms = 600_000
-    told: list[Any] = []
+    losses: list[Any] = []
     with Rendezvous("127.0.0.1:1", Credentials.of()) as rendezvous:
-        keeper = LeaseKeeper(rendezvous, request, told.append)
+        keeper = LeaseKeeper(rendezvous, request, losses.append)
         watch = Stopwatch()
         keeper.close()
         keeper.close()
     assert watch.elapsed_s < PATIENCE_S
-    assert not told
+    assert not losses
 
 
 def test_groups_meet_at_shard_0(cluster) -> None:

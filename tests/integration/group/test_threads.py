@@ -48,14 +48,14 @@ def test_a_callback_that_waits_for_another_call(place) -> None:
             assert is_added.wait(PATIENCE_S)
             group.all_reduce(array)
             return ""
-        told: list[shardwell.ShardwellError] = []
+        caught: list[shardwell.ShardwellError] = []
         future = group.all_reduce_async(array)
-        future.add_done_callback(lambda _: told.append(error_of(group.barrier)))
+        future.add_done_callback(lambda _: caught.append(error_of(group.barrier)))
         is_added.set()
         future.result(PATIENCE_S)
         group.close()  # after the callback
-        assert isinstance(told[0], shardwell.ArgumentError)
-        return told[0].message
+        assert isinstance(caught[0], shardwell.ArgumentError)
+        return caught[0].message
 
     assert "a callback of all_reduce_async waits" in on_ranks(2, place, work)[0]
 
@@ -100,7 +100,7 @@ def test_a_wait_for_replacements_that_is_none(place, wait_s) -> None:
     on_ranks(1, place, work)
 
 
-def test_a_callback_that_makes_too_many_calls_is_told_so(place) -> None:
+def test_a_callback_that_makes_too_many_calls_gets_an_error(place) -> None:
     """It runs where calls are made, so it can't wait until one of them ends."""
     under_way = 64
 
@@ -110,7 +110,7 @@ def test_a_callback_that_makes_too_many_calls_is_told_so(place) -> None:
             for _ in range(under_way + 1):
                 group.all_reduce(np.ones(4, np.float32))
             return ""
-        told: list[str] = []
+        caught: list[str] = []
         followed: list[Any] = []
 
         def follow(_: object) -> None:
@@ -118,7 +118,7 @@ def test_a_callback_that_makes_too_many_calls_is_told_so(place) -> None:
             try:
                 group.all_reduce_async(array)
             except shardwell.LimitError as error:
-                told.append(error.message)
+                caught.append(error.message)
 
         first = group.all_reduce_async(np.ones(4, np.float32))
         first.add_done_callback(follow)
@@ -128,7 +128,7 @@ def test_a_callback_that_makes_too_many_calls_is_told_so(place) -> None:
             future.result(PATIENCE_S)
         followed[0].result(PATIENCE_S)
         assert more[0] == 2.0
-        return told[0]
+        return caught[0]
 
     go = threading.Event()
 

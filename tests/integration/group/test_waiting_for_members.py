@@ -51,7 +51,7 @@ def test_who_is_missing(place) -> None:
         ({"allow_non_finite": True}, ("allow_non_finite False, got True",)),
     ],
 )
-def test_other_settings_are_refused_and_told(place, options, words) -> None:
+def test_other_settings_are_refused_by_name(place, options, words) -> None:
     """To the one that has them, at once, and to those that wait for it."""
     first = in_background(lambda: refused(place, 0, 3, join_timeout_s=2 * BRIEF_S))
 
@@ -71,7 +71,7 @@ def test_other_settings_are_refused_and_told(place, options, words) -> None:
         assert word in waited.message
 
 
-def test_a_second_worker_of_a_rank_is_refused_and_told(place) -> None:
+def test_a_second_worker_of_a_rank_is_refused_by_name(place) -> None:
     """While the first waits, and while the group works; both have names."""
     release = threading.Event()
 
@@ -98,7 +98,7 @@ def test_a_second_worker_of_a_rank_is_refused_and_told(place) -> None:
     assert "correct those that were refused" in errors[1].message
 
 
-def test_nobody_at_the_meeting_place() -> None:
+def test_no_server_at_the_meeting_place() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
     error = refused(address, 0, 2, join_timeout_s=0.5)

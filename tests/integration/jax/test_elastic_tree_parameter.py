@@ -21,7 +21,7 @@ import shardwell.jax  # noqa: E402
 PROGRAM = Path(__file__).parents[2] / "harness/programs/elastic_jax_worker.py"
 
 
-def test_one_is_killed_and_another_stands_still(tmp_path) -> None:
+def test_one_is_killed_and_another_is_stopped(tmp_path) -> None:
     with contextlib.ExitStack() as stack:
         bounds = {"member_return_s": 0.5, "member_lease_s": 2.0}
         run = ElasticTraining(stack, tmp_path, PROGRAM, **bounds)

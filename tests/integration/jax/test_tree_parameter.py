@@ -283,7 +283,7 @@ def test_trees_that_can_be_no_parameter(client, weights, words) -> None:
     assert not client.status()[0].parameters
 
 
-def test_a_worker_with_another_tree_is_told(client) -> None:
+def test_a_worker_with_another_tree_gets_an_error(client) -> None:
     tree_parameter(client, first_weights())
     with pytest.raises(shardwell.SpecMismatchError, match="'head/0'"):
         tree_parameter(client, {"hidden": first_weights()["hidden"]})
@@ -415,7 +415,7 @@ def test_an_interrupt_is_one(client, monkeypatch) -> None:
     assert net.parameter.next_step == 1
 
 
-def test_a_closed_client_is_told(client) -> None:
+def test_a_closed_client_raises(client) -> None:
     net = tree_parameter(client, {"w": jnp.zeros(5)})
     client.close()
     with pytest.raises(shardwell.ClosedError), shardwell.jax.named_errors():

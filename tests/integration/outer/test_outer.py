@@ -385,7 +385,7 @@ def test_who_was_away_goes_on_from_the_newest_image(cluster, connect) -> None:
     assert second.kept_count <= kept_count + 5
 
 
-def test_nobody_waits_for_a_learner_that_has_left(cluster, connect) -> None:
+def test_no_learner_waits_for_one_that_has_left(cluster, connect) -> None:
     target = cluster(2).target
     first, second = (elastic(connect(target, f"w{n}")) for n in (0, 1))
     weights, others = first.init(filled(0)), second.init(filled(0))
@@ -449,7 +449,7 @@ def test_a_wait_names_the_learner_and_may_be_made_again(cluster, connect) -> Non
     assert versions(first) == versions(second) == [2, 1]
 
 
-def test_a_call_that_ended_while_nobody_waited_is_made_again(cluster, connect) -> None:
+def test_a_call_that_ended_unawaited_is_made_again(cluster, connect) -> None:
     """With overlap, time that went by before the take is not that of a wait."""
     target = cluster(2).target
     options = {"worker_count": 2, "fragments": 1, "sync_every": 4, "overlap": 3}
@@ -466,7 +466,7 @@ def test_a_call_that_ended_while_nobody_waited_is_made_again(cluster, connect) -
     second.close()
 
 
-def test_with_later_an_error_is_told_once_and_the_offer_goes_again(cluster, connect) -> None:
+def test_with_later_an_error_is_raised_once_and_the_offer_goes_again(cluster, connect) -> None:
     target = cluster(2).target
     options = {"worker_count": 2, "fragments": 1, "sync_every": 100, "overdue": "later"}
     first = learner(connect(target, "w0"), timeout_s=0.2, **options)
@@ -628,7 +628,7 @@ def test_another_family_under_the_name_is_refused(cluster, connect) -> None:
         learner(client, outer=shardwell.SGD(0.5))
 
 
-def test_what_a_shard_refuses_is_told_and_reload_goes_on(cluster, connect) -> None:
+def test_a_refused_offer_raises_and_reload_goes_on(cluster, connect) -> None:
     """A finite difference whose square is not."""
     outer = learner(connect(cluster(2), "w0"), outer=shardwell.Adagrad(0.5))
     weights = outer.init(filled(0))
@@ -641,7 +641,7 @@ def test_what_a_shard_refuses_is_told_and_reload_goes_on(cluster, connect) -> No
     assert max(steps(outer)) == 3
 
 
-def test_weights_that_diverged_are_told(cluster, connect) -> None:
+def test_diverged_weights_raise(cluster, connect) -> None:
     outer = learner(connect(cluster(2), "w0"), outer=shardwell.SGD(3e38), fragments=1)
     weights = outer.init(filled(0))
     with pytest.raises(shardwell.DivergedError):

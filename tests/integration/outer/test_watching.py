@@ -45,7 +45,7 @@ def train(outer: shardwell.Outer, step_count: int, sample_count: int = 3) -> Non
         weights.update(outer.after_step(weights, sample_count))
 
 
-def told(client: shardwell.Client) -> dict[str, LearnerProgress]:
+def reported(client: shardwell.Client) -> dict[str, LearnerProgress]:
     """What shard 0 has of fragment 0, by worker; no other part has anything."""
     found = {}
     for shard in client.status():
@@ -64,7 +64,7 @@ def test_each_learner_says_what_it_has_done(cluster: Any, connect: Any) -> None:
     together([lambda one=one: train(one, 8) for one in learners])
     own = {f"w{n}": one.progress for n, one in enumerate(learners)}
     ops = connect(running, "ops")
-    eventually("shard 0 has what both said last", lambda: told(ops) == own)
+    eventually("shard 0 has what both said last", lambda: reported(ops) == own)
     for progress in own.values():
         assert (progress.inner_steps, progress.sample_count) == (8, 24)
         assert progress.offered_count == 8
@@ -84,9 +84,7 @@ def test_bytes_before_it_are_of_another(cluster: Any, connect: Any) -> None:
     assert outer.progress.sent_bytes < 4000
 
 
-def test_shard_0_is_told_the_newest_though_many_are_said_at_once(
-    cluster: Any, connect: Any
-) -> None:
+def test_shard_0_gets_the_newest_of_many_reports_at_once(cluster: Any, connect: Any) -> None:
     client = connect(cluster(1), "w0")
     outer = learner(client, worker_count=1)
     outer.init(WEIGHTS)
@@ -94,7 +92,7 @@ def test_shard_0_is_told_the_newest_though_many_are_said_at_once(
     for number in range(200):
         fragment.report_learner(LearnerProgress(inner_steps=number))
     eventually(
-        "the newest is there", lambda: told(client) == {"w0": LearnerProgress(inner_steps=199)}
+        "the newest is there", lambda: reported(client) == {"w0": LearnerProgress(inner_steps=199)}
     )
 
 
@@ -114,7 +112,7 @@ def test_it_never_blocks_and_never_fails_for_want_of_a_shard(
     def is_told() -> bool:
         fragment.report_learner(last)
         try:
-            return told(client) == {"w0": last}
+            return reported(client) == {"w0": last}
         except shardwell.ShardUnavailableError:  # as long as it starts
             return False
 
@@ -166,7 +164,7 @@ def test_a_request_by_hand_is_checked(
     change(request)
     with pytest.raises(shardwell.ArgumentError, match=words):
         channel.call("Report", request, pb.ReportResponse, timeout_s=PATIENCE_S, parameter="net")
-    assert told(client) == {}
+    assert reported(client) == {}
 
 
 # What operators see.
@@ -208,7 +206,7 @@ def watched(cluster: Any, connect: Any) -> Any:
     expected = {name: progress.inner_steps for name, progress in own.items()}
     eventually(
         "both have said so",
-        lambda: {name: each.inner_steps for name, each in told(looker).items()} == expected,
+        lambda: {name: each.inner_steps for name, each in reported(looker).items()} == expected,
     )
     return running
 
@@ -268,25 +266,25 @@ def test_the_page_has_a_family_as_one(watched: Any) -> None:
 
 
 def test_metrics_of_learners(watched: Any) -> None:
-    told = {
+    reported = {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(read(watched, "metrics"))
         for sample in family.samples
         if sample.name.startswith("shardwell_learner_")
     }
     pages = (Path(__file__).parents[3] / "docs/operations.md").read_text()
-    for name in {key[0] for key in told if not key[0].endswith("_created")}:
+    for name in {key[0] for key in reported if not key[0].endswith("_created")}:
         assert f"`{name}`" in pages
     for worker in ("w0", "w1"):
         of = ("family", "net", worker)
-        assert told["shardwell_learner_inner_steps", *of] == 6
-        assert told["shardwell_learner_samples_total", *of] == 18
-        assert told["shardwell_learner_offers_total", *of] == 6
-        assert told["shardwell_learner_bytes_total", "in", *of] > 0
-        assert told["shardwell_learner_bytes_total", "out", *of] > 0
-        assert told["shardwell_learner_silent_seconds", *of] >= 0
+        assert reported["shardwell_learner_inner_steps", *of] == 6
+        assert reported["shardwell_learner_samples_total", *of] == 18
+        assert reported["shardwell_learner_offers_total", *of] == 6
+        assert reported["shardwell_learner_bytes_total", "in", *of] > 0
+        assert reported["shardwell_learner_bytes_total", "out", *of] > 0
+        assert reported["shardwell_learner_silent_seconds", *of] >= 0
         for rest in ("hidden_seconds", "waited_seconds", "offers_overdue", "takes_kept"):
-            assert told[f"shardwell_learner_{rest}_total", *of] >= 0
+            assert reported[f"shardwell_learner_{rest}_total", *of] >= 0
 
 
 def test_notebooks_show_a_family_as_one(watched: Any, connect: Any) -> None:

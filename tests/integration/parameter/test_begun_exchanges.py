@@ -99,7 +99,7 @@ def test_workers_whose_pieces_differ(cluster, connect) -> None:
             np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_not_finite_is_told_and_can_be_mended(cluster, connect) -> None:
+def test_a_gradient_that_is_not_finite_raises_and_can_be_mended(cluster, connect) -> None:
     client = connect(cluster(2, chunk_size_bytes=64), "w0")
     net, whole = opened(client), opened(client, "whole")
     gradient = gradient_of(1)

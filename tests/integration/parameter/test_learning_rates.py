@@ -96,7 +96,7 @@ def test_a_rate_that_was_wrong_is_decided_by_a_call(cluster, connect) -> None:
     np.testing.assert_array_equal(one.get_weights(min_version=1), found)
 
 
-def test_workers_that_bring_different_rates_are_told(cluster, connect) -> None:
+def test_workers_that_bring_different_rates_get_an_error(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     one, other = (opened(connect(running, f"w{i}"), worker_count=2) for i in range(2))
     ones = np.ones(SIZE, np.float32)

@@ -156,7 +156,7 @@ def test_the_rate_is_that_of_a_count_of_members(
     assert set(net.exchange(gradient(8.0)).tolist()) == {-2.0}
 
 
-def test_a_member_without_a_gradient_is_waited_for_by_nobody(
+def test_no_step_waits_for_a_member_without_a_gradient(
     running: Callable[[str], shardwell.Client],
 ) -> None:
     members = shardwell.Elastic(min_count=1, max_count=4)

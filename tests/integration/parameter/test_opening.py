@@ -90,7 +90,7 @@ def test_not_initialized_names_the_parameter(cluster, connect) -> None:
     np.testing.assert_array_equal(model.exchange(np.ones(10, np.float32)), -0.5)
 
 
-def test_one_worker_too_many_is_told_who_sits(cluster, connect) -> None:
+def test_one_worker_too_many_gets_the_names_of_those_with_seats(cluster, connect) -> None:
     running = cluster()
     models = [
         connect(running, name).parameter("model", size=40, optimizer=SGD, worker_count=2)

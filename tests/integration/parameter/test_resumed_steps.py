@@ -143,7 +143,7 @@ def test_what_a_file_kept_is_checked(tmp_path: Path, caplog) -> None:
     assert "these are of versions 1 to 2" in caplog.text
 
 
-def test_another_gradient_than_the_first_process_s_is_told_where_it_did_not_count(
+def test_another_gradient_than_the_first_process_s_learns_where_it_did_not_count(
     cluster, connect, caplog
 ) -> None:
     running = cluster(2, chunk_size_bytes=256)

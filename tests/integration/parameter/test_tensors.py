@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(client) -> None:
     assert_same(net.exchange(gradient), FIRST - 0.5 * GRADIENT)
 
 
-def test_what_the_shard_finds_is_told_by_tensor(client) -> None:
+def test_an_error_of_the_shard_names_the_tensor(client) -> None:
     net = client.parameter(
         "net", tensors=SHAPES, optimizer=shardwell.SGD(3e38), codec="fp32", allow_non_finite=False
     )

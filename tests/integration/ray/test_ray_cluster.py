@@ -174,7 +174,7 @@ def test_all_shards_go_back_to_the_newest_checkpoint(nodes: Any, tmp_path: Path,
         assert client.parameter("net").next_step == newest
 
 
-def test_what_shards_in_memory_lose_is_told(nodes: Any) -> None:
+def test_lost_memory_of_shards_is_reported(nodes: Any) -> None:
     with shardwell.ray.start_shards(2) as cluster:
         training = Training(cluster)
         training.until(50)
@@ -208,7 +208,7 @@ def test_tls_and_tokens_keep_others_out_on_given_ports(nodes: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "told"),
+    ("call", "kind", "message"),
     [
         (lambda p: start(0), shardwell.ArgumentError, "count"),
         (lambda p: start(2, port=65535), shardwell.ArgumentError, "port"),
@@ -242,9 +242,9 @@ def test_tls_and_tokens_keep_others_out_on_given_ports(nodes: Any, tmp_path: Pat
     ],
 )
 def test_what_can_not_be_is_refused(
-    nodes: Any, tmp_path: Path, call: Callable[[Path], Any], kind: type[Exception], told: str
+    nodes: Any, tmp_path: Path, call: Callable[[Path], Any], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         call(tmp_path)
 
 

@@ -65,8 +65,8 @@ def test_who_did_what(tokens, tmp_path, same_host) -> None:
         with pytest.raises(shardwell.AuthenticationError):
             shardwell.connect(server.address, token_file=False, **given)
     lines = lines_of(path)
-    told = [(line["event"], line.get("token"), line.get("name")) for line in lines]
-    counts = Counter(told)
+    events = [(line["event"], line.get("token"), line.get("name")) for line in lines]
+    counts = Counter(events)
     assert counts["created", "maker", "net"] == counts["created", "maker", "rows"] == 1
     assert counts["initialized", "maker", "net"] == 1
     assert counts["evicted", "maker", "rows"] == 1
@@ -84,7 +84,7 @@ def test_who_did_what(tokens, tmp_path, same_host) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_restoring_is_told(tokens, tmp_path) -> None:
+def test_restoring_is_audited(tokens, tmp_path) -> None:
     path = tmp_path / "audit.jsonl"
     with (
         ShardServer(ShardConfig(shard_index=0, shard_count=1)) as server,
@@ -108,8 +108,8 @@ def test_restoring_is_told(tokens, tmp_path) -> None:
         with shardwell.connect(server.address, worker_id="w0", token_file=file) as client:
             client.restore_checkpoint(tmp_path / "saved")
             assert (client.parameter("net").get_weights() == -1).all()
-    told = {(line["event"], line.get("name")) for line in lines_of(path)}
-    assert {("restored", "net"), ("restored", "rows")} <= told
+    events = {(line["event"], line.get("name")) for line in lines_of(path)}
+    assert {("restored", "net"), ("restored", "rows")} <= events
 
 
 def test_it_is_rotated(tmp_path, monkeypatch) -> None:
@@ -214,8 +214,8 @@ def test_what_is_alike_is_one_line(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "_FOLD_S", 0.0)
     log.note("opened", token="w", name="net", right="read", method="GetWeights")
     log.close()
-    told = [(line["event"], line.get("name"), line.get("repeated")) for line in lines_of(path)]
-    assert told == [
+    events = [(line["event"], line.get("name"), line.get("repeated")) for line in lines_of(path)]
+    assert events == [
         ("refused", None, None),
         ("opened", "net", None),
         ("refused", None, None),
@@ -225,7 +225,7 @@ def test_what_is_alike_is_one_line(tmp_path, monkeypatch) -> None:
     ]
 
 
-def test_as_many_kinds_as_anybody_likes(tmp_path, monkeypatch) -> None:
+def test_any_number_of_kinds(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "_KIND_COUNT_MAX", 3)
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path)

@@ -127,9 +127,9 @@ def test_how_many_may_be_connected(cluster, connect, tokens) -> None:
     eventually("it is counted", lambda: usage_of(running).get("members") == 1)
     second = connect(running, "w1", token_file=file, timeout_s=5)
     second.parameter("p", size=3, optimizer=SGD).init(np.zeros(3, np.float32))
-    with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit members=1") as told:
+    with pytest.raises(shardwell.LimitError, match=r"token 'ci' is at its limit members=1") as full:
         second.parameter("p").put_gradient(np.ones(3, np.float32))
-    assert told.value.retryable is False
+    assert full.value.retryable is False
     connect(running, "w2", token_file=tokens.add("other", "create")).parameter("p")
     first.close()
     eventually("there is room", lambda: not usage_of(running).get("members"))
@@ -279,7 +279,7 @@ def test_a_session_has_few_calls_by_which_it_attends(cluster, tokens) -> None:
     eventually("it has left", lambda: not usage_of(running))
 
 
-def test_watching_health_takes_nobody_s_place(cluster, connect, tokens) -> None:
+def test_watching_health_takes_no_stream(cluster, connect, tokens) -> None:
     running = cluster(1, tokens=tokens.path)
     with grpc.insecure_channel(running.target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -628,9 +628,9 @@ def test_status_shows_what_may_be_read(running, tokens, connect) -> None:
         ("TableService/GetTableStatus", lambda n: {"table": n}, "prod-t"),
     ],
 )
-def test_nobody_is_told_what_there_is(running, tokens, method, named, there) -> None:
+def test_errors_do_not_say_which_names_exist(running, tokens, method, named, there) -> None:
     """Word by word the same for what exists and what does not."""
-    told = []
+    answers = []
     with grpc.insecure_channel(running.target) as channel:
         for name in (there, "prod-nothing"):
             fields = named(name)
@@ -641,9 +641,9 @@ def test_nobody_is_told_what_there_is(running, tokens, method, named, there) -> 
             error = outcome(channel, method, request, authorizations(tokens)["other"])
             assert error is not None
             assert error.code() is Code.PERMISSION_DENIED
-            told.append(str(error.details()).replace(name, "NAME"))
-    assert told[0] == told[1]
-    assert "token 'other' has no right to" in told[0]
+            answers.append(str(error.details()).replace(name, "NAME"))
+    assert answers[0] == answers[1]
+    assert "token 'other' has no right to" in answers[0]
 
 
 def test_a_stream_that_goes_on_with_another_name(running, tokens) -> None:

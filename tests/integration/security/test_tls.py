@@ -211,7 +211,7 @@ def test_files_that_are_of_no_use(tmp_path, files, what) -> None:
 
 
 @pytest.mark.parametrize("path", ["", 5, b"ca.pem", True])
-def test_what_is_no_path(path: Any) -> None:
+def test_arguments_that_are_no_path(path: Any) -> None:
     with pytest.raises(shardwell.ArgumentError, match="tls: ca must be the path of a file"):
         Tls(ca=path)
     with pytest.raises(shardwell.ArgumentError, match="tls must be"):

@@ -78,7 +78,7 @@ def test_a_token_lets_in(cluster, connect, tokens, processes) -> None:
         ("expired", "token 'expired' expired at 2001-01-01T00:00:00Z"),
     ],
 )
-def test_who_is_not_let_in_is_told_at_once(cluster, connect, tokens, file, reason) -> None:
+def test_a_refused_client_gets_an_error_at_once(cluster, connect, tokens, file, reason) -> None:
     tokens.add("expired", "admin", expires="2001-01-01T00:00:00Z")
     (tokens.directory / "wrong.token").write_text("nobody-s-secret\n")
     given = file and tokens.directory / f"{file}.token"
@@ -121,7 +121,7 @@ def test_files_that_can_not_be_read(tmp_path, path, what) -> None:
 
 
 @pytest.mark.parametrize("path", ["", 5, True, b"token"])
-def test_what_is_no_path(path: Any) -> None:
+def test_arguments_that_are_no_path(path: Any) -> None:
     with pytest.raises(shardwell.ArgumentError, match="token_file must be the path of a file"):
         shardwell.connect("127.0.0.1:1", token_file=path)
 
@@ -321,7 +321,7 @@ def test_secrets_are_shown_nowhere(cluster, connect, tokens, caplog) -> None:
         with pytest.raises(shardwell.AuthenticationError) as unknown:
             connect(running, "w1", token_file=stranger)
         (tokens.path).write_text('{"tokens": [{"name": "other-secret-4711"')
-        eventually("it is told", lambda: "what was there before is used" in caplog.text)
+        eventually("it is logged", lambda: "what was there before is used" in caplog.text)
     said = f"{caplog.text} {denied.value} {unknown.value} {client!r} {vars(client)!r}"
     said += f" {client._shards.channels[0]._token!r} {running.servers[0].config!r}"
     assert "is no JSON; what was there before is used" in caplog.text
@@ -385,7 +385,7 @@ def test_a_file_of_tokens_that_is_broken_later(cluster, connect, tokens, caplog)
         assert connect(running, "w1", token_file=file).status()
         with pytest.raises(shardwell.AuthenticationError):
             connect(running, "w2", token_file=False)
-        eventually("it is told", lambda: "what was there before is used" in caplog.text)
+        eventually("it is logged", lambda: "what was there before is used" in caplog.text)
         caplog.clear()
     tokens.remove("w")
     eventually("it is read again", lambda: not is_let_in(running, file))
@@ -396,8 +396,8 @@ def is_let_in(running: Any, file: Path) -> bool:
         shardwell.connect(running.target, token_file=file).close()
     except shardwell.AuthenticationError as error:
         # The second where it went while the client was being let in.
-        told = ("no such token is known here", "was revoked, or has changed")
-        assert any(words in error.message for words in told)  # noqa: PT017
+        reasons = ("no such token is known here", "was revoked, or has changed")
+        assert any(words in error.message for words in reasons)  # noqa: PT017
         return False
     return True
 
@@ -452,7 +452,7 @@ def eventually_asked(file: Any, addresses: list[str]) -> None:
     join(file, 1, addresses)
 
 
-def test_a_member_answers_nobody_who_was_not_let_in(cluster, tokens) -> None:
+def test_a_member_answers_only_those_that_were_let_in(cluster, tokens) -> None:
     """A caller that does not know its id learns neither that nor anything else."""
     target = cluster(1, tokens=tokens.path).target
     worker = tokens.add("w", "contribute")
@@ -628,9 +628,7 @@ def test_a_proxy_of_the_environment_sees_no_token(cluster, tokens, monkeypatch) 
 
 
 @pytest.mark.parametrize("what", ["pipe", "directory", "keys without a key"])
-def test_files_that_nobody_can_read_stop_nothing(
-    cluster, connect, tokens, tmp_path, caplog, what
-) -> None:
+def test_unreadable_files_stop_nothing(cluster, connect, tokens, tmp_path, caplog, what) -> None:
     """Tokens that end go on to do so."""
     keys = tmp_path / "keys.json"
     keys.write_text('{"keys": [{"kty": "oct", "k": "%s"}]}' % ("ab" * 32))
@@ -650,6 +648,6 @@ def test_files_that_nobody_can_read_stop_nothing(
     stranger.write_text("a.b.c")
     with pytest.raises(shardwell.AuthenticationError):
         connect(running, "w1", token_file=stranger)
-    eventually("it is told", lambda: "what was there before is used" in caplog.text)
+    eventually("it is logged", lambda: "what was there before is used" in caplog.text)
     tokens.remove("w")
     eventually("it is ended", lambda: sessions.count == 0)

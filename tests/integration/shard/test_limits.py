@@ -122,7 +122,7 @@ def test_idle_streams_give_way(cluster, connect) -> None:
     assert running.servers[0]._streams.count <= 3
 
 
-def test_silent_streams_shut_nobody_out(cluster, connect) -> None:
+def test_silent_streams_keep_no_client_out(cluster, connect) -> None:
     """Of every kind that a client sends messages on, opened and never used."""
     running = cluster(1, limits=Limits(stream_count_max=8))
     ended = threading.Event()

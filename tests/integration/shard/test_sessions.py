@@ -81,7 +81,9 @@ def test_a_place_is_free_when_its_client_was_closed(cluster, connect, kind, mode
 
 @KINDS
 @MODES
-def test_who_opened_before_others_went_on_is_told_so(cluster, connect, kind, mode) -> None:
+def test_a_worker_that_opened_before_others_went_on_gets_an_error(
+    cluster, connect, kind, mode
+) -> None:
     """What it has is a gradient of step 0, and that is long gone."""
     running = cluster(2)
     late = Subject(connect(running, "w0"), kind, mode)

@@ -135,13 +135,13 @@ def test_shards_that_can_not_start_end_it(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((SCRIPT,), "usage: sbatch train.sbatch PROGRAM"),
         (("--ntasks-per-node=1", SCRIPT, "python"), "give --ntasks-per-node, 2 or more"),
     ],
 )
-def test_what_it_can_not_do_it_says(slurm: Slurm, arguments: tuple[str, ...], told: str) -> None:
+def test_what_it_can_not_do_it_says(slurm: Slurm, arguments: tuple[str, ...], message: str) -> None:
     job = slurm.submit(*arguments)
     assert slurm.end(job) == ("FAILED", "2:0")
-    assert slurm.log(job).startswith(told)
+    assert slurm.log(job).startswith(message)

@@ -96,7 +96,7 @@ def test_a_finding_before_the_service_is_gone_fails(audit, serve, capsys) -> Non
     assert "broke off" in capsys.readouterr().out
 
 
-def test_findings_of_one_lock_are_told_when_the_next_breaks_off(audit, serve, capsys) -> None:
+def test_findings_of_one_lock_are_printed_when_the_next_breaks_off(audit, serve, capsys) -> None:
     serve(lambda name: 503 if name == "hatchling" else knows(CANARY, "cffi")(name))
     assert audit.main() == 1
     output = capsys.readouterr().out

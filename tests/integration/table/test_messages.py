@@ -276,7 +276,7 @@ def test_bad_specs(cluster, name) -> None:
         assert_matches(text, str(caught.value.details()))
 
 
-def test_another_spec_is_told_what_differs(cluster) -> None:
+def test_another_spec_gets_the_differences(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
         with pytest.raises(grpc.RpcError) as caught:
@@ -288,7 +288,7 @@ def test_another_spec_is_told_what_differs(cluster) -> None:
         assert not table.open()[0].created
 
 
-def test_content_that_nobody_knows(cluster) -> None:
+def test_unknown_content(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
         for content in (0, 9):

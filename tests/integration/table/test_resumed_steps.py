@@ -147,7 +147,7 @@ def test_shards_that_are_started_again_meanwhile_have_it_in_their_files(
         assert (table.get_rows(IDS) != rows).all()
 
 
-def test_other_gradients_than_the_first_process_s_are_told(
+def test_other_gradients_than_the_first_process_s_are_reported(
     cluster, connect, proxies_of, caplog
 ) -> None:
     running = cluster(2)

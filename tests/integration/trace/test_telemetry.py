@@ -116,8 +116,8 @@ def test_a_step_is_the_child_of_its_call(cluster, connect, recorder, same_host) 
             waited[step.attributes["shardwell.shard_index"]].append((who, for_whom))
         for child in children:
             assert call.start_time <= child.start_time <= child.end_time
-    for told in waited.values():  # on each shard one of the two was last, and waited for no worker
-        assert sorted(told) in ([("w0", ""), ("w1", "w0")], [("w0", "w1"), ("w1", "")])
+    for pairs in waited.values():  # on each shard one of the two was last, and waited for no worker
+        assert sorted(pairs) in ([("w0", ""), ("w1", "w0")], [("w0", "w1"), ("w1", "")])
 
 
 def test_in_the_caller_s_context(cluster, connect, recorder) -> None:
@@ -236,7 +236,7 @@ def test_no_exporter_holds_up_the_end_of_a_process(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("other", [pb.SPAN_KIND_UPDATE, pb.SPAN_KIND_ADD])
-def test_who_closed_a_step_waited_for_nobody(recorder, other) -> None:
+def test_the_worker_that_closed_a_step_waited_for_no_other(recorder, other) -> None:
     """In asynchronous mode each does, and others' steps have the same numbers."""
     spans = Spans()
     step = telemetry.StepSpans(spans, 0, "w0", {"parameter": "net"})
@@ -272,7 +272,7 @@ def test_what_is_not_sampled_has_no_children(cluster, connect, recorder, monkeyp
         "x" * 5000,
     ],
 )
-def test_what_is_no_traceparent_is_nobody_s(recorder, given) -> None:
+def test_an_invalid_traceparent_has_no_parent(recorder, given) -> None:
     spans = Spans()
     step = telemetry.StepSpans(spans, 0, "w0", {"parameter": "net"})
     step.begin(given, 0)
@@ -291,7 +291,7 @@ def test_a_step_ends_once(recorder) -> None:
     assert found.parent.span_id == int("2" * 16, 16)
 
 
-def test_a_shard_that_ends_has_told_all(tmp_path) -> None:
+def test_a_shard_that_ends_has_exported_all_spans(tmp_path) -> None:
     """Its process ends without Python's own end, in which others are flushed."""
     (tmp_path / "sitecustomize.py").write_text("""
 from opentelemetry import trace

@@ -191,7 +191,7 @@ def test_the_last_seconds_alone(cluster, connect, tmp_path) -> None:
 # For whom everybody waits.
 
 
-def test_a_worker_that_stands_still_is_named(cluster, tmp_path) -> None:
+def test_a_stopped_worker_is_named(cluster, tmp_path) -> None:
     running = cluster(2, processes=True)
     flags = ("-c", WORKER, running.target)
     with (
@@ -280,7 +280,7 @@ def test_a_pipe_and_a_link_are_written_to(cluster, tmp_path) -> None:
     assert json.loads((tmp_path / "run.json").read_bytes())["traceEvents"]
 
 
-def test_after_ctrl_c_it_waits_for_nobody(cluster, connect, tmp_path) -> None:
+def test_after_ctrl_c_it_waits_for_no_client(cluster, connect, tmp_path) -> None:
     running = cluster(1)
     client = connect(running, "w0")
     client._shards.channels[0]._giver._give = lambda recording: None
@@ -370,7 +370,9 @@ def test_a_token_sees_what_it_may_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("gives", [True, False])
-def test_whoever_may_read_nothing_of_a_worker_s_does_not_learn_of_it(tmp_path, gives) -> None:
+def test_a_token_without_rights_to_a_worker_s_names_does_not_see_the_worker(
+    tmp_path, gives
+) -> None:
     (tmp_path / "tokens").mkdir()
     tokens = Tokens(tmp_path / "tokens")
     theirs, mine = tokens.add("theirs", "create:theirs."), tokens.add("mine", "read:mine.")
@@ -389,8 +391,8 @@ def test_whoever_may_read_nothing_of_a_worker_s_does_not_learn_of_it(tmp_path, g
                 "--timeout-s=1",
                 **{TOKEN_FILE_VARIABLE: str(token)},
             )
-            told = output + (tmp_path / "run.json").read_text()
-            assert ("hidden" in told) == is_named
+            written = output + (tmp_path / "run.json").read_text()
+            assert ("hidden" in written) == is_named
 
 
 def test_a_quota_of_calls_does_not_count_it(tmp_path) -> None:
@@ -518,7 +520,7 @@ def test_a_session_that_attends_a_moment_later_is_not_refused(cluster, monkeypat
         assert not running.servers[0]._calls.refusal_counts
 
 
-def test_other_shards_ask_nobody(wire) -> None:
+def test_other_shards_ask_no_client(wire) -> None:
     running, client, stubs = wire
     shard, session = identity(running, 1), client._shards.session.number
     with pytest.raises(grpc.RpcError, match="shard 0 alone"):
@@ -557,7 +559,7 @@ def test_a_call_that_ends_ends_its_recording(wire, connect) -> None:
     assert not found[-1].silent_worker_ids
 
 
-def test_a_shard_that_tells_what_is_none_is_told_of(cluster, tmp_path, monkeypatch) -> None:
+def test_a_shard_with_invalid_spans_is_named(cluster, tmp_path, monkeypatch) -> None:
     """Whatever answers there: no traceback, and the spans of others are written."""
     running = cluster(2)
     bad = running.servers[1].shard.spans
@@ -614,7 +616,7 @@ def test_a_client_that_closes_is_not_waited_for(cluster, connect, tmp_path) -> N
     assert "gave nothing" not in output
 
 
-def test_a_fork_answers_for_nobody(cluster, connect, tmp_path) -> None:
+def test_a_fork_gives_no_spans(cluster, connect, tmp_path) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     trained(client, worker_count=1)
@@ -653,7 +655,7 @@ def test_many_record_while_many_train(cluster, connect, tmp_path) -> None:
     assert {call.result(PATIENCE_S) for call in training} == {-300.0}
 
 
-def test_without_a_further_thread_the_next_recording_is_told_of(
+def test_without_a_further_thread_the_next_recording_gets_the_spans(
     cluster, connect, tmp_path, monkeypatch
 ) -> None:
     running = cluster(1)

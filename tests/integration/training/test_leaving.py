@@ -25,7 +25,7 @@ import shardwell
 def gradient(weights, batch):
     return 0.0, np.ones_like(weights)
 
-def told(result):
+def report(result):
     if result.step == 5:
         print("trains", flush=True)
 
@@ -35,9 +35,9 @@ with shardwell.join_group() as group:
     )
     try:
         if {fits}:
-            trainer.fit(itertools.repeat(np.zeros((1, 1))), on_step=told)
+            trainer.fit(itertools.repeat(np.zeros((1, 1))), on_step=report)
         while not trainer.is_leaving:
-            told(trainer.step_share(np.zeros((1, 1))))
+            report(trainer.step_share(np.zeros((1, 1))))
         print("leaves by itself", flush=True)
     except SystemExit as end:
         print("leaves with", end.code, flush=True)

@@ -258,7 +258,7 @@ def test_half_precision_that_decodes_past_float32(cluster, allowed) -> None:
         np.testing.assert_array_equal(model.pull(), 0)
 
 
-def test_who_may_set_first_weights_is_told_one_thing(cluster) -> None:
+def test_racing_claims_of_first_weights_get_the_same_answer(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as worker:
         model = worker.create(spec("m", 4))
         granted = model.claim_init()

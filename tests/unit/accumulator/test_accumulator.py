@@ -211,7 +211,7 @@ def test_bad_rows_are_refused(make: Make, row: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"),
+    ("ids", "message"),
     [
         ([1, -1, -2], "got -1 at place 1"),
         ([1, 2, ROW_COUNT], f"from 0 to {ROW_COUNT - 1}; got {ROW_COUNT} at place 2"),
@@ -226,15 +226,15 @@ def test_bad_rows_are_refused(make: Make, row: Any) -> None:
         ([[1, 2, 3]], r"shape \(1, 3, 2\)"),
     ],
 )
-def test_bad_batches_are_refused(make: Make, ids: Any, told: str) -> None:
+def test_bad_batches_are_refused(make: Make, ids: Any, message: str) -> None:
     accumulator = make(2)
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         accumulator.accumulate_rows(ids, np.ones((3, 2), np.float32))
     assert accumulator.touched_rows().size == 0
 
 
 @pytest.mark.parametrize(
-    ("gradient", "told"),
+    ("gradient", "message"),
     [
         (np.ones(3, np.float32), "must have 2 elements; got 3"),
         (np.ones(2, np.int32), "must be float32 .* got int32"),
@@ -246,9 +246,9 @@ def test_bad_batches_are_refused(make: Make, ids: Any, told: str) -> None:
         (np.array([1, 1e39]), r"element 1 is 1e\+39, which is not a finite float32"),
     ],
 )
-def test_bad_gradients_are_refused(make: Make, gradient: Any, told: str) -> None:
+def test_bad_gradients_are_refused(make: Make, gradient: Any, message: str) -> None:
     accumulator = make(2)
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         accumulator.accumulate(1, gradient)
     assert accumulator.touched_rows().size == 0
 
@@ -268,7 +268,7 @@ def test_the_first_bad_value_of_a_batch_is_named(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         (np.ones((ROW_COUNT, 3), np.float32), "writable C-contiguous float32"),
         (np.ones((2, ROW_COUNT), np.float32), r"rows must have shape \(300, 2\); got \(2, 300\)"),
@@ -278,10 +278,10 @@ def test_the_first_bad_value_of_a_batch_is_named(make: Make) -> None:
         ([[1.0, 2.0]], "writable C-contiguous float32"),
     ],
 )
-def test_bad_rows_to_apply_to_are_refused(make: Make, rows: Any, told: str) -> None:
+def test_bad_rows_to_apply_to_are_refused(make: Make, rows: Any, message: str) -> None:
     accumulator = make(2)
     accumulator.accumulate(1, np.ones(2, np.float32))
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         accumulator.apply(0.5, rows)
     assert accumulator.touched_rows().tolist() == [1]
 

@@ -26,7 +26,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((0, 5), "dim must be an integer from 1 to 65536"),
         ((65537, 5), "dim must be"),
@@ -38,8 +38,8 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         ((65536, 2**40), "max_rows x dim is too large"),
     ],
 )
-def test_bad_sizes_are_refused(tmp_path: Path, arguments: tuple[Any, ...], told: str) -> None:
-    with pytest.raises(ArgumentError, match=told):
+def test_bad_sizes_are_refused(tmp_path: Path, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         MmapGradientAccumulator(tmp_path / "sums", *arguments)
     assert not [*tmp_path.iterdir()]
 
@@ -79,8 +79,8 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     MmapGradientAccumulator(path, 3, 40).close()
     before = path.read_bytes()
     for dim, max_rows in ((4, 40), (3, 41), (40, 3)):
-        told = f"has 40 rows of 3 values; expected max_rows={max_rows}, dim={dim}"
-        with pytest.raises(StorageError, match=told):
+        message = f"has 40 rows of 3 values; expected max_rows={max_rows}, dim={dim}"
+        with pytest.raises(StorageError, match=message):
             MmapGradientAccumulator(path, dim, max_rows)
     assert path.read_bytes() == before
 

@@ -203,7 +203,7 @@ def test_an_export_that_can_not_be(path, tmp_path, monkeypatch) -> None:
         check_target(target)
 
 
-def test_a_row_that_is_there_twice(tmp_path) -> None:
+def test_a_row_that_occurs_twice(tmp_path) -> None:
     made = write(tmp_path / "c", spec_of(), [[[1, 2]], [[2]]])
     with pytest.raises(StorageError, match="row id 2 occurs twice"):
         write_export(made.tables[0], made.path, tmp_path / "rows.safetensors")

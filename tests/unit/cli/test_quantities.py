@@ -8,9 +8,9 @@ import pytest
 from shardwell_server.cli.quantities import (
     ModelSize,
     Rate,
-    bytes_told,
-    link_told,
-    seconds_told,
+    bytes_words,
+    link_words,
+    seconds_words,
 )
 
 
@@ -54,23 +54,23 @@ def test_no_rates(text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("figure", "words"),
     [
-        (bytes_told(0), "0 B"),
-        (bytes_told(40), "40 B"),
-        (bytes_told(1000), "1.00 kB"),
-        (bytes_told(999_600), "1.00 MB"),
-        (bytes_told(31.44e6), "31.4 MB"),
-        (bytes_told(5e18), "5,000 PB"),
-        (seconds_told(0.0), "0 s"),
-        (seconds_told(0.0000314), "31.4 us"),
-        (seconds_told(0.9996), "1.00 s"),
-        (seconds_told(999.0), "999 s"),
-        (seconds_told(4321.0), "72.0 min"),
-        (seconds_told(7e6), "81.0 d"),
-        (link_told(125e6), "1.00 Gbit/s"),
-        (link_told(1e6), "8.00 Mbit/s"),
+        (bytes_words(0), "0 B"),
+        (bytes_words(40), "40 B"),
+        (bytes_words(1000), "1.00 kB"),
+        (bytes_words(999_600), "1.00 MB"),
+        (bytes_words(31.44e6), "31.4 MB"),
+        (bytes_words(5e18), "5,000 PB"),
+        (seconds_words(0.0), "0 s"),
+        (seconds_words(0.0000314), "31.4 us"),
+        (seconds_words(0.9996), "1.00 s"),
+        (seconds_words(999.0), "999 s"),
+        (seconds_words(4321.0), "72.0 min"),
+        (seconds_words(7e6), "81.0 d"),
+        (link_words(125e6), "1.00 Gbit/s"),
+        (link_words(1e6), "8.00 Mbit/s"),
     ],
 )
-def test_three_digits(told, words) -> None:
-    assert told == words
+def test_three_digits(figure, words) -> None:
+    assert figure == words

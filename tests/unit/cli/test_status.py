@@ -45,7 +45,7 @@ def test_shards_at_local_addresses_fit_80_columns(uptime_s) -> None:
     assert lines[3][-7:] == ["10.5", "GB", "99.9", "MB", "123", "GB", "256"]
 
 
-def test_what_computes_is_told_by_shards() -> None:
+def test_shards_report_the_variant() -> None:
     answers = [_answer(index, 3, 1.0) for index in range(3)]
     assert _arithmetic(answers) == (
         "computed by NumPy (SHARDWELL_NATIVE=off) on 0; native code (AVX2) on 1, 2"
@@ -120,6 +120,6 @@ def test_workers_are_named_in_the_order_of_their_numbers() -> None:
         (0, False, "'w1' (not connected)"),
     ],
 )
-def test_whether_a_missing_worker_is_connected_is_always_told(pid, connected, words) -> None:
+def test_a_missing_worker_s_connection_is_always_shown(pid, connected, words) -> None:
     worker = MissingWorker(worker_id="w1", host="gpu-3", pid=pid, connected=connected)
     assert str(worker) == words

@@ -45,7 +45,7 @@ def test_facts_come_back_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("virus\tisa\n", r"train\.txt, line 1: expected head, relation and tail"),
         ("virus\tisa\tthing\n\n", r"train\.txt, line 2: .* got ''"),
@@ -57,8 +57,8 @@ def test_facts_come_back_by_name(tmp_path):
         ("fungus\tisa\tthing\n", "'fungus isa thing' more than once"),
     ],
 )
-def test_what_is_no_list_of_facts_is_refused(tmp_path, text, told):
-    with pytest.raises(DemoError, match=told):
+def test_what_is_no_list_of_facts_is_refused(tmp_path, text, shown):
+    with pytest.raises(DemoError, match=shown):
         read_graph(write(tmp_path, train=text))
 
 
@@ -111,16 +111,16 @@ def batches(seed: int = 0) -> Batches:
     return Batches(FACTS, entity_count=17, batch_size=4, negative_count=6, seed=seed)
 
 
-def told(batch) -> list[list[int]]:
+def shown(batch) -> list[list[int]]:
     return [batch.facts[:, 0].tolist(), batch.negatives.tolist()]
 
 
 def test_batches_are_the_same_in_any_order_of_asking():
     forwards = batches()
-    expected = [told(forwards[number]) for number in range(20)]
+    expected = [shown(forwards[number]) for number in range(20)]
     again = batches()
-    assert [told(again[number]) for number in reversed(range(20))] == expected[::-1]
-    assert [told(batches(seed=1)[number]) for number in range(20)] != expected
+    assert [shown(again[number]) for number in reversed(range(20))] == expected[::-1]
+    assert [shown(batches(seed=1)[number]) for number in range(20)] != expected
 
 
 def test_a_pass_has_each_fact_once_at_most_and_passes_differ():

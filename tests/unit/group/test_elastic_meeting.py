@@ -105,7 +105,7 @@ def test_fewer_than_min_size_wait_for_newcomers() -> None:
     assert ids_of(room.join("a", 0, **back)) == ["a", "b", "new"]
 
 
-def test_a_spare_waits_for_a_place_and_nobody_regroups_for_it() -> None:
+def test_a_spare_waits_for_a_rank_and_no_member_regroups_for_it() -> None:
     room = elastic_room(2)
     number = begun(room, "a", "b")
     answer = room.join("spare", 1)

@@ -55,7 +55,7 @@ def test_the_first_of_any_list(entries) -> None:
 
 
 @given(st.text(max_size=60))
-def test_whatever_is_there_gives_a_host_or_a_clear_error(text) -> None:
+def test_any_file_gives_a_host_or_a_clear_error(text) -> None:
     with contextlib.suppress(ArgumentError):
         host = first_host(text)
         assert host

@@ -272,7 +272,7 @@ def test_where_a_slurm_step_meets(variables, address) -> None:
         ),
     ],
 )
-def test_which_launcher_stands_over_which(environ, place) -> None:
+def test_which_launcher_comes_before_which(environ, place) -> None:
     found = LaunchEnvironment.of(environ, parent_pid=1)
     assert (found.source, found.rank, found.size) == place
 

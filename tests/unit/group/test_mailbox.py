@@ -110,7 +110,7 @@ def test_what_has_come_is_taken_without_a_wait(mailbox: Mailbox) -> None:
         mailbox.come(0)
 
 
-def test_verdicts_are_told_once_and_by_call(mailbox: Mailbox) -> None:
+def test_verdicts_are_taken_once_and_by_call(mailbox: Mailbox) -> None:
     mailbox.put_verdict(verdict(1))
     mailbox.put_verdict(verdict(0))
     assert mailbox.await_verdict(0, 0) == verdict(0)
@@ -216,7 +216,7 @@ def test_nothing_goes_on_after_the_end(mailbox: Mailbox) -> None:
 
 
 @pytest.mark.parametrize("lets_finish", [False, True])
-def test_the_first_end_stands(mailbox: Mailbox, lets_finish: bool) -> None:
+def test_the_first_end_counts(mailbox: Mailbox, lets_finish: bool) -> None:
     mailbox.end(left, lets_finish=lets_finish)
     mailbox.end(lost)
     mailbox.end(lambda: ClosedError("closed"))

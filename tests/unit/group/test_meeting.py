@@ -147,7 +147,7 @@ def test_an_unreachable_member_fails_the_attempt_for_all() -> None:
     assert room.form("a2", "b2", "c2") > number
 
 
-def test_after_an_unreachable_member_who_has_not_checked_is_told_once() -> None:
+def test_after_an_unreachable_member_one_that_has_not_checked_gets_one_error() -> None:
     room = Room(2)
     room.join("a", 0)
     number = room.join("b", 1).generation
@@ -279,7 +279,7 @@ def test_the_earliest_of_those_who_want_a_dead_ones_rank_gets_it() -> None:
     ],
 )
 @pytest.mark.parametrize("is_ready", [False, True], ids=["waiting", "member"])
-def test_another_spec_is_refused_while_somebody_lives(
+def test_another_spec_is_refused_while_a_member_lives(
     other: dict[str, Any], difference: str, is_ready: bool
 ) -> None:
     room = Room(3)
@@ -412,7 +412,7 @@ def test_one_that_leaves_is_lost_to_the_others() -> None:
     room.leave("c")
 
 
-def test_when_nobody_was_heard_of_who_lives_has_the_time_to_say_so() -> None:
+def test_after_a_silence_of_all_living_members_have_time_to_renew() -> None:
     """The server, or the way to it, was away: not all can have died at once."""
     room = Room(3)
     number = room.form("a", "b", "c")

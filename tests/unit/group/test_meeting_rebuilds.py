@@ -262,7 +262,7 @@ def test_a_generation_of_another_spec_that_lives_refuses_who_waits() -> None:
         room.join("x", 0, spec=group_spec(4))
 
 
-def test_who_was_not_told_that_its_generation_is_ready_keeps_its_place() -> None:
+def test_a_member_that_missed_the_ready_answer_keeps_its_rank() -> None:
     room = Room(3)
     for rank, member_id in enumerate("abc"):
         formed = room.join(member_id, rank)
@@ -312,7 +312,7 @@ def test_no_two_lives_give_one_number(lives: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lives", LIVES)
 @pytest.mark.parametrize("earlier_count", [1, 5])
 @pytest.mark.parametrize("asks", ["renew", "join"])
-def test_the_older_of_two_lives_ends_nobody(
+def test_the_older_of_two_lives_ends_no_member(
     lives: tuple[int, ...], earlier_count: int, asks: str
 ) -> None:
     """Neither life knew the other, so the older one's number may be the larger.
@@ -349,7 +349,7 @@ def test_the_older_of_two_lives_ends_nobody(
 
 
 @pytest.mark.parametrize("lives", LIVES)
-def test_a_life_that_was_told_of_another_goes_on_counting(lives: tuple[int, ...]) -> None:
+def test_a_life_that_heard_of_another_goes_on_counting(lives: tuple[int, ...]) -> None:
     room = Room(1, incarnation=lives[0])
     number = room.form("a")
     for life in lives[1:]:

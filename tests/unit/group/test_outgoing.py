@@ -109,7 +109,7 @@ def test_chunks_that_wait_leave_as_one(
         assert len(failures) == (taken_count == 1)
 
 
-def test_what_is_cut_here_is_nobodys_failure(outgoing: Outgoing, failures: list[str]) -> None:
+def test_a_stream_that_is_cut_here_is_no_failure(outgoing: Outgoing, failures: list[str]) -> None:
     context, _ = begun(outgoing)
     outgoing.cut()
     context.end()
@@ -132,6 +132,6 @@ def test_a_stream_that_is_opened_when_all_is_done(
     else:
         outgoing.cut()
     context: Any = Context()
-    told = [pb.ReceiveChunksResponse.FromString(each).last for each in outgoing.serve(context)]
-    assert told == ([True] if finishes else [])
+    ends = [pb.ReceiveChunksResponse.FromString(each).last for each in outgoing.serve(context)]
+    assert ends == ([True] if finishes else [])
     assert failures == []

@@ -27,20 +27,20 @@ JOIN = pb.OPERATION_JOIN
 OPERATIONS = [each for each in pb.Operation.values() if each not in (0, JOIN)]
 
 
-def ranks(told: Verdicts) -> list[int]:
-    return sorted(rank for rank, _ in told)
+def ranks(answers: Verdicts) -> list[int]:
+    return sorted(rank for rank, _ in answers)
 
 
-def the_verdict(told: Verdicts, *expected_ranks: int) -> pb.Verdict:
+def the_verdict(answers: Verdicts, *expected_ranks: int) -> pb.Verdict:
     """The one verdict that exactly these ranks get."""
-    assert ranks(told) == list(expected_ranks)
-    verdicts = {verdict.SerializeToString(deterministic=True) for _, verdict in told}
+    assert ranks(answers) == list(expected_ranks)
+    verdicts = {verdict.SerializeToString(deterministic=True) for _, verdict in answers}
     assert len(verdicts) == 1
-    return told[0][1]
+    return answers[0][1]
 
 
-def the_error(told: Verdicts, *expected_ranks: int) -> errors.ShardwellError:
-    verdict = the_verdict(told, *expected_ranks)
+def the_error(answers: Verdicts, *expected_ranks: int) -> errors.ShardwellError:
+    verdict = the_verdict(answers, *expected_ranks)
     assert verdict.operation  # whose verdict it is: join() has no place among the others
     return error_of(verdict.failure)
 
@@ -74,14 +74,14 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_mismatch_is_told_to_all(kind: str) -> None:
+def test_a_mismatch_fails_all(kind: str) -> None:
     fields, what = MISMATCHES[kind]
     for odd in range(3):
         room = Room(3)
-        told: Verdicts = []
+        answers: Verdicts = []
         for rank in range(3):
-            told = room.call(rank, **(fields if rank == odd else {}))
-        error = the_error(told, 0, 1, 2)
+            answers = room.call(rank, **(fields if rank == odd else {}))
+        error = the_error(answers, 0, 1, 2)
         assert isinstance(error, errors.CollectiveMismatchError)
         others = ", ".join(str(rank) for rank in range(3) if rank != odd)
         assert f"rank {odd}: " in error.message
@@ -89,8 +89,8 @@ def test_a_mismatch_is_told_to_all(kind: str) -> None:
         assert what in error.message
         # The group goes on.
         for rank in range(3):
-            told = room.call(rank)
-        assert not the_verdict(told, 0, 1, 2).HasField("failure")
+            answers = room.call(rank)
+        assert not the_verdict(answers, 0, 1, 2).HasField("failure")
 
 
 @pytest.mark.parametrize("operation", [pb.OPERATION_REDUCE, pb.OPERATION_BROADCAST])
@@ -106,11 +106,11 @@ def test_roots_must_be_the_same(operation: pb.Operation) -> None:
 def test_what_does_not_matter_may_differ() -> None:
     room = Room(2)
     room.call(0, sample_count=1, wait_timeout_ms=1, root=0)
-    told = room.call(1, sample_count=9, wait_timeout_ms=2, root=1)
-    assert not the_verdict(told, 0, 1).HasField("failure")
+    answers = room.call(1, sample_count=9, wait_timeout_ms=2, root=1)
+    assert not the_verdict(answers, 0, 1).HasField("failure")
     room.call(0, pb.OPERATION_BARRIER, element_count=0)
-    told = room.call(1, pb.OPERATION_BARRIER, element_count=3)
-    assert not the_verdict(told, 0, 1).HasField("failure")
+    answers = room.call(1, pb.OPERATION_BARRIER, element_count=3)
+    assert not the_verdict(answers, 0, 1).HasField("failure")
 
 
 def test_a_root_that_has_joined_takes_no_part() -> None:
@@ -134,13 +134,13 @@ def test_a_problem_of_one_is_the_error_of_all() -> None:
     assert "rank 2: element 3 is nan" in error.message
 
 
-def test_problems_of_many_are_all_told_but_bounded() -> None:
+def test_problems_of_many_are_all_named_within_a_bound() -> None:
     room = Room(40)
-    told: Verdicts = []
+    answers: Verdicts = []
     for rank in range(40):
         mismatch = errors.CollectiveMismatchError(f"no float32 on {rank} " + "x" * 10_000)
-        told = room.call(rank, problem=failure_of(mismatch))
-    error = the_error(told, *range(40))
+        answers = room.call(rank, problem=failure_of(mismatch))
+    error = the_error(answers, *range(40))
     assert isinstance(error, errors.CollectiveMismatchError)
     assert error.rank == 0
     assert all(f"no float32 on {rank} " in error.message for rank in range(16))
@@ -149,33 +149,33 @@ def test_problems_of_many_are_all_told_but_bounded() -> None:
 
 def test_a_mismatch_of_many_names_no_more_than_fit() -> None:
     room = Room(100)
-    told: Verdicts = []
+    answers: Verdicts = []
     for rank in range(100):
-        told = room.call(rank, element_count=8 if rank % 2 else 9)
-    message = the_error(told, *range(100)).message
+        answers = room.call(rank, element_count=8 if rank % 2 else 9)
+    message = the_error(answers, *range(100)).message
     assert "and 34 more" in message
     assert len(message) < 1000
 
 
-def test_who_is_late_is_named_and_told_the_same() -> None:
+def test_a_late_rank_is_named_and_gets_the_same_verdict() -> None:
     room = Room(4)
     room.call(1)
     room.now_s += 4
     room.call(3, wait_timeout_ms=50_000)
     assert room.roll_call.deadline_s == pytest.approx(room.now_s - 4 + TIMEOUT_S)
     assert room.pass_time(TIMEOUT_S - 4.1) == []
-    told = room.pass_time(0.2)
-    error = the_error(told, 1, 3)
+    answers = room.pass_time(0.2)
+    error = the_error(answers, 1, 3)
     assert isinstance(error, errors.WorkersMissingError)
     assert error.missing_ranks == (0, 2)
     assert "ranks 0, 2 did not call all_reduce (call 0) within the deadline" in error.message
     assert room.roll_call.deadline_s == math.inf
     late = [room.call(0, element_count=1), room.call(2, pb.OPERATION_BARRIER)]
     for rank, each in zip((0, 2), late, strict=True):
-        assert the_verdict(each, rank) == told[0][1]
+        assert the_verdict(each, rank) == answers[0][1]
     # The group goes on with the next call.
-    told = [verdict for rank in range(4) for verdict in room.call(rank)]
-    assert not the_verdict(told, 0, 1, 2, 3).HasField("failure")
+    answers = [verdict for rank in range(4) for verdict in room.call(rank)]
+    assert not the_verdict(answers, 0, 1, 2, 3).HasField("failure")
 
 
 def test_each_call_has_its_own_deadline() -> None:
@@ -232,13 +232,13 @@ def test_calls_after_a_rank_left_fail() -> None:
     room.call(0)
     room.call(1)
     room.call(0)
-    told = room.leave(2)
-    assert ranks(told) == [0, 0, 1]
+    answers = room.leave(2)
+    assert ranks(answers) == [0, 0, 1]
     room.call(1)
     room.call(0)
     for rank in (0, 1):
-        assert len(room.told[rank]) == room.next_index[rank]
-        for verdict in room.told[rank]:
+        assert len(room.verdicts[rank]) == room.next_index[rank]
+        for verdict in room.verdicts[rank]:
             error = error_of(verdict.failure)
             assert isinstance(error, errors.WorkerLostError)
             assert error.rank == 2
@@ -271,9 +271,9 @@ def test_calls_go_on_without_those_who_joined() -> None:
     assert list(the_verdict(room.call(2), 2).active_ranks) == [2]
     verdict = the_verdict(room.join(2), 0, 1, 2)
     assert (verdict.operation, verdict.call_index, verdict.last_rank) == (JOIN, 3, 2)
-    told = [each for rank in range(3) for each in room.call(rank)]
-    assert list(the_verdict(told, 0, 1, 2).active_ranks) == [0, 1, 2]
-    assert told[0][1].call_index == 3
+    answers = [each for rank in range(3) for each in room.call(rank)]
+    assert list(the_verdict(answers, 0, 1, 2).active_ranks) == [0, 1, 2]
+    assert answers[0][1].call_index == 3
 
 
 def test_a_call_that_waited_for_who_joins_goes_on() -> None:
@@ -309,15 +309,15 @@ def test_join_in_every_interleaving(batches: tuple[int, ...], order: tuple[int, 
                     last = rank if step == "join" else last
                     room.join(rank) if step == "join" else room.call(rank)
         for rank in range(3):
-            told = sorted(room.told[rank], key=lambda verdict: verdict.operation == JOIN)
-            assert len(told) == batches[rank] + 1
-            for index, verdict in enumerate(told[:-1]):
+            answers = sorted(room.verdicts[rank], key=lambda verdict: verdict.operation == JOIN)
+            assert len(answers) == batches[rank] + 1
+            for index, verdict in enumerate(answers[:-1]):
                 active = [other for other in range(3) if batches[other] > index]
                 assert not verdict.HasField("failure")
                 assert list(verdict.active_ranks) == active
-            assert told[-1].operation == JOIN
-            assert told[-1].call_index == max(batches)
-            assert told[-1].last_rank == last
+            assert answers[-1].operation == JOIN
+            assert answers[-1].call_index == max(batches)
+            assert answers[-1].last_rank == last
 
 
 def test_a_join_that_meets_its_deadline_can_be_called_again() -> None:
@@ -382,7 +382,7 @@ def test_a_call_after_join_is_not_mixed_up_with_one_that_failed() -> None:
     room.call(0)
     room.pass_time(TIMEOUT_S - 1)
     room.leave(2)
-    assert isinstance(error_of(room.told[0][0].failure), errors.WorkerLostError)
+    assert isinstance(error_of(room.verdicts[0][0].failure), errors.WorkerLostError)
     assert isinstance(the_error(room.call(1), 1), errors.ArgumentError)
 
 

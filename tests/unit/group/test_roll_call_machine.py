@@ -51,7 +51,7 @@ class RollCallMachine(RuleBasedStateMachine):
         self.members = [Member() for _ in range(size)]
         self.lengths: dict[tuple[int, int], dict[int, int]] = {}
         """By (epoch, index): what each rank called."""
-        self.told: dict[tuple[int, int], pb.Verdict] = {}
+        self.answers: dict[tuple[int, int], pb.Verdict] = {}
         self.epoch = 0
         self.pending_joins: set[int] = set()
         """Ranks that have called JOIN in this epoch."""
@@ -63,10 +63,10 @@ class RollCallMachine(RuleBasedStateMachine):
             return
         index = self.room.next_index[rank]
         if member.state == "idle":
-            told = self.room.call(rank, element_count=length, wait_timeout_ms=timeout_s * 1000)
-            assert [told_rank for told_rank, _ in told] == [rank]
-            assert told[0][1].call_index == index
-            assert told[0][1].failure.detail.code == MISUSE
+            answers = self.room.call(rank, element_count=length, wait_timeout_ms=timeout_s * 1000)
+            assert [rank_of_answer for rank_of_answer, _ in answers] == [rank]
+            assert answers[0][1].call_index == index
+            assert answers[0][1].failure.detail.code == MISUSE
             return
         member.waiting_since[index] = self.room.now_s + timeout_s
         self.lengths.setdefault((member.epoch, index), {})[rank] = length
@@ -111,8 +111,8 @@ class RollCallMachine(RuleBasedStateMachine):
 
     # What must hold.
 
-    def check(self, told: Verdicts) -> None:
-        for rank, verdict in told:
+    def check(self, answers: Verdicts) -> None:
+        for rank, verdict in answers:
             if verdict.operation == pb.OPERATION_JOIN:
                 self.check_join(rank, verdict)
             else:
@@ -122,7 +122,7 @@ class RollCallMachine(RuleBasedStateMachine):
         member, index = self.members[rank], verdict.call_index
         member.waiting_since.pop(index)  # it has called, and was not answered before
         key = (member.epoch, index)
-        assert self.told.setdefault(key, verdict) == verdict, "ranks are told differently"
+        assert self.answers.setdefault(key, verdict) == verdict, "ranks get different verdicts"
         calls = self.lengths[key]
         if not verdict.HasField("failure"):
             assert list(verdict.active_ranks) == sorted(calls)

@@ -220,7 +220,7 @@ def test_the_peak_is_the_largest_magnitude() -> None:
     assert finite_peak("gradient", np.array([1, -3, 2, -7, 5], np.float32), "m") == 7.0
 
 
-def test_an_element_is_told_by_its_place_in_the_whole() -> None:
+def test_an_element_is_named_by_its_index_in_the_whole() -> None:
     values = np.array([1, math.nan], np.float32)
     with pytest.raises(NonFiniteError, match="gradient: element 41 is nan") as caught:
         finite_peak("gradient", values, "m", 40)

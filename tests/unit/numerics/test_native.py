@@ -350,21 +350,21 @@ def test_a_library_of_another_version_is_not_used(
 
 
 @pytest.mark.parametrize("setting", ["off", "0", ""])
-def test_what_computes_is_told_and_can_be_chosen(
+def test_the_variant_is_reported_and_can_be_chosen(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {**os.environ, native.NATIVE_VARIABLE: setting}
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-m", "shardwell_server", "--version"],
         env=environment, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     if setting:
-        assert told.endswith(f", NumPy (SHARDWELL_NATIVE={setting})\n")
+        assert ran.endswith(f", NumPy (SHARDWELL_NATIVE={setting})\n")
         return
     monkeypatch.delenv(native.NATIVE_VARIABLE, raising=False)
     found, missing = native.load(Path(native.__file__).parent / native.LIBRARY_NAME)
     what = f"NumPy ({missing})" if found is None else f"native code ({found.variant})"
-    assert told.endswith(f", {what}\n")
+    assert ran.endswith(f", {what}\n")
 
 
 def test_the_packages_build_made_it_where_there_is_a_compiler(

@@ -431,7 +431,7 @@ def _check_refused(call: Any, arguments: tuple[Any, ...]) -> None:
     assert before == [one.tobytes() for one in arguments if isinstance(one, np.ndarray)]
 
 
-def test_who_calls_is_told_what_does_not_fit() -> None:
+def test_arguments_that_do_not_fit_raise() -> None:
     if native.LIBRARY is None:
         return
     with pytest.raises(ValueError, match="do not fit"):

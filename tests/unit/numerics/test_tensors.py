@@ -332,7 +332,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: list[int], room: int) -> Non
     assert native.LIBRARY.look_over(_arrays(), np.ndarray, packed, addresses) == -1
 
 
-def test_who_calls_is_told_what_does_not_fit() -> None:
+def test_arguments_that_do_not_fit_raise() -> None:
     if native.LIBRARY is None:
         return
     arrays = [np.zeros(3, np.float32), np.zeros(3, np.float32)]

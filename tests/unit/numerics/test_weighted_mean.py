@@ -78,5 +78,5 @@ def test_a_mean_of_one_is_that_one(count: int, others: int) -> None:
     assert (weights.factor(others), weights.divisor) == (1.0, 1.0)
 
 
-def test_nobody_has_samples() -> None:
+def test_no_worker_has_samples() -> None:
     assert mean_of([np.float32(np.nan)] * 3, MeanFactors([0, 0, 0])) == 0.0

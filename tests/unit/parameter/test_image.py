@@ -256,7 +256,7 @@ def test_the_image_of_finite_weights_is_finite() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("spec", [SPEC, MEANS], ids=["weights", "means"])
-def test_weights_that_are_not_finite_are_told_to_all(spec: ParameterSpec, bad: float) -> None:
+def test_weights_that_are_not_finite_fail_all_readers(spec: ParameterSpec, bad: float) -> None:
     """And those that are finite again go on from what they are."""
     shard, worker = Shard(spec), Image(spec, CONTEXT)
     shard.update(np.ones(SIZE, np.float32))

@@ -11,46 +11,55 @@ from shardwell.v1 import trace_pb2 as pb
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 
-def test_what_is_noted_is_told_column_by_column() -> None:
+def test_noted_spans_are_written_column_by_column() -> None:
     spans = Spans()
     begin_ns = now_ns()
     middle_ns = spans.add(pb.SPAN_KIND_ENCODE, "net", 7, 2, "shard 1", begin_ns)
     end_ns = spans.add(pb.SPAN_KIND_SEND, "net", 7, 2, "", middle_ns)
-    told = spans.to_proto()
-    assert begin_ns <= middle_ns <= end_ns <= told.now_ns
-    assert list(told.words) == ["", "net", "shard 1"]
-    assert [*zip(told.kinds, told.subjects, told.steps, told.chunks, told.peers, strict=True)] == [
+    made = spans.to_proto()
+    assert begin_ns <= middle_ns <= end_ns <= made.now_ns
+    assert list(made.words) == ["", "net", "shard 1"]
+    assert [
+        *zip(
+            made.kinds,
+            made.subjects,
+            made.steps,
+            made.chunks,
+            made.peers,
+            strict=True,
+        )
+    ] == [
         (pb.SPAN_KIND_ENCODE, 1, 7, 2, 2),
         (pb.SPAN_KIND_SEND, 1, 7, 2, 0),
     ]
-    assert list(told.begins_ns) == [begin_ns, middle_ns]
-    assert list(told.durations_ns) == [middle_ns - begin_ns, end_ns - middle_ns]
+    assert list(made.begins_ns) == [begin_ns, middle_ns]
+    assert list(made.durations_ns) == [middle_ns - begin_ns, end_ns - middle_ns]
 
 
-def test_nothing_is_told_of_nothing() -> None:
-    told = Spans().to_proto()
-    assert not told.kinds
-    assert list(told.words) == [""]
+def test_no_spans_make_an_empty_message() -> None:
+    made = Spans().to_proto()
+    assert not made.kinds
+    assert list(made.words) == [""]
 
 
 def test_the_oldest_give_way() -> None:
     spans = Spans()
     for step in range(SPAN_COUNT_MAX + 5):
         spans.add(pb.SPAN_KIND_ADD, "net", step, 0, "w0", now_ns())
-    told = spans.to_proto()
-    assert list(told.steps) == list(range(5, SPAN_COUNT_MAX + 5))
-    assert told.ByteSize() < MESSAGE_SIZE_MAX_BYTES
+    made = spans.to_proto()
+    assert list(made.steps) == list(range(5, SPAN_COUNT_MAX + 5))
+    assert made.ByteSize() < MESSAGE_SIZE_MAX_BYTES
 
 
 def test_what_no_message_holds_is_halved() -> None:
     spans = Spans()
     for number in range(SPAN_COUNT_MAX):
         spans.add(pb.SPAN_KIND_ADD, f"{number:0128}", number, 0, "w0", now_ns())
-    told = spans.to_proto()
-    assert told.ByteSize() < MESSAGE_SIZE_MAX_BYTES
-    assert SPAN_COUNT_MAX // 4 <= len(told.steps) < SPAN_COUNT_MAX
-    assert told.steps[-1] == SPAN_COUNT_MAX - 1
-    assert told.words[told.subjects[-1]] == f"{SPAN_COUNT_MAX - 1:0128}"
+    made = spans.to_proto()
+    assert made.ByteSize() < MESSAGE_SIZE_MAX_BYTES
+    assert SPAN_COUNT_MAX // 4 <= len(made.steps) < SPAN_COUNT_MAX
+    assert made.steps[-1] == SPAN_COUNT_MAX - 1
+    assert made.words[made.subjects[-1]] == f"{SPAN_COUNT_MAX - 1:0128}"
 
 
 def test_only_what_took_long_is_worth_a_look() -> None:
@@ -66,17 +75,17 @@ def test_a_process_has_one_clock() -> None:
     assert clock_id() == clock_id() != ""
 
 
-def test_what_is_told_is_read_again() -> None:
+def test_a_written_message_is_read_again() -> None:
     spans = Spans()
     for step in range(3):
         spans.add(pb.SPAN_KIND_WAIT, f"net{step % 2}", step, -1, "shard 1", 100 + step)
-    told = spans.to_proto()
-    check(told)
-    read = spans_of(told, offset_ns=1000)
+    made = spans.to_proto()
+    check(made)
+    read = spans_of(made, offset_ns=1000)
     assert [span[:6] for span in read] == [
         (pb.SPAN_KIND_WAIT, f"net{step % 2}", step, -1, "shard 1", 1100 + step) for step in range(3)
     ]
-    assert all(1100 < span.end_ns <= told.now_ns + 1000 for span in read)
+    assert all(1100 < span.end_ns <= made.now_ns + 1000 for span in read)
 
 
 def test_of_other_subjects_nothing_is_left() -> None:
@@ -84,10 +93,10 @@ def test_of_other_subjects_nothing_is_left() -> None:
     spans.add(pb.SPAN_KIND_ADD, "mine", 0, 0, "w0", now_ns())
     spans.add(pb.SPAN_KIND_ADD, "theirs", 1, 0, "w1", now_ns())
     spans.add(pb.SPAN_KIND_ADD, "mine", 2, 0, "w2", now_ns())
-    told = spans.to_proto()
-    host, whole = told.host, spans_of(told)
-    keep_subjects(told, lambda word: word != "theirs")
-    check(told)
-    assert spans_of(told) == [whole[0], whole[2]]
-    assert set(told.words) == {"", "mine", "w0", "w2"}
-    assert told.host == host
+    made = spans.to_proto()
+    host, whole = made.host, spans_of(made)
+    keep_subjects(made, lambda word: word != "theirs")
+    check(made)
+    assert spans_of(made) == [whole[0], whole[2]]
+    assert set(made.words) == {"", "mine", "w0", "w2"}
+    assert made.host == host

@@ -65,7 +65,7 @@ def test_a_call_that_was_cut_is_made_again() -> None:
     attendance.close()
 
 
-def test_a_call_that_ended_before_anybody_listened_is_made_again() -> None:
+def test_a_call_that_ended_before_its_callback_is_made_again() -> None:
     shard = Shard(dead_count=2)
     attendance = attendance_of(shard)
     attendance.ensure()
@@ -86,7 +86,7 @@ def test_after_close_no_call_is_made() -> None:
     assert len(shard.calls) == 1
 
 
-def test_a_refusal_is_told_once_and_the_call_made_when_it_is_needed() -> None:
+def test_a_refusal_is_raised_once_and_the_call_made_when_needed() -> None:
     shard = Shard()
     attendance = attendance_of(shard)
     attendance.ensure()
@@ -101,7 +101,7 @@ def test_a_refusal_is_told_once_and_the_call_made_when_it_is_needed() -> None:
     attendance.close()
 
 
-def test_whoever_needs_it_meanwhile_leaves_no_timers() -> None:
+def test_ensure_leaves_no_timers() -> None:
     shard = Shard(dead_count=5)
     attendance = attendance_of(shard)
     timers = []

@@ -173,10 +173,10 @@ def test_the_deadline_names_shard_address_time_and_what_to_do(timeout_s: float) 
 
 def test_what_the_message_has_is_not_said_twice() -> None:
     world = World(back_s=FOREVER_S)
-    told = "shard 1 at host:71 is gone; start it, or raise timeout_s"
+    words = "shard 1 at host:71 is gone; start it, or raise timeout_s"
     with pytest.raises(ShardUnavailableError) as caught:
-        Attempts(2.0, world).run(failing(ShardUnavailableError(told, shard_index=1)))
-    assert caught.value.message == f"waited 2 s: {told}"
+        Attempts(2.0, world).run(failing(ShardUnavailableError(words, shard_index=1)))
+    assert caught.value.message == f"waited 2 s: {words}"
 
 
 def test_no_attempt_begins_after_the_deadline() -> None:
@@ -234,7 +234,7 @@ def test_what_is_not_about_being_there_is_raised_at_once(kind: type[ShardwellErr
     assert world.pauses_s == []
 
 
-def test_no_answer_is_told_with_the_time() -> None:
+def test_the_error_of_no_answer_has_the_time() -> None:
     world = World()
 
     def attempt() -> str:
@@ -266,7 +266,7 @@ def test_an_unknown_shard_is_paused_for() -> None:
         Attempts(0.01, World(back_s=FOREVER_S)).run(failing(*[unavailable(None)] * 3))
 
 
-def test_close_is_told_as_such_also_after_the_deadline() -> None:
+def test_close_raises_its_own_error_also_after_the_deadline() -> None:
     for timeout_s in (5.0, 0.5):
         world = World()
 

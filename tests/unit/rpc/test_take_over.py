@@ -19,18 +19,18 @@ LATE_S_MAX = 0.6
 class Seat:
     """A seat that is another's until a moment, and the clock by which that is so."""
 
-    def __init__(self, free_at_s: float, *, is_told: bool) -> None:
+    def __init__(self, free_at_s: float, *, is_known: bool) -> None:
         self.time_s = 0.0
         self.question_count = 0
         self._free_at_s = free_at_s
-        self._is_told = is_told
+        self._is_known = is_known
 
     def take(self) -> float:
         """When it was taken."""
         self.question_count += 1
         self.time_s += ANSWER_S
         if self.time_s < self._free_at_s:
-            free_in_s = self._free_at_s - self.time_s if self._is_told else None
+            free_in_s = self._free_at_s - self.time_s if self._is_known else None
             raise WorkerIdInUseError("in use", free_in_s=free_in_s)
         return self.time_s
 
@@ -54,26 +54,26 @@ class Seat:
 
 
 @pytest.mark.parametrize("free_at_s", [0.0, 0.01, 0.1, 0.4, 1.0, 1.8])
-def test_a_place_that_gets_free_is_taken_soon(free_at_s: float) -> None:
-    seat = Seat(free_at_s, is_told=False)
+def test_a_seat_that_gets_free_is_taken_soon(free_at_s: float) -> None:
+    seat = Seat(free_at_s, is_known=False)
     taken_s = claim_seat(Attempts(20.0, seat), seat.take)
     assert taken_s - free_at_s <= min(max(2 * free_at_s, 0.1), LATE_S_MAX)
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 120.0])
-def test_a_place_that_is_not_free_is_asked_for_a_few_times(timeout_s: float) -> None:
-    seat = Seat(1e9, is_told=False)
+def test_a_seat_that_is_not_free_is_asked_for_a_few_times(timeout_s: float) -> None:
+    seat = Seat(1e9, is_known=False)
     with pytest.raises(WorkerIdInUseError):
         claim_seat(Attempts(timeout_s, seat), seat.take)
     assert seat.time_s <= min(timeout_s, TAKE_OVER_S) + LATE_S_MAX
     assert seat.question_count <= 10
 
 
-def test_a_place_that_will_be_free_is_waited_for_until_the_deadline() -> None:
-    seat = Seat(5.0, is_told=True)
+def test_a_seat_that_will_be_free_is_waited_for_until_the_deadline() -> None:
+    seat = Seat(5.0, is_known=True)
     assert claim_seat(Attempts(20.0, seat), seat.take) <= 5.0 + LATE_S_MAX
     assert seat.question_count <= 15
-    seat = Seat(5.0, is_told=True)
+    seat = Seat(5.0, is_known=True)
     with pytest.raises(WorkerIdInUseError):
         claim_seat(Attempts(3.0, seat), seat.take)
     assert seat.time_s <= 3.0 + LATE_S_MAX

@@ -119,12 +119,12 @@ def test_what_was_begun_ends_before_the_threads_do() -> None:
     assert sorted(done) == list(range(100))
 
 
-def test_what_is_abandoned_as_it_comes_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_abandoned_as_it_returns_reports_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled between the result's coming and its being taken."""
-    told: list[Any] = []
+    results: list[Any] = []
 
     async def body(threads: WorkThreads) -> None:
-        task = asyncio.ensure_future(threads.run(lambda: 7, told.append))
+        task = asyncio.ensure_future(threads.run(lambda: 7, results.append))
         deliver = threads._deliver
 
         def deliver_and_cancel(*arguments: Any) -> None:
@@ -136,7 +136,7 @@ def test_what_is_abandoned_as_it_comes_back_is_told(monkeypatch: pytest.MonkeyPa
             await task
 
     on_loop(body)
-    assert told == [7]
+    assert results == [7]
 
 
 def test_after_the_end_what_is_begun_is_done_at_once() -> None:

@@ -45,7 +45,7 @@ class Request:
             self.changes.notify_all()
 
 
-def test_what_is_there_is_given_at_once() -> None:
+def test_existing_things_are_given_at_once() -> None:
     request = Request(0.0)
     assert request.attempt(0) == 0
 

@@ -116,7 +116,7 @@ def test_a_newcomer_learns_of_tenures_that_ended_long_ago(monkeypatch: pytest.Mo
     assert ("w0", 1) in shard.part.ended_tenures()
 
 
-def test_tenures_that_are_over_are_told_after_a_restart(tmp_path: Path) -> None:
+def test_ended_tenures_are_reported_after_a_restart(tmp_path: Path) -> None:
     spec = elastic_spec()
     shard = ElasticShard(spec, store=stored_at(tmp_path))
     shard.initialize()
@@ -147,7 +147,7 @@ def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
     assert made._seats["w2"].index == 1
 
 
-def test_the_last_set_is_told_by_its_own_names_after_a_restart(tmp_path: Path) -> None:
+def test_the_last_set_keeps_its_own_names_after_a_restart(tmp_path: Path) -> None:
     """Though a seat of it is another worker's since."""
     spec = elastic_spec(max_count=1)
     shard = ElasticShard(spec, store=stored_at(tmp_path))

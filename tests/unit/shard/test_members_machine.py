@@ -239,11 +239,11 @@ class MembersMachine(RuleBasedStateMachine):
             else:
                 assert version == self.versions[place] + 1
                 assert found == ()
-                told = shard.part.contributions.of_step(version - 1).get(chunk)
-                if told is None:
-                    told = sets[0]
-                assert told in sets, (told, sets)
-                self.close(place, added if told == sets[1] else now)
+                named = shard.part.contributions.of_step(version - 1).get(chunk)
+                if named is None:
+                    named = sets[0]
+                assert named in sets, (named, sets)
+                self.close(place, added if named == sets[1] else now)
             record = tracker.records[chunk]
             if self.full.get(place, (-1, ()))[0] == version:
                 assert self.full[place] == (version, found)
@@ -264,8 +264,8 @@ class MembersMachine(RuleBasedStateMachine):
                 shard.part.storage.weights[part].view(np.uint32),
                 self.weights[place].view(np.uint32),
             )
-            for step, told in self.closed[place].items():
-                assert shard.part.contributions.of_step(step).get(chunk, told) == told
+            for step, named in self.closed[place].items():
+                assert shard.part.contributions.of_step(step).get(chunk, named) == named
 
     def close(self, place: tuple[int, int], given: list[Given]) -> None:
         """A chunk's step closes with these, in this order."""
@@ -350,14 +350,14 @@ class MembersMachine(RuleBasedStateMachine):
         if client is not None:
             self.shards[index].living.attending.add(client.session.number)
 
-    @rule(name=names, told=st.sets(shards))
-    def leave(self, name: str, told: set[int]) -> None:
+    @rule(name=names, named=st.sets(shards))
+    def leave(self, name: str, named: set[int]) -> None:
         """To some shards the message is lost; others carry it there."""
         client = self.clients.get(name)
         if client is None or not client.tenure or client.phase != "idle":
             return
         client.over.add((name, client.tenure))
-        for index in sorted(told):
+        for index in sorted(named):
             if self.reaches(client, index):
                 self.end_tenure(index, name, client.tenure)
         self.lose_tenure(client)

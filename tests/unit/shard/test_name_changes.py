@@ -391,7 +391,7 @@ def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
         NameChanges(again)
 
 
-def test_arrays_that_somebody_reads_stay_as_they_are(tmp_path: Path) -> None:
+def test_arrays_that_are_read_stay_as_they_are(tmp_path: Path) -> None:
     store = MmapStore(tmp_path)
     shard = Shard(ShardConfig(shard_index=1, shard_count=2), store, tmp_path)
     made(shard, "parameter")
@@ -406,7 +406,7 @@ def test_arrays_that_somebody_reads_stay_as_they_are(tmp_path: Path) -> None:
     shard.close()
 
 
-def test_a_full_disk_keeps_nobody_from_making_room(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_does_not_keep_users_from_making_room(tmp_path: Path, monkeypatch) -> None:
     shard = shard_on(tmp_path, 0)
     made(shard, "parameter")
     written = shard._store.log_name

@@ -78,7 +78,7 @@ def test_what_was_done_is_owed_and_no_new_call_is_begun() -> None:
     assert of.delay_s(0) == pytest.approx(0.9)
 
 
-def test_without_a_rate_nobody_waits() -> None:
+def test_without_a_rate_no_call_waits() -> None:
     of = usage()
     assert of.delay_s(10**15) == 0.0
     of.check_rate()

@@ -33,7 +33,7 @@ def of(worker_id: str) -> pb.ProcessSpans:
     return pb.ProcessSpans(worker_id=worker_id)
 
 
-def test_who_asks_is_told_once_and_gives_once() -> None:
+def test_a_session_that_asks_gets_one_answer_and_gives_once() -> None:
     recordings = Recordings()
     with asking(recordings, 1), pytest.raises(NotYet):
         recordings.news(1, later())
@@ -85,7 +85,7 @@ def test_what_is_unasked_or_late_is_dropped() -> None:
     recordings = Recordings()
     with asking(recordings, 1):
         number = recordings.begin(ALL, 60.0)
-        recordings.give(number, 1, of("not told yet"))
+        recordings.give(number, 1, of("not known yet"))
         recordings.give(number + 1, 1, of("no such recording"))
         assert recordings.next(number, over()) is None
         recordings.news(1, later())
@@ -121,7 +121,7 @@ def test_who_stopped_asking_is_not_waited_for() -> None:
     assert recordings.next(recordings.begin(ALL, 60.0), later()) is None
 
 
-def test_who_was_just_told_is_waited_for_though_it_pauses() -> None:
+def test_a_session_that_pauses_after_an_answer_is_waited_for() -> None:
     recordings = Recordings()
     with asking(recordings, 1):
         first = recordings.begin(ALL, 60.0)
@@ -144,7 +144,7 @@ def test_who_has_left_is_not_waited_for() -> None:
         assert recordings.next(number, later()) is None
 
 
-def test_nobody_waits_for_a_shard_that_stops() -> None:
+def test_a_stopping_shard_ends_all_waits() -> None:
     recordings, woken = Recordings(), []
     with pytest.raises(NotYet):
         recordings.news(1, RequestDeadline(60.0, wake=lambda: woken.append(1)))
@@ -181,7 +181,7 @@ def test_who_reads_nothing_makes_room_when_time_is_over(monkeypatch) -> None:
         recordings.end(number)
 
 
-def test_what_nobody_reads_does_not_pile_up(monkeypatch) -> None:
+def test_unread_spans_do_not_pile_up(monkeypatch) -> None:
     size = of("w1").ByteSize()
     monkeypatch.setattr("shardwell_server.shard.recordings._WAITING_BYTES_MAX", 2 * size)
     recordings = Recordings()

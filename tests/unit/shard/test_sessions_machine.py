@@ -427,7 +427,7 @@ def test_an_asynchronous_place_has_a_tenure() -> None:
     assert tracker.seats == []
 
 
-def test_when_a_place_will_be_free_is_told() -> None:
+def test_the_error_says_when_a_seat_will_be_free() -> None:
     now_s = 0.0
     sessions = Sessions(count_max=9, lease_s=LEASE_S, return_s=0, now_s=lambda: now_s)
     tracker = StepTracker([ChunkRecord()], worker_count=0, worker_count_max=1, sessions=sessions)

@@ -117,7 +117,7 @@ def test_versions_in_words(versions: list[int | None], words: str) -> None:
         ([], []),
     ],
 )
-def test_a_family_s_name_stands_for_its_fragments(names: list[str], found: list[str]) -> None:
+def test_a_family_s_name_means_its_fragments(names: list[str], found: list[str]) -> None:
     known = {
         "net.fragment-1": fragment(index=1, count=2),
         "m": None,

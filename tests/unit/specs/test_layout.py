@@ -63,7 +63,7 @@ def test_tensors_lie_one_behind_the_other_in_the_given_order() -> None:
     assert TensorLayout.of(dict(reversed(SHAPES.items()))) != LAYOUT
 
 
-def test_what_has_a_shape_stands_for_it() -> None:
+def test_objects_with_a_shape_count_as_their_shape() -> None:
     arrays = {name: np.empty(shape, np.float64) for name, shape in SHAPES.items()}
     assert TensorLayout.of(arrays) == LAYOUT
     assert TensorLayout.of({"w": [np.int64(20), 64]}).tensors[0].shape == (20, 64)
@@ -148,7 +148,7 @@ def test_differences_name_the_first_tensor(other: Any, words: str) -> None:
     assert rest[0].startswith("worker_count")
 
 
-def test_elements_are_told_by_their_tensor() -> None:
+def test_errors_name_an_element_s_tensor() -> None:
     spec = spec_with(LAYOUT)
     for index, expected in {
         0: "element 0 of tensor 'w'",

@@ -311,7 +311,7 @@ def test_differences_name_the_field_and_both_values() -> None:
     assert mine.differences(spec()) == []
 
 
-def test_a_difference_in_mode_is_told_first_and_explains_the_worker_count() -> None:
+def test_a_difference_in_mode_comes_first_and_explains_the_worker_count() -> None:
     mine = spec()
     found = mine.differences(spec(mode="async", worker_count=0, size=651))
     assert found == [
@@ -320,7 +320,7 @@ def test_a_difference_in_mode_is_told_first_and_explains_the_worker_count() -> N
     ]
 
 
-def test_what_was_passed_instead_of_an_optimizer_is_told_whole_or_is_seen_to_be_cut() -> None:
+def test_errors_show_a_wrong_optimizer_whole_or_visibly_cut() -> None:
     with pytest.raises(ArgumentError) as caught:
         spec(optimizer=FTRL(learning_rate=0.123456789, beta=0.1, l1=0.123456789, l2=0.123456789))
     assert caught.value.message.endswith("l2=0.123456789)")

@@ -50,7 +50,7 @@ def test_what_is_no_target(target: str) -> None:
         parse_target(target)
 
 
-def test_an_address_is_there_once() -> None:
+def test_an_address_may_occur_once() -> None:
     with pytest.raises(ArgumentError, match="twice"):
         parse_target("a:1,b:1,a:1")
 

@@ -86,7 +86,7 @@ def test_a_signal_that_does_not_wake_its_wait_breaks_it_off(threads: CallThreads
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_interrupted_caller_waits_for_no_call_that_nobody_runs(
+def test_an_interrupted_caller_waits_for_no_unstarted_call(
     threads: CallThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C at each moment of a call, beside another one that runs."""
@@ -174,7 +174,7 @@ def test_calls_of_like_timeouts_wake_what_cancels_once(threads: CallThreads) -> 
     eventually("it waits there", lambda: waits == [None])
     for _ in range(3):
         assert not threads.run(lambda: threading.Event().wait(0.25), PATIENCE_S)
-    eventually("it was told when to look", lambda: len(waits) >= 2)
+    eventually("it knows when to look", lambda: len(waits) >= 2)
     first_s, *rest_s = waits
     assert first_s is None
     assert [wait_s for wait_s in rest_s if wait_s is None or wait_s < PATIENCE_S / 2] == []
@@ -310,7 +310,7 @@ def test_close_cancels_what_runs_and_refuses_what_comes(threads: CallThreads) ->
         threads.run(lambda: 1, PATIENCE_S)
 
 
-def test_a_call_that_came_as_it_closed_is_told_of_that(
+def test_a_call_that_comes_as_it_closes_raises(
     threads: CallThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had looked before, and was queued when no thread was left to take it."""

@@ -160,7 +160,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize("how", ENDED)
-def test_the_process_is_ended_where_nobody_looks(how) -> None:
+def test_an_unread_request_ends_the_process(how) -> None:
     program = (
         "import os, signal, sys\nfrom shardwell import LeaveRequest\n"
         f"request = LeaveRequest()\nrequest.open()\n{ENDED[how]}\n"

@@ -108,7 +108,7 @@ def test_the_mean_is_weighted_by_samples(counts: tuple[int, ...]) -> None:
             np.testing.assert_array_equal(array, original[lone[0]])
 
 
-def test_sums_are_taken_in_order_of_rank_whoever_comes_first() -> None:
+def test_sums_are_taken_in_order_of_rank() -> None:
     """2^25 - 2^25 + 1 is 1, and in other orders it may be 0: order shows in the bits."""
     sync = ThreadedSync(3)
     values = [np.float32(2**25), np.float32(-(2**25)), np.float32(1)]
@@ -177,7 +177,7 @@ def test_an_array_of_another_kind_is_everyones_error(odd: Any) -> None:
     assert_works(sync)
 
 
-def test_what_nobody_can_use_is_an_argument_error() -> None:
+def test_useless_arrays_are_an_argument_error() -> None:
     sync = ThreadedSync(2)
     errors = sync_all(sync, [np.ones(3), np.ones(3)])
     assert {type(error) for error in errors} == {shardwell.ArgumentError}

@@ -35,7 +35,7 @@ def test_the_last_steps_are_kept() -> None:
     assert [step for step, _ in found] == list(range(2 * STEP_COUNT_MAX, 3 * STEP_COUNT_MAX))
 
 
-def test_what_is_not_finite_is_told() -> None:
+def test_figures_that_are_not_finite_are_reported() -> None:
     reports = Reports()
     reports.note(0, {"loss": math.nan})
     assert math.isnan(reports.means()["loss"][0][1])

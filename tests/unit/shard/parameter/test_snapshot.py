@@ -196,7 +196,7 @@ def test_two_snapshots_at_once_and_no_more() -> None:
         check(made, 0, third, 3)
 
 
-def test_a_snapshot_that_nobody_reads_is_dropped_and_training_goes_on() -> None:
+def test_an_unread_snapshot_is_dropped_and_training_goes_on() -> None:
     made = make()
     wanted = [True]
     with made.snapshots.under_way(0, lambda: wanted[0]) as snapshot:

@@ -236,7 +236,7 @@ def test_after_removals_an_add_moves_four_times_as_many_at_the_most(monkeypatch)
     assert (where[where >= 0] == keys[where >= 0]).all()
 
 
-def test_room_that_was_made_is_there_at_once(monkeypatch) -> None:
+def test_new_room_can_be_used_at_once(monkeypatch) -> None:
     """As at a shard's start: one table, and nothing is moved."""
     index, keys = HashRowIndex(), np.arange(100_000)
     index.make_room(keys.size)

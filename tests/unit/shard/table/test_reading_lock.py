@@ -25,7 +25,7 @@ def _short_turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_nobody_reads_in_the_middle_of_a_change() -> None:
+def test_no_call_reads_in_the_middle_of_a_change() -> None:
     """The writer goes on until both readers had their turns: it does not keep them out."""
     lock, pair, counts, failed = ReadingLock(), [0, 0], [0, 0], []
 

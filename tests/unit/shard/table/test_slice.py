@@ -270,7 +270,7 @@ def test_a_step_goes_on_closing_where_it_was_cut_off(batch_count) -> None:
     assert [get(table, row_id) for row_id in ids] == [[[-4, -8]]] * 7
 
 
-def test_who_waits_is_told_that_a_step_can_not_be_closed() -> None:
+def test_a_waiting_call_gets_the_error_of_a_step_that_can_not_close() -> None:
     """A waiting call gets the same error as the closing one; later it may close the step itself."""
     table, storage, _ = table_of(worker_count=2)
     woken: list[str] = []
@@ -461,7 +461,7 @@ def test_a_wait_ends_with_who_is_missing() -> None:
         give(table, 1, {}, "a")
 
 
-def test_who_waits_for_a_scan_that_failed_is_told_why() -> None:
+def test_a_call_that_waits_for_a_failed_scan_gets_the_reason() -> None:
     table, _, _ = table_of()
     with table.scan.under_way(1, lambda: True) as snapshot:
         assert snapshot is not None

@@ -206,7 +206,7 @@ def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> No
         take(steps, "w2")
 
 
-def test_what_is_told_of_a_new_worker_comes_first() -> None:
+def test_a_new_worker_is_logged_first() -> None:
     """Logging before a worker is taken in may fail, and then it is not taken in."""
     steps = tracker()
 

@@ -107,7 +107,7 @@ def test_ids_that_come_and_close_never_fill_it(cluster, tmp_path, kind, on_files
 
 
 @KINDS
-def test_ids_that_are_dropped_free_their_places_after_the_lease(cluster, kind) -> None:
+def test_ids_that_are_dropped_free_their_seats_after_the_lease(cluster, kind) -> None:
     """Killed processes; meanwhile the error names the limit, and when to come again."""
     running = cluster(2, limits=LIMITS, session_lease_s=2)
     for number in range(2):
@@ -182,7 +182,7 @@ def test_a_gradient_that_comes_again_too_late_is_refused(cluster, kind, ends) ->
 
 
 @KINDS
-def test_a_process_that_wakes_after_its_lease_is_told(cluster, connect, kind) -> None:
+def test_a_process_that_wakes_after_its_lease_gets_an_error(cluster, connect, kind) -> None:
     """As a machine that was out of reach. Opened again, it goes on as a new worker."""
     running = cluster(2, limits=LIMITS, session_lease_s=2)
     here = Subject(connect(running, "here"), kind, "async")
@@ -233,7 +233,7 @@ def test_shards_that_gave_different_places_away(
 
 
 @KINDS
-def test_who_had_opened_before_its_place_was_given_away_is_told(cluster, connect, kind) -> None:
+def test_a_worker_whose_seat_was_given_away_gets_an_error(cluster, connect, kind) -> None:
     running = cluster(2, limits=Limits(worker_count_max=1))
     assert put_once(running.target, "w0", kind) == 0
     opened = Subject(connect(running, "w0"), kind, "async")
@@ -249,7 +249,7 @@ def test_who_had_opened_before_its_place_was_given_away_is_told(cluster, connect
 
 
 @KINDS
-def test_a_synchronous_place_is_given_to_nobody(cluster, connect, kind) -> None:
+def test_a_synchronous_seat_is_never_given_away(cluster, connect, kind) -> None:
     running = cluster(1, limits=LIMITS)
     with shardwell.connect(running.target, worker_id="w0") as client:
         Subject(client, kind, "sync").put(1)
