@@ -214,10 +214,7 @@ def demo(
     0.95, else 1; 130 after Ctrl-C. No process is left behind.
     """
     # Workers, who share this module, need none of these.
-    from shardwell_server.demo.digits.config import DemoConfig
-    from shardwell_server.demo.digits.display import Display
-    from shardwell_server.demo.digits.run import run_demo
-    from shardwell_server.demo.progress import Progress
+    from shardwell_server.demo.digits.run import DemoConfig, run_demo
 
     signals.hold()
     with usage_errors():
@@ -233,19 +230,15 @@ def demo(
             outer=outer or OuterPlan() if is_outer else None,
             **fields,
         )
-    progress = Progress()
-    display = Display(config, progress)
     try:
-        with progress:
-            result = run_demo(config, display)
-        display.conclude(result)
+        result = run_demo(config)
     except StoppedError as stopped:
         exit_stopped(stopped, "shards and workers have ended")
     exit_by_accuracy(result.accuracy)
 
 
 def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a worker is told; the command gets it as one Task."""
+    """Options of a worker, which the command gets as one Task."""
 
     @functools.wraps(command)
     def with_task(

@@ -1,4 +1,4 @@
-"""Shards of the demo that end before it does: whoever waits for one wants to know which."""
+"""Shards of the demo that end before it does: an error names the one that has ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import describe_exit
 
 GRACE_S = 0.5
-"""What the demo's shards give open calls when they stop: nobody is left who made any."""
+"""What the demo's shards give open calls when they stop: all workers have ended by then."""
 
 
 @contextlib.contextmanager
 def without_credentials() -> Iterator[None]:
-    """What is started in the block has none: what the environment says is of another cluster."""
+    """A block whose child processes get no credentials: the environment's are another cluster's."""
     names = (*VARIABLES, TOKEN_FILE_VARIABLE)
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:

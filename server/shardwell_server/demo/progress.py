@@ -42,7 +42,7 @@ class TrainingState:
     sent_bytes: int
     received_bytes: int
     sent_value_bytes: int
-    """What was sent, as float32."""
+    """Bytes that float32 would have taken for the values that were sent."""
     bytes_per_s: float
     """Both ways, of late."""
     training_s: float

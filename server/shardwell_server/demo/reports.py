@@ -13,7 +13,7 @@ from shardwell import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where a worker stands."""
+    """How far a worker is."""
 
     step: int
     """Steps that it has made."""
@@ -24,7 +24,7 @@ class Report:
     received_bytes: int = 0
     """Encoded, since it started."""
     sent_value_bytes: int = 0
-    """What was sent, as float32."""
+    """Bytes that float32 would have taken for the values that were sent."""
     contributors: Sequence[str] = ()
     """Workers whose gradients its last step has, where steps may close without a worker."""
     outer: Mapping[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Reporter:
 
         Args:
             step: Steps that are made.
-            loss: Of the last.
+            loss: The last step's loss.
             last: Whether there is no other.
             contributors: See `Report`.
             outer: See `Report`.

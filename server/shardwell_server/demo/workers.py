@@ -1,4 +1,4 @@
-"""The demo's workers: child processes, and what they have told so far.
+"""The demo's workers: child processes, and what they have reported so far.
 
 Each worker has a thread that reads its reports and keeps the latest, so memory is bounded however
 late they are looked at.
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def step(self) -> int:
-        """Steps that it has made, as far as it has told."""
+        """Steps that it has made, by its latest report."""
         return 0 if self.latest is None else self.latest.step
 
     def has_finished(self) -> bool:

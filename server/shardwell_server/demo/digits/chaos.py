@@ -66,7 +66,7 @@ class Chaos:
     """Lets a plan happen to the workers of a pool, and says who came, left and was lost.
 
     Args:
-        plan: What is to happen, in order.
+        plan: Events that are to happen, in order.
         pool: The workers.
         task_of: The task of a worker, by its index.
         say: Shows a line.

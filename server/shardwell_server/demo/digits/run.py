@@ -1,4 +1,4 @@
-"""The run as a whole: a cluster, workers that train on it, and someone who measures.
+"""The demo of digits: what it runs, a cluster and workers that train on it, and what it shows.
 
 Everything that is started is started in a `with`, so that it ends however this ends.
 """
@@ -8,8 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from shardwell.errors import DeadlineError, ShardUnavailableError
+from rich.markup import escape
+
+from shardwell.errors import ArgumentError, DeadlineError, ShardUnavailableError
+from shardwell.numerics.codec import CODECS
+from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
 from shardwell_server import signals
 from shardwell_server.demo.cluster import (
     GRACE_S,
@@ -18,8 +25,6 @@ from shardwell_server.demo.cluster import (
     without_credentials,
 )
 from shardwell_server.demo.digits.chaos import Chaos, drawn_plan
-from shardwell_server.demo.digits.config import DemoConfig, Result
-from shardwell_server.demo.digits.display import Display
 from shardwell_server.demo.digits.evaluator import Evaluator
 from shardwell_server.demo.digits.samples import (
     HELD_OUT_COUNT,
@@ -27,18 +32,133 @@ from shardwell_server.demo.digits.samples import (
     check_installed,
     load_digits,
 )
-from shardwell_server.demo.digits.worker import Task
-from shardwell_server.demo.progress import Observer, TrainingState, count
+from shardwell_server.demo.digits.worker import (
+    ACCURACY_MIN,
+    MODEL,
+    STEP_COUNT,
+    OuterPlan,
+    SyncName,
+    Task,
+)
+from shardwell_server.demo.progress import Observer, Progress, TrainingState, count, traffic
 from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
 
+CHAOS_WORKER_COUNT_MIN = 3
+WORKER_COUNT_MAX = 32
+"""With more, a worker's share of the digits is hardly more than its batch."""
 _LOOK_INTERVAL_S = 0.1
 _EXAM_TIMEOUT_S = 2.0
 _EXAM_INTERVAL_S = 0.5
 
 
-def run_demo(config: DemoConfig, display: Display) -> Result:
-    """Runs it all, and leaves no process behind.
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What the demo runs; checked when made."""
+
+    shard_count: int = 2
+    """Shards, each a process."""
+    worker_count: int = 4
+    """Workers, each a process."""
+    codec: CodecName = "fp16"
+    """How gradients and weights travel."""
+    mode: ModeName = "sync"
+    """`sync`: a step is the mean of all workers' gradients; `async`: each as it arrives."""
+    step_count: int = STEP_COUNT
+    """Steps of each worker."""
+    sync: SyncName = "server"
+    """Who averages: the shards, the workers in a group, or threads."""
+    has_chaos: bool = False
+    """Whether workers come, leave and die while they train."""
+    seed: int = 0
+    """Of who does so, and when."""
+    outer: OuterPlan | None = None
+    """Outer training: workers make steps of their own, and send once in many."""
+    target: str | None = None
+    """A cluster that runs already; None: start one of `shard_count`."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
+            raise ArgumentError(
+                f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}"
+            )
+        if self.outer and (self.sync, self.mode, self.has_chaos) != ("server", "sync", False):
+            raise ArgumentError(
+                "outer training has steps of its own; leave out --sync, --mode and --chaos; got "
+                f"sync={self.sync!r}, mode={self.mode!r}, chaos={self.has_chaos}"
+            )
+        if self.has_chaos and (self.sync, self.mode) != ("server", "sync"):
+            raise ArgumentError(
+                "chaos is for workers that shards wait for; leave out --sync and --mode; got "
+                f"sync={self.sync!r}, mode={self.mode!r}"
+            )
+        if self.has_chaos and self.worker_count < CHAOS_WORKER_COUNT_MIN:
+            raise ArgumentError(
+                f"chaos needs {CHAOS_WORKER_COUNT_MIN} workers to begin with, for two always stay; "
+                f"got {self.worker_count}"
+            )
+        if self.step_count < 1:
+            raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
+        if self.sync != "server" and self.mode == "async":
+            raise ArgumentError(f"only shards average asynchronously; got sync={self.sync!r}")
+        if self.sync in ("ring", "tree", "centralized") and self.codec not in GROUP_CODECS:
+            raise ArgumentError(
+                f"a group's codec is one of {', '.join(GROUP_CODECS)}; got {self.codec!r}"
+            )
+
+    @property
+    def started_shard_count(self) -> int:
+        """Shards that the demo starts: a group needs one to meet at, threads none."""
+        if self.target is not None or self.sync == "threads":
+            return 0
+        return self.shard_count if self.sync == "server" else 1
+
+    @property
+    def process_count(self) -> int:
+        """Processes that train."""
+        return 1 if self.sync == "threads" else self.worker_count
+
+    def tasks(self, target: str) -> list[Task]:
+        """What each worker is to do. The parameter's name is new, so that nothing is resumed."""
+        first = Task(
+            target=target,
+            worker_id="w0",
+            worker_index=0,
+            worker_count=self.worker_count,
+            parameter=f"digits-{uuid.uuid4().hex[:8]}",
+            step_count=self.step_count,
+            codec=self.codec,
+            mode=self.mode,
+            sync=self.sync,
+            is_elastic=self.has_chaos,
+            outer=self.outer,
+        )
+        return [first.of_worker(index) for index in range(self.process_count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How it went."""
+
+    accuracy: float
+    """Of the final weights, on held-out digits."""
+    held_out_count: int
+    """How many those are."""
+    state: TrainingState
+    """Of the workers, at the end."""
+    duration_s: float
+    """Of the whole demo."""
+    chaos_counts: Mapping[str, int] = field(default_factory=dict)
+    """How many workers came, left and were lost, with chaos."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the accuracy is what the demo promises."""
+        return self.accuracy >= ACCURACY_MIN
+
+
+def run_demo(config: DemoConfig) -> Result:
+    """Runs and shows it all, and leaves no process behind.
 
     Raises:
         StoppedError: a signal asked for it.
@@ -46,15 +166,18 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
         ShardwellError: see `LocalCluster` and `Client`.
     """
     start_s = time.monotonic()
-    display.introduce()
-    check_installed()
+    progress = Progress()
+    display = _Display(config, progress)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(progress)
+        progress.print(f"[bold]Shardwell[/]: {escape(_described(config))}")
+        check_installed()
         signals.check()
         cluster, target = None, config.target
         if target is None:
             stack.enter_context(without_credentials())
         if config.started_shard_count:
-            display.say(f"starting {count(config.started_shard_count, 'shard')}")
+            progress.say(f"starting {count(config.started_shard_count, 'shard')}")
             with signals.breaking_off():
                 cluster = stack.enter_context(
                     LocalCluster(
@@ -65,32 +188,34 @@ def run_demo(config: DemoConfig, display: Display) -> Result:
                     )
                 )
             target = cluster.target
-            display.say(f"status page, as long as this runs: {cluster.admin_urls[0]}")
+            progress.say(f"status page, as long as this runs: {cluster.admin_urls[0]}")
         tasks = config.tasks(target or "none:1")
         signals.check()
         pool = stack.enter_context(WorkerPool(tasks))
-        display.say(f"starting {count(config.worker_count, 'worker')}")
+        progress.say(f"starting {count(config.worker_count, 'worker')}")
         held_out = load_digits().held_out
         chaos: Chaos | None = None
         if config.has_chaos:
             plan = drawn_plan(config.seed, config.worker_count, config.step_count)
-            chaos = Chaos(plan, pool, tasks[0].of_worker, display.tell)
+            chaos = Chaos(plan, pool, tasks[0].of_worker, progress.print)
         with ended_shards_named(cluster):
             state, accuracy = _watch(pool, tasks[0], held_out, display, cluster, chaos)
-    return Result(
+    result = Result(
         accuracy=accuracy,
         held_out_count=HELD_OUT_COUNT,
         state=state,
         duration_s=time.monotonic() - start_s,
         chaos_counts={} if chaos is None else {**chaos.counts, "events to come": chaos.rest_count},
     )
+    display.conclude(result)
+    return result
 
 
 def _watch(
     pool: WorkerPool,
     task: Task,
     held_out: Samples,
-    display: Display,
+    display: _Display,
     cluster: LocalCluster | None,
     chaos: Chaos | None,
 ) -> tuple[TrainingState, float]:
@@ -125,3 +250,116 @@ def _watch(
                 assert accuracy is not None
                 return state, accuracy
             time.sleep(_LOOK_INTERVAL_S)
+
+
+class _Display:
+    """Shows how the training goes on, and a closing table."""
+
+    def __init__(self, config: DemoConfig, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+
+    def show(
+        self,
+        state: TrainingState,
+        accuracy: float | None,
+        *,
+        last: bool,
+        members: Sequence[str] = (),
+    ) -> None:
+        """Shows how far the training is."""
+        step_count, worker_count = self._config.step_count, self._config.process_count
+        if state.loss is None:
+            if self._progress.is_live and state.ready_count:
+                self._progress.say(
+                    f"starting workers, {state.ready_count} of {worker_count} are ready"
+                )
+            return
+        figures = [f"loss {state.loss:.4f}"]
+        if accuracy is not None:
+            figures.append(f"accuracy {accuracy:.3f}")
+        if not last and self._config.sync != "threads":
+            figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+        if state.outer:
+            figures.append(f"outer step {state.outer['outer_steps']:.0f}")
+        if members:
+            figures.append(f"members {' '.join(members)}")
+        step = f"step {state.step:>{len(str(step_count))}}/{step_count}"
+        self._progress.show(step, state.step, step_count, figures, last=last)
+
+    def conclude(self, result: Result) -> None:
+        """Prints the closing table."""
+        state, config = result.state, self._config
+        right = round(result.accuracy * result.held_out_count)
+        colour = "green" if result.passed else "red"
+        seconds = state.training_s or float("nan")
+        rows = {
+            "held-out accuracy": f"[bold {colour}]{result.accuracy:.3f}[/], {right} of "
+            f"{result.held_out_count} digits; {ACCURACY_MIN} is needed",
+            "loss": f"{_loss(state.first_loss)} at the first step, {_loss(state.loss)} at the last",
+            "steps": f"{config.step_count} by every worker in {state.training_s:.1f} s, "
+            f"{state.steps_per_s:.1f} a second",
+            "sent": traffic(state.sent_bytes, seconds),
+            "received": traffic(state.received_bytes, seconds),
+            "codec": f"{config.codec}, {state.codec_ratio:.2f} times less than float32",
+        }
+        if result.chaos_counts:
+            del rows["sent"], rows["received"], rows["codec"]  # of those that are left alone
+            rows["steps"] = f"{config.step_count} in {state.training_s:.1f} s"
+            told = [f"{number} {what}" for what, number in result.chaos_counts.items() if number]
+            rows["workers"] = f"{config.worker_count} began; {', '.join(told)}"
+        if config.outer is not None:
+            del rows["sent"], rows["received"], rows["codec"]  # each has its own words here
+            rows |= _outer_rows(config, config.outer, state)
+        if config.sync == "threads":
+            del rows["sent"], rows["received"], rows["codec"]
+        rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
+        self._progress.print_tables(list(rows.items()))
+
+
+def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> dict[str, str]:
+    """What outer training made of the bytes, and of the time in which they travel."""
+    steps = config.worker_count * config.step_count
+    synchronous_bytes = steps * CODECS["fp16"].encoded_bytes(MODEL.size)
+    told = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
+    travelled_s = told["waited_s"] + told["hidden_s"]
+    rows = {
+        "outer steps": f"{told['outer_steps']:.0f} of each of "
+        f"{count(plan.fragment_count, 'fragment')}, one in {count(plan.sync_every, 'step')}",
+        "fragments": f"travelled {travelled_s:.2f} s for each worker: {told['hidden_s']:.2f} s "
+        f"hidden behind its steps, {told['waited_s']:.2f} s waited",
+    }
+    for way, byte_count in (("sent", state.sent_bytes), ("received", state.received_bytes)):
+        rows[way] = f"{byte_count / 1e6:.1f} MB by all workers, first weights included (measured)"
+    rows["synchronous"] = (
+        f"{synchronous_bytes / 1e6:.1f} MB each way for as many digits as fp16 (computed), "
+        f"{synchronous_bytes / max(state.sent_bytes, 1):.0f} times as much"
+    )
+    return rows
+
+
+def _loss(loss: float | None) -> str:
+    """A mean loss, where a worker lived long enough to report one."""
+    return "unknown" if loss is None else f"{loss:.4f}"
+
+
+def _described(config: DemoConfig) -> str:
+    """Says in words what the configuration runs."""
+    if config.sync == "threads":
+        return f"{count(config.worker_count, 'thread')} of one process"
+    workers = count(config.worker_count, "worker")
+    if config.sync != "server":
+        shape = {"ring": "in a ring", "tree": "in a tree", "centralized": "around rank 0"}
+        return f"{workers} among themselves, {shape[config.sync]}, codec {config.codec}"
+    where = count(config.shard_count, "shard") if config.target is None else config.target
+    if config.outer is not None:
+        return (
+            f"{workers} on {where}, codec {config.codec}, an outer step every "
+            f"{config.outer.sync_every} steps, in {count(config.outer.fragment_count, 'fragment')}"
+        )
+    if config.has_chaos:
+        return (
+            f"{workers} that come, leave and die, on {where}, codec {config.codec}, seed "
+            f"{config.seed}"
+        )
+    return f"{workers} on {where}, codec {config.codec}, {config.mode}"

@@ -55,7 +55,7 @@ class Digits:
 
 
 def check_installed() -> None:
-    """Finds out whether scikit-learn is there, without the seconds that importing it takes.
+    """Checks that scikit-learn is installed, without the seconds that importing it takes.
 
     Raises:
         DemoError: it is not.

@@ -89,7 +89,7 @@ class Task:
     codec: CodecName = "fp16"
     """How gradients and weights travel."""
     mode: ModeName = "sync"
-    """See shardwell.ParameterSpec."""
+    """`sync` or `async`, as `shardwell.ParameterSpec` has it."""
     sync: SyncName = "server"
     """Who averages."""
     is_elastic: bool = False
