@@ -30,7 +30,6 @@ import references
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET = (
     "client/shardwell/client.py",
-    "client/shardwell/group/launch/",
     "client/shardwell/torch/",
     *(
         f"server/shardwell_server/{name}"

@@ -1,6 +1,6 @@
-"""What `join_group()` needs and was not told: taken from the variables of a launcher. Pure.
+"""Arguments that `join_group()` did not get, from the variables of a launcher. Pure.
 
-Which launchers, and which stands over which: `launchers.py`. Here is where the workers meet:
+`launchers.py` reads the rank. The workers meet at the first of these that is known:
 
 1. $SHARDWELL_RENDEZVOUS, else the first address of $SHARDWELL_SHARDS: a server that runs already.
 2. MASTER_ADDR, served by rank 0. The port is $SHARDWELL_RENDEZVOUS_PORT, else MASTER_PORT + 1
@@ -52,17 +52,17 @@ class LaunchEnvironment:
     rendezvous_address: str
     """HOST:PORT of the server where the group meets."""
     serves_rendezvous: bool
-    """This worker is rank 0 and is to serve `rendezvous_address`: nobody else does."""
+    """This worker is rank 0 and is to serve `rendezvous_address`, as no other process does."""
     source: str
     """Who started the worker, for messages: "torchrun"."""
 
     @staticmethod
     def of(environ: Mapping[str, str], *, parent_pid: int | None = None) -> LaunchEnvironment:
-        """What the variables tell.
+        """Reads the variables.
 
         Args:
             environ: The process's environment.
-            parent_pid: The process's parent; without it, workers of MPICH are told to set
+            parent_pid: The process's parent; without it, workers of MPICH get an error that wants
                 $SHARDWELL_RENDEZVOUS.
 
         Raises:
@@ -156,12 +156,8 @@ def _no_host(launcher: Launcher) -> str:
         "set MASTER_ADDR and MASTER_PORT (rank 0's machine and a free port there), or pass "
         "rendezvous="
     )
-    passing = {
-        "Open MPI": f"-x {RENDEZVOUS_VARIABLE}=HOST:PORT",
-        "MPICH/Intel MPI (PMI)": f"-genv {RENDEZVOUS_VARIABLE} HOST:PORT",
-        "MVAPICH2": f"{RENDEZVOUS_VARIABLE}=HOST:PORT",
-    }.get(launcher.source)
-    if passing:
+    if launcher.address_option is not None:
+        passing = launcher.address_option.format(RENDEZVOUS_VARIABLE)
         return (
             f"{who}, but not that all ranks run on one machine, and no address was given where "
             f"they meet; start them with `mpirun {passing} ...`, the address of a shard; {by_hand}"

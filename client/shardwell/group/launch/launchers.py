@@ -2,12 +2,11 @@
 
 Pure: variables in, values out. Where the workers meet is for `environment` to say.
 
-What is set depends on who started the process, and launchers are nested: a batch script of Slurm
-runs `mpirun`, which runs workers that inherit Slurm's variables. The innermost knows best, so the
-order is
+Launchers are nested: a batch script of Slurm runs `mpirun`, which runs workers that inherit Slurm's
+variables. The innermost launcher knows the rank, so the order is
 
-1. RANK and WORLD_SIZE: torchrun, `shardwell run`, Kubernetes' PyTorchJob, and whoever sets them by
-   hand. They are what people set on purpose.
+1. RANK and WORLD_SIZE: torchrun, `shardwell run`, Kubernetes' PyTorchJob, and users who set them by
+   hand. People set these on purpose.
 2. OMPI_COMM_WORLD_RANK and _SIZE: Open MPI's mpirun.
 3. PMI_RANK (or PMIX_RANK) and PMI_SIZE: mpiexec of MPICH and Intel MPI. `srun --mpi=pmi2` sets them
    as well, with the values of SLURM_PROCID and SLURM_STEP_NUM_TASKS; then it was Slurm.
@@ -24,6 +23,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwell.errors import ArgumentError
 
@@ -60,42 +60,53 @@ class Launcher:
     port_seed: int | None = None
     """Like `job_id`, as a number from which all ranks derive the same port."""
     rank_zero_host: str | None = None
-    """Where rank 0 runs, if the launcher tells."""
+    """Where rank 0 runs, if the launcher says."""
+    address_option: str | None = None
+    """The option of its mpirun that gives all ranks a variable "{}"; None: it is no mpirun."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mpi:
-    """The variables of an MPI whose jobs have no name."""
+class _Mpi(NamedTuple):
+    """The variables that an MPI's mpirun sets for each process."""
 
     source: str
     prefix: str
-    local_rank_variable: str
-    local_size_variable: str
+    """Begins the names of the rank's and the size's variable."""
+    local_rank: str
+    """Variable with the rank on this machine."""
+    local_size: str
+    """Variable with the number of ranks on this machine."""
+    jobs: tuple[str, ...]
+    """Variables with the job's name, of which the first that is set counts."""
+    address_option: str
+    """The option of mpirun that gives all ranks a variable."""
+    is_like_hydra: bool
+    """All ranks of a machine have one parent, and srun --mpi=pmi2 sets the same variables."""
 
     @property
-    def size_variable(self) -> str:
+    def size(self) -> str:
         return f"{self.prefix}SIZE"
 
-    def rank_variable(self, given: Mapping[str, str]) -> str:
+    def rank(self, given: Mapping[str, str]) -> str:
         name = f"{self.prefix}RANK"
-        by_pmix = self.prefix == "PMI_" and self.size_variable in given and "PMIX_RANK" in given
+        by_pmix = self.prefix == "PMI_" and self.size in given and "PMIX_RANK" in given
         return "PMIX_RANK" if by_pmix and name not in given else name
 
 
-_HYDRA_AND_LIKE = (
+_MPIS = (
     _Mpi(
-        source="MPICH/Intel MPI (PMI)",
-        prefix="PMI_",
-        local_rank_variable="MPI_LOCALRANKID",
-        local_size_variable="MPI_LOCALNRANKS",
+        "Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        # Open MPI 5 and 4: "prterun-HOST-PID@1", "26804225".
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "-x {}=HOST:PORT", False,
     ),
     _Mpi(
-        source="MVAPICH2",
-        prefix="MV2_COMM_WORLD_",
-        local_rank_variable="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size_variable="MV2_COMM_WORLD_LOCAL_SIZE",
+        "MPICH/Intel MPI (PMI)", "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        ("I_MPI_HYDRA_UUID",), "-genv {} HOST:PORT", True,
     ),
-)
+    _Mpi(
+        "MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+        ("I_MPI_HYDRA_UUID",), "{}=HOST:PORT", True,
+    ),
+)  # fmt: skip
 
 
 def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launcher:
@@ -103,10 +114,10 @@ def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launche
 
     Args:
         environ: The process's environment.
-        parent_pid: The process's parent: MPICH has nothing else that tells its jobs apart.
+        parent_pid: The process's parent: nothing else differs between jobs of MPICH.
 
     Raises:
-        ArgumentError: nobody has, or variables contradict one another or are no numbers.
+        ArgumentError: no launcher has, or variables contradict one another or are no numbers.
     """
     found = known_launcher(environ, parent_pid)
     if found is None:
@@ -124,13 +135,11 @@ def known_launcher(environ: Mapping[str, str], parent_pid: int | None = None) ->
     if by_name := _pair(given, "RANK", "WORLD_SIZE"):
         _refuse_contradiction(given, *by_name)
         return _by_name(given, *by_name)
-    if open_mpi := _pair(given, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-        return _open_mpi(given, *open_mpi)
+    for mpi in _MPIS:
+        place = _pair(given, mpi.rank(given), mpi.size)
+        if place and not (mpi.is_like_hydra and place == _slurm_task(given)):
+            return _by_mpi(given, mpi, *place, parent_pid)
     task = _slurm_task(given)
-    for mpi in _HYDRA_AND_LIKE:
-        place = _pair(given, mpi.rank_variable(given), mpi.size_variable)
-        if place and place != task:
-            return _mpi_without_job_id(given, mpi, *place, parent_pid)
     return _slurm(given, *task) if task else None
 
 
@@ -150,35 +159,21 @@ def _by_name(given: Mapping[str, str], rank: int, size: int) -> Launcher:
     )
 
 
-def _open_mpi(given: Mapping[str, str], rank: int, size: int) -> Launcher:
-    # Open MPI 5 and 4: "prterun-HOST-PID@1", "26804225".
-    job_id = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid")
-    return Launcher(
-        source="Open MPI",
-        rank=rank,
-        size=size,
-        local_rank=_local_rank(given, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        job_id=job_id and f"mpi-{job_id}",
-        port_seed=None if job_id is None else crc_of(job_id),
-        rank_zero_host=_this_machine(given, "OMPI_COMM_WORLD_LOCAL_SIZE", size),
-    )
-
-
-def _mpi_without_job_id(
+def _by_mpi(
     given: Mapping[str, str], mpi: _Mpi, rank: int, size: int, parent_pid: int | None
 ) -> Launcher:
-    """Only Intel's has an id; but all ranks of one machine have the same parent."""
-    job_id = given.get("I_MPI_HYDRA_UUID")
-    host = _this_machine(given, mpi.local_size_variable, size)
-    port_seed = parent_pid if host else None
+    job_id = next((given[variable] for variable in mpi.jobs if variable in given), None)
+    has_all = mpi.local_size in given and parse_number(given, mpi.local_size) == size
+    seed = parent_pid if has_all and mpi.is_like_hydra else None
     return Launcher(
         source=mpi.source,
         rank=rank,
         size=size,
-        local_rank=_local_rank(given, mpi.local_rank_variable),
+        local_rank=_local_rank(given, mpi.local_rank),
         job_id=job_id and f"mpi-{job_id}",
-        port_seed=port_seed if job_id is None else crc_of(job_id),
-        rank_zero_host=host,
+        port_seed=seed if job_id is None else crc_of(job_id),
+        rank_zero_host="127.0.0.1" if has_all else None,
+        address_option=mpi.address_option,
     )
 
 
@@ -263,18 +258,12 @@ def _local_rank(given: Mapping[str, str], variable: str) -> int | None:
     return parse_number(given, variable) if variable in given else None
 
 
-def _this_machine(given: Mapping[str, str], local_size_variable: str, size: int) -> str | None:
-    if local_size_variable not in given or parse_number(given, local_size_variable) != size:
-        return None
-    return "127.0.0.1"
-
-
 def _refuse_contradiction(given: Mapping[str, str], rank: int, size: int) -> None:
     """RANK that was left over in a shell gives all ranks of mpirun the same place."""
     if "TORCHELASTIC_RUN_ID" in given or LAUNCHER_VARIABLE in given:
         return  # a launcher of its own, that mpirun has started
-    for prefix in ("OMPI_COMM_WORLD_", "PMI_", "MV2_COMM_WORLD_"):
-        rank_variable, size_variable = f"{prefix}RANK", f"{prefix}SIZE"
+    for mpi in _MPIS:
+        rank_variable, size_variable = f"{mpi.prefix}RANK", mpi.size
         if rank_variable not in given or size_variable not in given:
             continue
         if (given[rank_variable], given[size_variable]) != (str(rank), str(size)):
@@ -316,8 +305,8 @@ def _nobody(environ: Mapping[str, str]) -> str:
 def first_host(hostlist: str) -> str:
     """The first host of a list in Slurm's syntax: "node01" of "node[01-04,07],gpu3".
 
-    An entry may have several brackets ("rack[1-2]n[01-16]"), of which each stands for numbers and
-    ranges with leading zeros kept. Brackets within brackets do not occur in Slurm's output. Others
+    An entry may have several brackets ("rack[1-2]n[01-16]"), each a list of numbers and ranges
+    with leading zeros kept. Brackets within brackets do not occur in Slurm's output. Others
     are not expanded: rank 0 runs on the first, so the work does not grow with their number.
 
     Raises:
