@@ -24,6 +24,7 @@ except ModuleNotFoundError:
 from shardwell.torch.collectives import all_reduce_hook, broadcast_state
 from shardwell.torch.diloco import DiLoCo
 from shardwell.torch.embedding import Embedding, EmbeddingBag
+from shardwell.torch.loop.mean_gradients import MeanGradients, mean_gradients
 from shardwell.torch.loop.prepare import prepare
 from shardwell.torch.loop.shares import SharedLoader
 from shardwell.torch.optimizer import ServerOptimizer
@@ -32,10 +33,12 @@ __all__ = [
     "DiLoCo",
     "Embedding",
     "EmbeddingBag",
+    "MeanGradients",
     "ServerOptimizer",
     "SharedLoader",
     "all_reduce_hook",
     "broadcast_state",
+    "mean_gradients",
     "prepare",
 ]
 

@@ -167,6 +167,18 @@ def _shared_of(
     }
 
 
+def hand_over_model(client: Client, name: str, model: torch.nn.Module) -> None:
+    """Gives a model the first worker's parameters and buffers, bit for bit.
+
+    Raises:
+        SpecMismatchError: the first worker has another model.
+        ShardwellError: as `Client.parameter`.
+    """
+    tensors = _shared_of(model, PlainNames(model), {})
+    if tensors:
+        _hand_over(client, name, tensors, None)
+
+
 def _hand_over(
     client: Client, name: str, tensors: Mapping[str, torch.Tensor], timeout_s: float | None
 ) -> None:

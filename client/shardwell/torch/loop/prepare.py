@@ -15,14 +15,19 @@ from shardwell.client import WORKER_ID_VARIABLE, Client, connect
 from shardwell.errors import ArgumentError
 from shardwell.group.launch.launchers import known_launcher
 from shardwell.numerics.arguments import check_integer
+from shardwell.parameter.parameter import Parameter
 from shardwell.process.environment import variable
 from shardwell.rpc.session import unique_worker_id
-from shardwell.specs.members import Elastic
+from shardwell.torch.loop.mean_gradients import mean_gradients
 from shardwell.torch.loop.rules import shards_rule
 from shardwell.torch.loop.shares import Share, SharedLoader
 from shardwell.torch.optimizer import ServerOptimizer
+from shardwell.torch.untrained import hand_over_model
 
 _ACCUMULATED_MAX = 2**20
+_NAME = "model"
+_OF_MEANS = frozenset({"name", "worker_count", "codec", "timeout_s"})
+"""Options that an optimizer on the workers has a use for."""
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
@@ -35,7 +40,7 @@ def prepare(
     gradient_accumulation_steps: int = 1,
     seed: int = 0,
     **options: Any,
-) -> tuple[ModelT, ServerOptimizer, Any]:
+) -> tuple[ModelT, Any, Any]:
     """Makes a plain training loop one worker's of several: model, optimizer and loader of it.
 
         model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)
@@ -51,9 +56,11 @@ def prepare(
 
     Args:
         model: See `ServerOptimizer`; it is returned as it is.
-        optimizer: An optimizer of torch that has made no step yet: SGD, Adam, AdamW, Adagrad or
-            RMSprop, which the shards run with the same hyperparameters. Schedulers may be made of
-            it, or of the one that is returned. A ServerOptimizer is taken as it is.
+        optimizer: An optimizer of torch that has made no step yet. The shards run SGD, Adam, AdamW,
+            Adagrad and RMSprop with the same hyperparameters. Any other stays on the workers, and
+            steps with `mean_gradients`: a worker that is killed ends that training, which goes on
+            from a checkpoint of yours. Schedulers may be made of it, or of the one that is
+            returned. A ServerOptimizer is taken as it is.
         loader: A plain DataLoader. The one that is returned deals each epoch among the workers, as
             torch's DistributedSampler does: batches keep their size, and an epoch has fewer. It
             shuffles anew each epoch, without set_epoch. With `members`, each worker goes through
@@ -69,7 +76,8 @@ def prepare(
             started, else 1), members, name, codec and others.
 
     Returns:
-        The model, a `ServerOptimizer`, and a `SharedLoader`.
+        The model, a `ServerOptimizer` (or the optimizer that was given, where it stays on the
+        workers), and a `SharedLoader`. `optimizer.client` is the client.
 
     Raises:
         ArgumentError: the optimizer, the loader or an option can't be; says what to do.
@@ -85,26 +93,28 @@ def prepare(
                 "prepare() takes a ServerOptimizer as it is, with its client and options; got "
                 f"{', '.join([*options, *(['client'] if client is not None else [])])}"
             )
-        prepared = optimizer
+        prepared: Any = optimizer
+        parameter = optimizer.parameter
     else:
-        prepared = _on_shards(model, optimizer, client, options)
+        prepared, parameter = _prepared(model, optimizer, client, options)
     if loader is None:
         return model, prepared, None
     if isinstance(loader, SharedLoader):  # a cell of a notebook was run again
         loader = loader.whole
-    return model, prepared, SharedLoader(loader, _share(prepared, batches_per_step, seed))
+    share = _share(prepared.client, parameter, batches_per_step, seed)
+    return model, prepared, SharedLoader(loader, share)
 
 
-def _on_shards(
+def _prepared(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
-) -> ServerOptimizer:
-    """A ServerOptimizer in place of one of torch's.
+) -> tuple[Any, Parameter[Any]]:
+    """The optimizer that makes the steps, and the parameter that counts them.
 
     Raises:
-        ArgumentError: the shards can't run it, or it has made steps already.
+        ArgumentError: the optimizer or an option can't be used.
         ShardwellError: see `prepare`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -112,25 +122,62 @@ def _on_shards(
             "optimizer must be an optimizer of torch, such as "
             f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}"
         )
+    found = shards_rule(optimizer)
+    crew = _crew(options)
+    if isinstance(found, str) and (crew is None or not _OF_MEANS.issuperset(options)):
+        known = ", ".join(f"{name}=" for name in sorted(_OF_MEANS))
+        raise ArgumentError(
+            f"{found}, so it stays on the workers, of which there is a fixed number, with {known} "
+            "alone; pass torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop for all other options"
+        )
+    client = client or _connected(str(options.get("name", _NAME)), crew)
+    if isinstance(found, str):
+        return _on_workers(model, optimizer, client, found, {**options, "worker_count": crew})
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ArgumentError(
             f"this {type(optimizer).__name__} has made steps, or has loaded a state, which the "
             "shards do not have; pass one that is new: a training that goes on has its state on "
             "the cluster, and client.restore_checkpoint() brings back that of a checkpoint"
         )
-    found = shards_rule(optimizer)
-    if isinstance(found, str):
-        raise ArgumentError(f"{found}; pass torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop")
-    crew = _crew(options)
     prepared = ServerOptimizer(
         model,
-        client or _connected(str(options.get("name", "model")), crew),
+        client,
         found.rule,
         param_groups=found.param_groups,
         **{**options, "worker_count": crew},
     )
     _hand_over(optimizer, prepared)
-    return prepared
+    return prepared, prepared.parameter
+
+
+def _on_workers(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    client: Client,
+    why: str,
+    options: dict[str, Any],
+) -> tuple[Any, Parameter[Any]]:
+    """The optimizer itself, which steps with means; the model gets the first worker's weights.
+
+    Raises:
+        ArgumentError: the cluster has a training behind it, whose weights nothing has kept.
+        ShardwellError: see `prepare`.
+    """
+    name = str(options.pop("name", _NAME))
+    means = mean_gradients(optimizer, client, name=name, **options)
+    parameter: Parameter[Any] = means.sync.parameter  # type: ignore[attr-defined]
+    if parameter.next_step:
+        means.close()
+        raise ArgumentError(
+            f"parameter {name!r} is at step {parameter.next_step}, and {why}: weights and state "
+            "stay on the workers, and this one has none of that step; stop all workers, load a "
+            "checkpoint of model and optimizer on each, and start them with another name=; or pass "
+            "torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop, whose state is on the shards",
+            parameter=name,
+        )
+    hand_over_model(client, f"{name}.first", model)
+    optimizer.client = client  # type: ignore[attr-defined]
+    return optimizer, parameter
 
 
 def _crew(options: dict[str, Any]) -> int | None:
@@ -207,17 +254,19 @@ def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> N
     optimizer.register_step_pre_hook(refuse)
 
 
-def _share(optimizer: ServerOptimizer, batches_per_step: int, seed: int) -> Share:
+def _share(client: Client, parameter: Parameter[Any], batches_per_step: int, seed: int) -> Share:
     """This worker's part of the data."""
-    spec, client = optimizer.parameter.spec, optimizer.client
-    elastic: Elastic | None = spec.members
-    by_id = elastic is not None or spec.mode == "async"
+    spec = parameter.spec
+    by_id = spec.members is not None or spec.mode == "async"
+    worker_count = 1
+    if not by_id:
+        worker_count = client.worker_count
+    elif spec.members is not None:
+        worker_count = spec.members.reference_count or 1
     return Share(
-        lambda: optimizer.next_step,
+        lambda: parameter.next_step,
         rank=0 if by_id else client.rank,
-        worker_count=(elastic.reference_count or 1 if elastic else 1)
-        if by_id
-        else client.worker_count,
+        worker_count=worker_count,
         worker_id=client.worker_id if by_id else "",
         batches_per_step=batches_per_step,
         seed=seed,
