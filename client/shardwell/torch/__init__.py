@@ -10,6 +10,9 @@ for epoch in loader.epochs(3):
 Once it is imported, `torch.distributed.init_process_group("shardwell")` finds its backend.
 """
 
+import importlib
+import typing
+
 from shardwell.process.installing import install_command
 
 try:
@@ -29,13 +32,22 @@ from shardwell.torch.loop.prepare import prepare
 from shardwell.torch.loop.shares import SharedLoader
 from shardwell.torch.optimizer import ServerOptimizer
 
+if typing.TYPE_CHECKING:
+    from shardwell.torch.loop.lightning_callback import LightningCallback
+    from shardwell.torch.loop.trainer_callback import TrainerCallback
+
+_LATER = {"LightningCallback": "lightning_callback", "TrainerCallback": "trainer_callback"}
+"""Where what needs a framework is, which is imported when it is asked for."""
+
 __all__ = [
     "DiLoCo",
     "Embedding",
     "EmbeddingBag",
+    "LightningCallback",
     "MeanGradients",
     "ServerOptimizer",
     "SharedLoader",
+    "TrainerCallback",
     "all_reduce_hook",
     "broadcast_state",
     "mean_gradients",
@@ -46,3 +58,9 @@ if _distributed.is_available():  # some builds of torch are without
     from shardwell.torch.process_group import register
 
     register()
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.loop.{_LATER[name]}"), name)

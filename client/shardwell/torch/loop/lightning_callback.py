@@ -1,0 +1,78 @@
+"""A callback for Lightning's Trainer, which is imported here alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardwell.torch.loop.progress import StepProgress
+
+try:
+    _lightning: Any = importlib.import_module("lightning.pytorch")
+except ModuleNotFoundError:  # under its earlier name
+    _lightning = importlib.import_module("pytorch_lightning")
+
+
+class LightningCallback(_lightning.Callback):  # type: ignore[misc]
+    """Reports a Lightning Trainer's steps to the cluster, saves checkpoints, leaves when asked.
+
+        callback = shardwell.torch.LightningCallback("runs/{step}", every=100, keep=3)
+        lightning.Trainer(callbacks=[callback], max_epochs=3).fit(module, loader)
+
+    `shardwell top` and the status page show loss and samples per second of all workers. A worker
+    that an operator drains ends its training after the step under way, and then the program, with
+    the exit code 143. SIGTERM is Lightning's: it ends `fit`, and the worker leaves with it.
+
+    Args:
+        checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
+            default: nowhere.
+        every: Steps of the cluster between two checkpoints.
+        keep: How many checkpoints stay; default: all.
+
+    Raises:
+        ArgumentError: an argument can't be; or, as training begins, none of the module's optimizers
+            is a ServerOptimizer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 100,
+        keep: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._progress = StepProgress(checkpoint, every, keep)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning."""
+        self._progress.begin(trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """See Lightning."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        figures = {} if loss is None else {"loss": float(loss)}
+        self._progress.end_batch(_sample_count(batch), **figures)
+        trainer.should_stop |= self._progress.is_leaving
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning."""
+        self._progress.end()
+
+
+def _sample_count(batch: Any) -> int:
+    """Length of the first tensor in a batch; 1 where it has none."""
+    parts = [batch]
+    while parts:
+        part = parts.pop(0)
+        if getattr(part, "ndim", 0):
+            return len(part)
+        if isinstance(part, Mapping):
+            parts = [*part.values(), *parts]
+        elif isinstance(part, list | tuple):
+            parts = [*part, *parts]
+    return 1

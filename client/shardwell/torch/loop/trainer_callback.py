@@ -1,0 +1,69 @@
+"""A callback for the Trainer of transformers, which is imported here alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from shardwell.torch.loop.progress import StepProgress
+
+_transformers: Any = importlib.import_module("transformers")
+_REPORTED = ("loss", "eval_loss", "grad_norm")
+
+
+class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+    """Reports a Trainer's steps to the cluster, saves checkpoints there, and leaves when asked.
+
+        transformers.Trainer(
+            model,
+            arguments,
+            train_dataset=data,
+            optimizers=(optimizer, schedule),  # of a ServerOptimizer
+            callbacks=[shardwell.torch.TrainerCallback("runs/{step}", every=100, keep=3)],
+        )
+
+    `shardwell top` and the status page show loss and samples per second of all workers. Loss comes
+    as often as the Trainer logs (`logging_steps`). A worker that SIGTERM or an operator asks to
+    leave ends its training after the step under way, and then the program, with the exit code 143.
+
+    Args:
+        checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
+            default: nowhere.
+        every: Steps of the cluster between two checkpoints.
+        keep: How many checkpoints stay; default: all.
+
+    Raises:
+        ArgumentError: an argument can't be; or, as training begins, its optimizer is no
+            ServerOptimizer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 100,
+        keep: int | None = None,
+    ) -> None:
+        self._progress = StepProgress(checkpoint, every, keep)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See transformers."""
+        self._progress.begin([kwargs["optimizer"]] if kwargs.get("optimizer") else [])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        count = args.train_batch_size * args.gradient_accumulation_steps
+        self._progress.end_batch(count, reports=not control.should_log)  # else with the loss
+        control.should_training_stop |= self._progress.is_leaving
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """See transformers."""
+        figures = {name: float(logs[name]) for name in _REPORTED if name in (logs or {})}
+        if figures:
+            self._progress.report(**figures)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See transformers."""
+        self._progress.end()
