@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
 # Whose programs use ServerOptimizer.
-FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6
+FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6 expecttest==0.3.0
 # What depends on who computes and who carries: NumPy in place of native code, gRPC in place of shared memory.
 NUMPY_TESTS := tests/unit/numerics tests/unit/shard tests/unit/store tests/contract tests/integration/parameter \
   tests/integration/table tests/integration/group tests/fault/wire/test_flipped_bits.py tests/fault/store/test_killed.py
