@@ -6,18 +6,21 @@ Pure. Who waits for whom is not noted by anybody: it follows from when contribut
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardwell.process.span_columns import Span, spans_of
+from shardwell.process.span_columns import Span, keep_subjects, spans_of
 from shardwell.v1 import trace_pb2 as pb
 
 MADE_BY = {"made_by": "shardwell trace"}
 """The first field of a timeline, by which one is known from other files."""
 _LANE_COUNT_MAX = 64
 """Of one label: more calls at once than a client makes."""
+_FRAGMENT = re.compile(r"\.fragment-[0-9]+\Z")
+"""Behind the family's name, in that of a fragment."""
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
 _TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
 _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
@@ -75,23 +78,34 @@ class Process:
         return [span for span in spans if span.end_ns >= self.since_ns]
 
 
+def only(process: Process, name: str) -> Process:
+    """The same process with spans and open steps of a parameter, table or family alone."""
+
+    def is_wanted(subject: str) -> bool:
+        return name in (subject, _FRAGMENT.sub("", subject))
+
+    message = pb.ProcessSpans()
+    message.CopyFrom(process.message)
+    keep_subjects(message, is_wanted)
+    steps = [each for each in process.open_steps if is_wanted(each.name)]
+    return dataclasses.replace(process, message=message, open_steps=steps)
+
+
+def subjects(process: Process) -> set[str]:
+    """Names of the parameters and tables that a process has spans of."""
+    return {process.message.words[number] for number in set(process.message.subjects)} - {""}
+
+
 def waits(process: Process) -> list[Wait]:
     """Who waited for whom on a shard."""
-    by_step: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    for span in process.spans():
-        if span.kind in _CONTRIBUTIONS:
-            by_step[span.subject, span.step].append(span)
     missing = {
         (each.name, each.step): tuple(one.worker_id for one in each.wait.workers)
         for each in process.open_steps
     }
     now_ns = process.message.now_ns + process.offset_ns
     found = []
-    for (subject, step), spans in by_step.items():
-        lasts: dict[str, Span] = {}
-        for span in spans:
-            if span.peer:
-                lasts[span.peer] = max(lasts.get(span.peer, span), span, key=lambda s: s.end_ns)
+    for (subject, step), spans in _by_step(process.spans()).items():
+        lasts = _lasts(spans)
         if (subject, step) in missing:
             whom, until_ns, is_over = missing[subject, step], now_ns, False
         elif lasts and any(span.kind == pb.SPAN_KIND_UPDATE for span in spans):
@@ -208,6 +222,60 @@ def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
 
 def _named(kind: str, process: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "args": {"name": name}}
+
+
+class ClosedStep(NamedTuple):
+    """A step as one shard saw it."""
+
+    subject: str
+    """Name of the parameter or table."""
+    step: int
+    end_ns: int
+    """When its last contribution was counted."""
+    took_s: float
+    """From the begin of its first contribution until then."""
+    last: str
+    """The worker that was last."""
+    waited_s: float
+    """How long the first worker waited for the last; 0 of one worker."""
+    worker_count: int
+    """Workers that contributed."""
+
+
+def closed_steps(spans: Iterable[Span]) -> list[ClosedStep]:
+    """Steps of a shard's spans that have closed, in the order of their names and steps."""
+    found = []
+    for (subject, step), of_step in sorted(_by_step(spans).items()):
+        lasts = _lasts(of_step)
+        if not lasts or not any(span.kind == pb.SPAN_KIND_UPDATE for span in of_step):
+            continue
+        last = max(lasts.values(), key=lambda span: span.end_ns)
+        others = [span.end_ns for span in lasts.values() if span.peer != last.peer]
+        waited_ns = max(last.begin_ns - min(others), 0) if others else 0
+        begin_ns = min(span.begin_ns for span in of_step)
+        took_s = (last.end_ns - begin_ns) / 1e9
+        found.append(
+            ClosedStep(subject, step, last.end_ns, took_s, last.peer, waited_ns / 1e9, len(lasts))
+        )
+    return found
+
+
+def _by_step(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
+    """Contributions, by their parameter or table and step."""
+    found: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind in _CONTRIBUTIONS:
+            found[span.subject, span.step].append(span)
+    return found
+
+
+def _lasts(spans: Iterable[Span]) -> dict[str, Span]:
+    """By worker, its contribution that was counted last."""
+    found: dict[str, Span] = {}
+    for span in spans:
+        if span.peer:
+            found[span.peer] = max(found.get(span.peer, span), span, key=lambda s: s.end_ns)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,8 +253,8 @@ class Page:
 
     def text(self, selector: str) -> str:
         """What people read in an element; empty where it is not, or is hidden."""
-        found = self.run(f"document.querySelector({json.dumps(selector)})?.innerText")
-        return str(found or "")
+        found = f"document.querySelector({json.dumps(selector)})"
+        return str(self.run(f"{found}?.checkVisibility() ? {found}.innerText : ''"))
 
     def shows(self, selector: str, is_it: Callable[[str], Any]) -> str:
         """The text of an element, once it is what it should be."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwell.process.span_columns import Span
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.timeline import Process, chrome_trace, lasts, spent, waits
+from shardwell_server.timeline import Process, chrome_trace, closed_steps, lasts, spent, waits
 
 MS = 1_000_000
 
@@ -226,3 +226,21 @@ def test_lanes_are_bounded() -> None:
     events = shown(chrome_trace([process_of(*crossing)]))
     assert len(events) == 5000
     assert len({event["tid"] for event in events}) == 64
+
+
+def test_closed_steps_say_who_was_last_and_for_how_long() -> None:
+    """Of each worker its last chunk counts; what has not closed, or waits, is left out."""
+    spans = [
+        add("w0", 1, 10, 11),
+        add("w1", 1, 11, 12, chunk=1),
+        add("w0", 1, 12, 13, chunk=1),
+        add("w1", 1, 43, 45, closes=True),
+        add("w0", 2, 60, 61, closes=True),
+        add("w0", 3, 70, 71),
+        Span(pb.SPAN_KIND_FLUSH, "net", -1, -1, "", 80 * MS, 90 * MS),
+    ]
+    first, second = closed_steps(spans)
+    assert (first.subject, first.step, first.last, first.worker_count) == ("net", 1, "w1", 2)
+    assert (first.end_ns, first.took_s, first.waited_s) == (45 * MS, 0.035, 0.03)
+    assert (second.step, second.last, second.waited_s, second.worker_count) == (2, "w0", 0.0, 1)
+    assert closed_steps([]) == []

@@ -238,10 +238,14 @@ class History:
             return found
 
 
+def version_of(part: _Part) -> int:
+    """Updates that all of a parameter's slice has seen, or a table."""
+    return part.version_min if isinstance(part, ParameterSlice) else part.version
+
+
 def _counts(part: _Part) -> _Counts:
-    version = part.version_min if isinstance(part, ParameterSlice) else part.version
     waits = part.times.waits
-    return _Counts(version, sum(waits.counts), waits.total_s)
+    return _Counts(version_of(part), sum(waits.counts), waits.total_s)
 
 
 def _given(message: Any, field: str) -> float | None:

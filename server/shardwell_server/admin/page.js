@@ -11,7 +11,7 @@ const bytes = n => n < 1e6 ? `${(n / 1e3).toFixed(1)} kB` : n < 1e9 ? `${(n / 1e
 const span = s => s < 100 ? `${Math.floor(s)} s` : s < 6000 ? `${Math.floor(s / 60)} min` : s < 360000 ? `${Math.floor(s / 3600)} h` : `${Math.floor(s / 86400)} d`;
 const number = n => n === null ? "" : n >= 100 ? n.toFixed(0) : n >= 1 ? n.toFixed(1) : n.toFixed(2);
 const whole = n => n.toLocaleString("en");
-const lag = s => s === null ? "" : s < 10 ? `${whole(Math.round(s * 1000))} ms` : span(s);
+const lag = s => s === null ? "" : s === 0 ? "0 ms" : s < 0.001 ? `${(s * 1000).toFixed(2)} ms` : s < 0.01 ? `${(s * 1000).toFixed(1)} ms` : s < 10 ? `${whole(Math.round(s * 1000))} ms` : span(s);
 
 /** The rate of a counter over the last 5 s, or null, and its rates over the last minute. */
 function rate(key, count, now) {
@@ -108,7 +108,7 @@ function open_step(each) {
   if (!each.ready) add("not initialized, or being restored", "wait");
   if (each.in_step.length) add(`in: ${each.in_step.join(", ")}`, "");
   const missing = [...each.missing, ...(each.lacking ? [each.lacking] : [])];
-  if (missing.length) add(`missing: ${missing.join(", ")}`, each.in_step.length ? "wait" : "dim");
+  if (missing.length) add(`${each.in_step.length ? "missing" : "awaits"}: ${missing.join(", ")}`, each.in_step.length ? "wait" : "dim");
   if (each.crew_words) add(each.crew_words, "dim"); else if (each.done.length) add(`done: ${each.done.join(", ")}`, "dim");
   const gone = each.members.filter(m => m.state === "lost" || m.state === "draining");
   if (gone.length) add(gone.map(m => `${m.worker_id} ${m.state}`).join(", "), "wait");
@@ -238,10 +238,103 @@ function show_here(here) {
   facts("here", list);
 }
 
+// The page of one parameter, family or table.
+
+/** Kind and name of what the address asks for; null: everything. */
+function chosen() {
+  const found = /^#(parameter|table)\/(.+)$/.exec(location.hash);
+  if (!found) return null;
+  try { return { kind: found[1], name: decodeURIComponent(found[2]) }; } catch { return null; }
+}
+
+/** What a setting is, in words. */
+function in_short(value) {
+  if (value === null) return "none";
+  if (typeof value !== "object") return String(value);
+  if (Array.isArray(value)) return value.map(in_short).join(", ");
+  const { kind, ...rest } = value;
+  const words = Object.entries(rest).filter(([, each]) => each !== null).map(([name, each]) => `${name} ${in_short(each)}`).join(", ");
+  return kind ? `${kind}${words ? `: ${words}` : ""}` : words;
+}
+
+function show_one(status) {
+  const one = chosen();
+  element("one").hidden = !one;
+  element("all").hidden = !!one;
+  document.title = one ? `${one.name} · Shardwell` : "Shardwell";
+  if (!one) return;
+  element("one-name").textContent = `${one.kind === "table" ? "Table" : "Parameter"} ${one.name}`;
+  const each = status[`${one.kind}s`].find(found => found.name === one.name);
+  element("one-none").hidden = !!each;
+  element("one-none").textContent = `No shard has a ${one.kind} of this name, or the token may not read it.`;
+  if (!each) { show(element("one-facts"), []); rows("one-members", [], () => []); return; }
+  const size = each.elements === undefined ? ["rows", `${whole(each.rows)} of ${each.dim} values`] : ["elements", whole(each.elements)];
+  facts("one-facts", [
+    ["state", each.ended ? "ended: all workers have left" : open_step(each), null],
+    ["step", each.fragments.length ? each.versions_words : whole(each.step), null],
+    [...size, null], ["optimizer", `${each.optimizer}${each.learning_rate ? `, learning rate ${+each.learning_rate.toPrecision(4)}` : ""}`, null],
+    ...(each.crew ? [["a step is made by", each.crew, null]] : []),
+  ]);
+  const first = Math.max(0, ...each.members.map(m => m.next_step));
+  rows("one-members", each.members, m => [
+    m.worker_id, [m.state, m.state === "lost" ? "bad" : m.state === "draining" ? "wait" : ""], whole(m.next_step), whole(first - m.next_step), lag(m.lag_s),
+    m.idle_s === null ? "" : span(m.idle_s), whole(m.counted_chunk_count), whole(m.late_chunk_count),
+    [m.pid ? `process ${m.pid} on ${m.host}${m.connected ? "" : ", not connected"}` : "", "names"],
+  ]);
+  const into = element("one-charts"), drawn = Object.entries(each.reports ?? {}).map(([figure, points]) => {
+    const title = by_step(figure);
+    draw(into, title, points.map(point => point[0]), [{ label: figure, values: points.map(point => point[1]) }], value => String(+value.toPrecision(4)), false);
+    return title;
+  });
+  keep_charts(into, [...TIMED, ...drawn]);
+  element("one-quiet").hidden = !!into.children.length;
+}
+
+const TIMED = ["steps/s", "wait of a step"];
+const by_step = figure => `${figure}, by step`;
+let detailed = "";                 // the address whose details are shown
+
+async function look_at_one() {
+  const one = chosen(), asked_for = location.hash, into = element("one-charts");
+  if (detailed !== asked_for) {
+    keep_charts(into, Object.keys(last?.[`${one.kind}s`].find(each => each.name === one.name)?.reports ?? {}).map(by_step));
+    for (const id of ["one-steps", "one-tensors", "one-settings"]) show(element(id), []);
+    detailed = asked_for;
+  }
+  if (!last?.[`${one.kind}s`].some(each => each.name === one.name)) return 0;   // show_one() says so
+  const query = name => `?kind=${one.kind}&name=${encodeURIComponent(name)}`;
+  const found = await ask(`details.json${query(one.name)}`);
+  const history = await ask(`history.json${query(found.of)}`);
+  if (location.hash !== asked_for) return;
+  element("one-shard").textContent = found.shard_index;
+  rows("one-steps", found.last_steps, each => [
+    whole(each.step), `${span(each.ago_s)} ago`, lag(each.took_s), each.last || "", each.worker_count > 1 ? lag(each.waited_s) : "", String(each.worker_count),
+  ]);
+  const is_cut = found.tensor_count > found.tensors.length;
+  element("one-tensor-count").textContent = is_cut ? `, the first ${whole(found.tensors.length)} of ${whole(found.tensor_count)}` : "";
+  rows("one-tensors", found.tensors, each => [
+    [each.name, "names"], each.shape.length ? each.shape.join(" x ") : "a number", whole(each.size), [in_short(each.options) || "nothing", "names"],
+  ], one.kind === "table" ? "a table has rows" : "it is one vector");
+  facts("one-settings", Object.entries(found.settings).map(([name, value]) => [name, in_short(value), null]));
+  const seconds = Date.now() / 1000, x = history.ages_s.map(age => seconds - age), of = history.names[0];
+  if (of && x.length > 1) {
+    draw(into, TIMED[0], x, [{ label: "steps/s", values: of.steps_s }], number);
+    draw(into, TIMED[1], x, [{ label: "wait", values: of.wait_s }], lag);
+  }
+  return x.length;
+}
+
+async function look_at_all() {
+  const history = await ask("history.json");
+  show_history(history);
+  return history.ages_s.length;
+}
+
 function show_status(status) {
   const now = performance.now() / 1000;
   element("cluster").textContent = status.cluster;
   show_waits(status);
+  show_one(status);
   show_names(status, now);
   show_workers(status);
   show_learners(status, now);
@@ -280,11 +373,12 @@ async function ask(path) {
   return answer.json();
 }
 
-let asked = 0;
+let asked = 0, last = null, back = 0;
 async function look() {
   const when = element("when");
   try {
-    show_status(await ask("status.json"));
+    last = await ask("status.json");
+    show_status(last);
     asked = performance.now();
     when.textContent = "live"; when.className = "good";
   } catch (error) {
@@ -297,13 +391,14 @@ async function look() {
 async function look_back() {
   let wait_s = HISTORY_S;
   try {
-    const history = await ask("history.json");
-    show_history(history);
-    if (history.ages_s.length < 2) wait_s = PAGE_S;
+    const sample_count = await (chosen() ? look_at_one() : look_at_all());
+    if (sample_count < 2) wait_s = PAGE_S;
   } catch (error) { /* look() says what is wrong */ }
-  setTimeout(look_back, 1000 * (document.hidden ? 4 * wait_s : wait_s));
+  clearTimeout(back);
+  back = setTimeout(look_back, 1000 * (document.hidden ? 4 * wait_s : wait_s));
 }
 
-darkness.addEventListener("change", async () => show_history(await ask("history.json")));
+darkness.addEventListener("change", look_back);
+addEventListener("hashchange", () => { if (last) show_status(last); scrollTo(0, 0); look_back(); });
 look();
 look_back();

@@ -6,6 +6,7 @@
     /metrics      for Prometheus
     /status.json  the state of the whole cluster
     /history.json the last hour of the shard; with ?kind=KIND&name=NAME, of one name
+    /details.json tensors, settings and last steps of ?kind=KIND&name=NAME
     /             a page that shows all that, with its style, its programs and its icon
 
 Probes need no token: they say nothing that a connection to the shard would not. The rest needs one
@@ -34,6 +35,7 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import check_name
 from shardwell_server.access.access import Access
 from shardwell_server.access.rights import Principal
+from shardwell_server.admin.details import details
 from shardwell_server.admin.history import History, Key
 from shardwell_server.admin.http import HttpServer, Response
 from shardwell_server.admin.metrics import CONTENT_TYPE, Vitals, exposition
@@ -138,13 +140,14 @@ class AdminPort:
                 why = self._why_not_ready()
                 status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
                 return _text(status, why or "serving")
-            case "/metrics" | "/status.json" | "/history.json":
+            case "/metrics" | "/status.json" | "/history.json" | "/details.json":
                 return self._guarded(path, query, authorization)
         if path in _PAGE_FILES:
             return self._guarded(path, query, authorization)
         return _text(
             HTTPStatus.NOT_FOUND,
-            "there are /, /status.json, /history.json, /metrics, /live, /ready and /startup",
+            "there are /, /status.json, /history.json, /details.json, /metrics, /live, /ready and "
+            "/startup",
         )
 
     def _why_not_ready(self) -> str:
@@ -169,12 +172,18 @@ class AdminPort:
         is_shown = functools.partial(_may_read, principal)
         if path == "/metrics":
             return Response(HTTPStatus.OK, exposition(vitals, is_shown), CONTENT_TYPE)
-        if path == "/history.json":
+        if path in ("/history.json", "/details.json"):
             try:
-                only = _named(query)
+                only = _named(query, is_optional=path == "/history.json")
             except ArgumentError as error:
                 return _text(HTTPStatus.BAD_REQUEST, error.message)
-            return _json(history.view(is_shown, only))
+            if only is None or path == "/history.json":
+                return _json(history.view(is_shown, only))
+            found = details(vitals, is_shown, only)
+            if found is None:
+                words = f"this shard has no {only[0]} {only[1]!r}, or the token may not read it"
+                return _text(HTTPStatus.NOT_FOUND, words)
+            return _json(found)
         return _json(view(self._ask_all(vitals), vitals, is_shown))
 
     def _ask_all(self, vitals: Vitals) -> list[Answer]:
@@ -238,21 +247,19 @@ def _contents(name: str) -> bytes:
     return (Path(__file__).parent / name).read_bytes()
 
 
-def _named(query: str) -> Key | None:
-    """Kind and name that a query asks for; None: all.
+def _named(query: str, *, is_optional: bool) -> Key | None:
+    """Kind and name that a query asks for; None: all, where that is possible.
 
     Raises:
         ArgumentError: it is neither.
     """
-    if not query:
+    if is_optional and not query:
         return None
     try:
         given = parse_qs(query, keep_blank_values=True, max_num_fields=2)
         (kind,), (name,) = given["kind"], given["name"]
     except (KeyError, ValueError):
-        raise ArgumentError(
-            f"the query must be kind=KIND&name=NAME, or none; got {query!r:.200}"
-        ) from None
+        raise ArgumentError(f"the query must be kind=KIND&name=NAME; got {query!r:.200}") from None
     if kind not in ("parameter", "table"):
         raise ArgumentError(f"kind must be parameter or table; got {kind!r:.80}")
     return kind, check_name("name", name)

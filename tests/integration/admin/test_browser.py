@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -31,6 +33,10 @@ IMAGES = Path(__file__).parents[3] / "docs" / "images"
 WRITES_PICTURES = bool(os.environ.get("SHARDWELL_TEST_PICTURES"))
 PICTURED_SAMPLE_COUNT = 24
 PICTURE_BYTES_MAX = 120_000
+POINTS = (
+    "(document.querySelector('#parameters svg polyline')?.getAttribute('points') ?? '')"
+    ".split(' ').length"
+)
 COUNTED = "ask('history.json').then(found => found.ages_s.length)"
 PHONE = {"width": 390, "height": 844}
 BAD = "<img src=x onerror=document.title=1>"
@@ -100,9 +106,10 @@ def keep(browser: Browser, page: Page, name: str, height: int) -> None:
     """Writes a picture for the docs, where it is wanted; the docs have it in any case."""
     file = IMAGES / f"{name}.png"
     if WRITES_PICTURES:
-        has_samples = f"{COUNTED} >= {PICTURED_SAMPLE_COUNT}"
+        has_samples = f"{COUNTED}.then(count => count >= {PICTURED_SAMPLE_COUNT})"
         eventually("two minutes have passed", lambda: page.run(has_samples), timeout_s=300)
         page.run("look_back()")  # which shows them
+        page.eventually("the last minute has a line", f"{POINTS} >= 12")
         picture = page.picture(height=height)
         with browser.page("about:blank") as blank:
             file.write_bytes(with_palette(blank, picture))
@@ -150,7 +157,7 @@ def test_on_a_desk(scene, browser, is_dark) -> None:
             eventually(label, lambda label=label: all(column(page, "shards", label)))
         dark = page.run("getComputedStyle(document.body).backgroundColor")
         assert (dark == "rgb(20, 24, 28)") is is_dark
-        keep(browser, page, f"page-{'dark' if is_dark else 'light'}", 900)
+        keep(browser, page, f"page-{'dark' if is_dark else 'light'}", 900 if is_dark else 1420)
         check_clean(page, scene.url)
 
 
@@ -212,6 +219,56 @@ def test_the_last_hour_has_axes(scene, browser, is_dark) -> None:
         check_clean(page, scene.url)
 
 
+def test_the_page_of_one_parameter(scene, browser) -> None:
+    with browser.page(scene.url) as page:
+        is_live(page)
+        page.run("document.querySelectorAll('#parameters a')[1].focus()")
+        page.press("Enter")
+        page.shows("#one-name", lambda text: text == "Parameter net")
+        assert page.run("location.hash") == "#parameter/net"
+        assert page.run("document.title") == "net · Shardwell"
+        assert page.text("#all") == ""
+        page.shows("#one-facts", lambda text: "missing: w2" in text and "324,160" in text)
+        eventually("members", lambda: column(page, "one-members", "worker") == ["w2", "w1", "w0"])
+        assert column(page, "one-members", "where")[0] == f"process {scene.pid} on gpu-3"
+        assert column(page, "one-members", "behind") == ["1", "0", "0"]
+        eventually("tensors", lambda: column(page, "one-tensors", "name"))
+        assert column(page, "one-tensors", "name")[0] == "embed.weight"
+        assert column(page, "one-tensors", "shape") == ["5000 x 64", "64 x 64", "64"]
+        assert column(page, "one-steps", "step")[:2] == ["39", "38"]
+        assert column(page, "one-steps", "last worker")[0] == "w2"
+        assert "Adam: " in page.text("#one-settings")
+        titles = "[...document.querySelectorAll('#one-charts figure')].map(f => f.dataset.title)"
+        page.eventually("curves are drawn", f"{titles}.length === 3")
+        assert set(page.run(titles)) == {"loss, by step", "steps/s", "wait of a step"}
+        labels = "[...document.querySelectorAll('#one-charts figure')].map(f => f.ariaLabel)"
+        words = " ".join(page.run(labels))
+        assert re.search(r"loss, by step: loss [\d.]+ last, ", words)
+        page.run("history.back()")
+        page.shows("#parameters", lambda text: "encoder" in text)
+        assert page.text("#one") == ""
+        page.open(f"{scene.url}#parameter/encoder")
+        page.shows("#one-steps", lambda text: "w0" in text)
+        keep(browser, page, "page-parameter", 900)
+        page.open(f"{scene.url}#table/users")
+        page.shows("#one-name", lambda text: text == "Table users")
+        page.shows("#one-facts", lambda text: "10 of 16 values" in text)
+        page.shows("#one-tensors", lambda text: text == "a table has rows")
+        check_clean(page, scene.url)
+
+
+def test_a_name_that_no_shard_has_is_text(scene, browser) -> None:
+    with browser.page(f"{scene.url}#parameter/{quote(BAD)}", **PHONE) as page:
+        page.shows("#one-name", lambda text: text == f"Parameter {BAD}")
+        page.shows("#one-none", lambda text: "No shard has a parameter of this name" in text)
+        assert page.run("document.images.length") == 0
+        assert page.run("document.documentElement.scrollWidth") == PHONE["width"]
+        check_clean(page, scene.url)
+    with browser.page(f"{scene.url}#parameter/%E0%A4%A") as page:  # which is no text at all
+        page.shows("#parameters", lambda text: "encoder" in text)
+        check_clean(page, scene.url)
+
+
 def test_with_the_keyboard(scene, browser) -> None:
     with browser.page(scene.url) as page:
         is_live(page)
@@ -245,6 +302,9 @@ def test_what_others_write_is_text(scene, browser) -> None:
             net.init({BAD: np.zeros(3, np.float32)})
             net.put_gradient({BAD: np.ones(3, np.float32)})
             page.shows("#workers", lambda text: BAD in text)
+            page.open(f"{scene.url}#parameter/strange")
+            page.shows("#one-tensors", lambda text: BAD in text)
+            page.shows("#one-members", lambda text: BAD in text)
             assert page.run("document.images.length") == 0
             client.delete("strange", force=True)
         check_clean(page, scene.url)

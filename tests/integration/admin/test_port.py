@@ -389,6 +389,48 @@ def test_the_page_needs_nothing_from_elsewhere(open_cluster) -> None:
     assert "unsafe" not in policy
 
 
+def test_details_of_one_name(cluster, connect, tmp_path) -> None:
+    """Tensors, settings and last steps, for tokens that may read the name."""
+    (tmp_path / "tokens").mkdir()
+    tokens = Tokens(tmp_path / "tokens")
+    good, partly = tokens.add("good", "create"), tokens.add("partly", "create:mine.")
+    running = cluster(2, admin_listen="127.0.0.1:0", tokens=tokens.path)
+    url = running.admin_urls[0] + "details.json"
+    client = connect(running, "w0", token_file=good)
+    tensors = {"b": (4,), "a": (2, 3), "c": ()}
+    frozen = shardwell.TensorGroup("a", frozen=True)
+    net = client.parameter("net", tensors=tensors, groups=[frozen], optimizer=SGD)
+    net.init({name: np.zeros(shape, np.float32) for name, shape in tensors.items()})
+    for _ in range(3):
+        net.exchange({name: np.ones(shape, np.float32) for name, shape in tensors.items()})
+    rows = client.table("rows", row_count=9, dim=1, optimizer=SGD)
+    rows.put_row_gradients(range(9), np.ones((9, 1), np.float32))
+
+    def ask(query: str, token: Any = good) -> tuple[int, Any]:
+        status, text = get(url + query, Authorization=f"Bearer {token.read_text().strip()}")
+        return status, json.loads(text) if status == 200 else text
+
+    assert get(url + "?kind=parameter&name=net")[0] == 401
+    status, found = ask("?kind=parameter&name=net")
+    assert status == 200
+    shapes = [(each["name"], each["shape"]) for each in found["tensors"]]
+    assert shapes == [("b", [4]), ("a", [2, 3]), ("c", [])]
+    assert [each["options"] for each in found["tensors"]] == [{}, {"frozen": True}, {}]
+    assert found["tensor_count"] == 3
+    assert found["settings"]["optimizer"]["kind"] == "SGD"
+    assert found["settings"]["worker_count"] == 1
+    assert [each["step"] for each in found["last_steps"]] == [2, 1, 0]
+    assert {each["last"] for each in found["last_steps"]} == {"w0"}
+    status, found = ask("?kind=table&name=rows")
+    assert (found["tensors"], found["settings"]["dim"]) == ([], 1)
+    assert [each["step"] for each in found["last_steps"]] == [0]
+    for asked, token in (("net", partly), ("nothing", good)):
+        status, words = ask(f"?kind=parameter&name={asked}", token)
+        assert (status, words.count("or the token may not read it")) == (404, 1)
+    for bad in ("", "?kind=parameter", "?kind=parameter&name=%3Cb%3E", "?kind=x&name=net"):
+        assert ask(bad)[0] == 400
+
+
 def test_top(open_cluster, connect) -> None:
     running = open_cluster(2)
     net = connect(running, "w0").parameter("net", size=10, optimizer=SGD, worker_count=2)

@@ -1,0 +1,121 @@
+"""All that this shard knows of one parameter, family or table, for its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.admin.history import Key, version_of
+from shardwell_server.admin.metrics import Vitals
+from shardwell_server.cluster_status import as_json
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.table.slice import TableSlice
+from shardwell_server.timeline import closed_steps
+
+_TENSOR_COUNT_MAX = 2000
+"""In an answer; a parameter may have 65,536."""
+_STEP_COUNT_MAX = 20
+"""In an answer, the newest first."""
+_SPAN_S = 600.0
+"""Steps that began earlier are left out."""
+
+_SHOWN_ELSEWHERE = ("name", "size", "layout", "fragment")
+"""Fields of a spec that are no settings, or that the page has beside."""
+
+_Part: TypeAlias = ParameterSlice | TableSlice
+
+
+def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[str, Any] | None:
+    """What the page of one name shows beside its status; None: nothing of that name is shown.
+
+    Args:
+        vitals: Of the shard.
+        is_shown: Whether a name may be read.
+        key: Kind and name; "parameter" is the kind of a family, too.
+    """
+    kind, name = key
+    parts = [part for part in _parts(vitals, kind, name) if is_shown(part.spec.name)]
+    if not parts:
+        return None
+    layouts = [spec.layout for part in parts if isinstance(spec := part.spec, ParameterSpec)]
+    return {
+        "kind": kind,
+        "name": name,
+        "shard_index": vitals.shard.config.shard_index,
+        "of": parts[0].spec.name,
+        "settings": {
+            field.name: as_json(getattr(parts[0].spec, field.name))
+            for field in dataclasses.fields(parts[0].spec)
+            if field.name not in _SHOWN_ELSEWHERE
+        },
+        "tensors": list(itertools.islice(_tensors(parts), _TENSOR_COUNT_MAX)),
+        "tensor_count": sum(len(layout) for layout in layouts if layout is not None),
+        "last_steps": _last_steps(vitals, parts),
+    }
+
+
+def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
+    """The table or parameter of a name, or the fragments of a family, in order."""
+    if kind == "table":
+        table = vitals.shard.tables.find(name)
+        return [] if table is None else [table]
+    parameter = vitals.shard.parameters.find(name)
+    if parameter is not None:
+        return [parameter]
+    fragments = [
+        (fragment.index, each)
+        for each in vitals.shard.parameters.all()
+        if (fragment := each.spec.fragment) is not None and fragment.family == name
+    ]
+    return [each for _, each in sorted(fragments, key=lambda found: found[0])]
+
+
+def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
+    """Of all fragments, in order; none: it is one vector, or a table."""
+    for part in parts:
+        spec = part.spec
+        if not isinstance(spec, ParameterSpec) or spec.layout is None:
+            continue
+        for tensor in spec.layout:
+            options = tensor.options
+            yield {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "size": tensor.size,
+                "fragment": None if spec.fragment is None else spec.fragment.index,
+                "options": {
+                    field.name: getattr(options, field.name)
+                    for field in dataclasses.fields(options)
+                    if getattr(options, field.name) != field.default
+                },
+            }
+
+
+def _last_steps(vitals: Vitals, parts: Sequence[_Part]) -> list[dict[str, Any]]:
+    """The newest first, as this shard saw them."""
+    spans = vitals.shard.spans
+    now_ns = time.monotonic_ns()
+    since_ns = now_ns - int(_SPAN_S * 1e9)
+    found = [
+        step
+        for part in parts
+        for step in closed_steps(spans.since(since_ns, part.spec.name))
+        if part.spec.mode == "async" or step.step < version_of(part)
+    ]
+    found.sort(key=lambda step: -step.end_ns)
+    return [
+        {
+            "name": step.subject,
+            "step": step.step,
+            "ago_s": round((now_ns - step.end_ns) / 1e9, 1),
+            "took_s": step.took_s,
+            "last": step.last,
+            "waited_s": step.waited_s,
+            "worker_count": step.worker_count,
+        }
+        for step in found[:_STEP_COUNT_MAX]
+    ]
