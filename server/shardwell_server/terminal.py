@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 OUTPUT_LOST_CODE = 141
 """128 and the number of SIGPIPE."""
@@ -97,6 +98,13 @@ def console() -> Console:
         force_terminal=False if is_plain() else None,
         width=None if os.isatty(_STDOUT_FD) else _PIPE_WIDTH,
     )
+
+
+def legend(words: str) -> Text:
+    """A dim line under a table, which says what its columns are."""
+    from rich.text import Text
+
+    return Text(words, style="dim")
 
 
 def table(title: str, *columns: str) -> Table:

@@ -13,9 +13,14 @@ from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatu
 from shardwell_server.cli.options import connected, shards_option
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import as_json, duration
-from shardwell_server.terminal import console, table
+from shardwell_server.terminal import console, legend, table
 
 _COLORS = {"lost": "red", "draining": "yellow", "seated": "yellow", "over": "dim"}
+_LEGEND = (
+    "joined at: the first step that awaits it; next step: the one it contributes to next; counted, "
+    "late: its chunks since then, where steps may close without it; lag: how long after the first "
+    "worker it came in its last step; idle: since its last gradient"
+)
 _timeout_option = click.option(
     "--timeout-s", type=Duration(), default=60.0, show_default=True, help="For all of it."
 )
@@ -60,7 +65,9 @@ def list_members(*, name: str | None, prints_json: bool, target: str, timeout_s:
             for member in present:
                 click.echo(json.dumps({"name": name, **as_json(member)}))
         return
-    console().print(_table(found))
+    screen = console()
+    screen.print(_table(found))
+    screen.print(legend(_LEGEND))
 
 
 @members.command()

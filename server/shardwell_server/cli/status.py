@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich.table import Table
@@ -36,18 +36,38 @@ from shardwell_server.cluster_status import (
     unfinished,
     verdict,
 )
-from shardwell_server.terminal import console, table
+from shardwell_server.terminal import console, legend, table
+
+_LEGEND = "open step: its number, workers whose gradients are in it, and those that it still lacks"
+LEARNER_LEGEND = (
+    "hidden: offers travelled while the learner computed; waited: it did nothing else; overdue: "
+    "offers whose result came too late; kept: takes that kept uncounted work"
+)
+
+
+class _Names(NamedTuple):
+    """How parameters, families and tables are listed."""
+
+    ended: set[tuple[str, str]]
+    """Kind and name of what has no line."""
+    are_by_shard: bool
+    """Whether each shard's part of a name has a line."""
 
 
 @click.command()
 @shards_option
 @click.option("--all", "shows_all", is_flag=True, help="Also what all workers have left in order.")
+@click.option("--by-shard", is_flag=True, help="A line for each shard's part of a name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a shard and line.")
 @click.option(
     "--timeout-s", type=Duration(), default=5.0, show_default=True, help="For each shard's answer."
 )
-def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> None:
+def status(
+    *, target: str, shows_all: bool, by_shard: bool, as_json: bool, timeout_s: float
+) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
+
+    A parameter or table is one line over all shards, or one for each with --by-shard.
 
     A family of outer training is one line, with the version of each fragment; below are its
     learners.
@@ -79,8 +99,10 @@ def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> 
             screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
         statuses = [status for _, status in given(answers)]
         ended = set() if shows_all else ended_names(statuses)
+        names = _Names(ended, by_shard)
         if statuses:
-            screen.print(_parameter_table(answers, ended))
+            screen.print(_parameter_table(answers, names))
+            screen.print(legend(_LEGEND))
         families = [
             family
             for name, family in _families(answers).items()
@@ -88,11 +110,12 @@ def status(*, target: str, shows_all: bool, as_json: bool, timeout_s: float) -> 
         ]
         if families:
             screen.print(learner_table(families))
+            screen.print(legend(LEARNER_LEGEND))
         if any(("table", t.spec.name) not in ended for status in statuses for t in status.tables):
-            screen.print(_tables_table(answers, ended))
+            screen.print(_tables_table(answers, names))
         if ended:
-            names = ", ".join(name for _, name in sorted(ended))
-            words = f"ended, all workers have left (--all lists them): {names}"
+            left = ", ".join(name for _, name in sorted(ended))
+            words = f"ended, all workers have left (--all lists them): {left}"
             screen.print(words, markup=False, soft_wrap=True)
         for blocker in blockers(status for _, status in given(answers)):
             if blocker.open_for_s >= LONG_WAIT_S:
@@ -194,40 +217,71 @@ def _shard_table(answers: list[Answer]) -> Table:
     return shards
 
 
-def _parameter_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Table:
-    parameters = table(
-        "parameters", "name", ">shard", "elements", "optimizer", "codec", "open step"
-    )
-    rows = sorted(
-        (
-            (parameter.spec.name, status.shard_index, parameter)
-            for _, status in given(answers)
-            for parameter in status.parameters
-            if parameter.spec.fragment is None
-            if ("parameter", parameter.spec.name) not in ended
-        ),
-        key=lambda row: row[:2],
-    )
-    families = [f for name, f in _families(answers).items() if ("family", name) not in ended]
-    for name, shard_index, parameter in rows:
+_Found = TypeVar("_Found", ParameterStatus, TableStatus)
+
+
+def _entries(
+    kind: str, by_shard: Iterable[tuple[int, Sequence[_Found]]], names: _Names
+) -> list[tuple[str, str, list[_Found]]]:
+    """What lines are of, in order: a name, its shard or nothing, and what shards have of it.
+
+    Args:
+        kind: "parameter" or "table".
+        by_shard: Of each shard, its index and what it has.
+        names: Which names are shown, and whether each shard has a line.
+    """
+    found: dict[tuple[str, int], list[_Found]] = {}
+    for index, parts in by_shard:
+        for part in parts:
+            is_fragment = isinstance(part, ParameterStatus) and part.spec.fragment is not None
+            if not is_fragment and (kind, part.spec.name) not in names.ended:
+                key = part.spec.name, index if names.are_by_shard else -1
+                found.setdefault(key, []).append(part)
+    return [
+        (name, str(index) if names.are_by_shard else "", found[name, index])
+        for name, index in sorted(found)
+    ]
+
+
+def _cells(names: _Names, name: str, shard: str, *cells: str) -> list[str]:
+    """A line's cells; the second is the shard, where each has a line."""
+    return [name, *([shard] if names.are_by_shard else []), *cells]
+
+
+def _parameter_table(answers: list[Answer], names: _Names) -> Table:
+    columns = _cells(names, "name", ">shard", "elements", "optimizer", "codec", "open step")
+    parameters = table("parameters", *columns)
+    by_shard = [(status.shard_index, status.parameters) for _, status in given(answers)]
+    families = [f for name, f in _families(answers).items() if ("family", name) not in names.ended]
+    for name, shard, parts in _entries("parameter", by_shard, names):
         while families and families[0].name < name:
-            _add_family(parameters, families.pop(0))
-        spec = parameter.spec
-        last = parameter.slice_offset + parameter.slice_size - 1
-        tensors = "" if spec.layout is None else f" of {len(spec.layout)} tensors"
+            _add_family(parameters, families.pop(0), names)
+        spec = parts[0].spec
+        tensor_count = 0 if spec.layout is None else len(spec.layout)
+        tensors = f" of {tensor_count} tensor{'s' * (tensor_count > 1)}" if tensor_count else ""
         parameters.add_row(
-            name,
-            str(shard_index),
-            f"{parameter.slice_offset} to {last}{tensors}" if parameter.slice_size else "none",
-            _optimizer(parameter),
-            spec.codec,
-            _open_step(parameter),
+            *_cells(
+                names,
+                name,
+                shard,
+                f"{_range(parts[0]) if names.are_by_shard else spec.size}{tensors}",
+                _optimizer(parts[0]),
+                spec.codec,
+                _open_step(parts),
+            )
         )
     for family in families:
-        _add_family(parameters, family)
+        _add_family(parameters, family, names)
     if not parameters.row_count:
         parameters.add_row("none")
     return parameters
+
+
+def _range(parameter: ParameterStatus) -> str:
+    """The elements that a shard has."""
+    if not parameter.slice_size:
+        return "none"
+    return f"{parameter.slice_offset} to {parameter.slice_offset + parameter.slice_size - 1}"
 
 
 def _optimizer(parameter: ParameterStatus) -> str:
@@ -236,68 +290,68 @@ def _optimizer(parameter: ParameterStatus) -> str:
     return f"{type(optimizer).__name__}{rate}"
 
 
-def _add_family(parameters: Table, family: Family) -> None:
+def _add_family(parameters: Table, family: Family, names: _Names) -> None:
     """A line: the versions of all fragments, and who is in the open step of the one that is due."""
     of_all = [part for parts in family.parts.values() for part in parts]
     layouts = [parts[0].spec.layout for parts in family.parts.values()]
     tensor_count = sum(len(layout) for layout in layouts if layout is not None)
     (whole,) = merged([of_all])
     if family.lacking:
-        names = ", ".join(map(str, family.lacking))
-        open_step = f"[red]lacks fragment {names}: restore it, or delete the family[/red]"
+        lacking = ", ".join(map(str, family.lacking))
+        open_step = f"[red]lacks fragment {lacking}: restore it, or delete the family[/red]"
     elif not whole["ready"]:
         open_step = "[yellow]not initialized[/yellow]"
     else:
         open_step = _with_crew(family.versions_words(), whole)
     parameters.add_row(
-        family.name,
-        "all",
-        f"{family.size} of {tensor_count} tensors, {family.count} fragments",
-        _optimizer(family.due[0]),
-        family.due[0].spec.codec,
-        open_step,
+        *_cells(
+            names,
+            family.name,
+            "all",
+            f"{family.size} of {tensor_count} tensors, {family.count} fragments",
+            _optimizer(family.due[0]),
+            family.due[0].spec.codec,
+            open_step,
+        )
     )
 
 
-def _tables_table(answers: list[Answer], ended: set[tuple[str, str]]) -> Table:
-    tables = table("tables", "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
-    rows = sorted(
-        (
-            (found.spec.name, status.shard_index, found)
-            for _, status in given(answers)
-            for found in status.tables
-            if ("table", found.spec.name) not in ended
-        ),
-        key=lambda row: row[:2],
-    )
-    for name, shard_index, found in rows:
-        spec = found.spec
+def _tables_table(answers: list[Answer], names: _Names) -> Table:
+    columns = _cells(names, "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
+    tables = table("tables", *columns)
+    by_shard = [(status.shard_index, status.tables) for _, status in given(answers)]
+    for name, shard, parts in _entries("table", by_shard, names):
+        spec = parts[0].spec
         tables.add_row(
-            name,
-            str(shard_index),
-            f"{found.row_count:,}",
-            str(spec.dim),
-            f"{type(spec.optimizer).__name__} {found.learning_rate:g}",
-            spec.codec,
-            "[yellow]being restored[/yellow]"
-            if found.loading
-            else _taking_part(str(found.version), found),
+            *_cells(
+                names,
+                name,
+                shard,
+                f"{sum(part.row_count for part in parts):,}",
+                str(spec.dim),
+                f"{type(spec.optimizer).__name__} {parts[0].learning_rate:g}",
+                spec.codec,
+                "[yellow]being restored[/yellow]"
+                if any(part.loading for part in parts)
+                else _taking_part(str(min(part.version for part in parts)), parts),
+            )
         )
     return tables
 
 
-def _open_step(parameter: ParameterStatus) -> str:
+def _open_step(parts: Sequence[ParameterStatus]) -> str:
     """The step that is open (the version of the oldest chunk), and who is in it."""
-    if not parameter.initialized:
+    if not all(part.initialized for part in parts):
         return "[yellow]not initialized[/yellow]"
-    low, high = parameter.version_min, parameter.version_max
+    low = min(part.version_min for part in parts)
+    high = max(part.version_max for part in parts)
     step = str(low) if low == high else f"{low} (newest chunk: {high})"
-    return _taking_part(step, parameter)
+    return _taking_part(step, parts)
 
 
-def _taking_part(step: str, status: ParameterStatus | TableStatus) -> str:
+def _taking_part(step: str, parts: Sequence[ParameterStatus | TableStatus]) -> str:
     """A step, and who is in it."""
-    (whole,) = merged([[status]])
+    (whole,) = merged([parts])
     return _with_crew(step, whole)
 
 

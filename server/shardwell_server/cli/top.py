@@ -22,6 +22,7 @@ from shardwell.rpc.shard_status import ShardStatus
 from shardwell.specs.names import parse_target
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.status import LEARNER_LEGEND
 from shardwell_server.cluster_status import (
     LONG_WAIT_S,
     Answer,
@@ -37,7 +38,7 @@ from shardwell_server.cluster_status import (
     unfinished,
     verdict,
 )
-from shardwell_server.terminal import console, table
+from shardwell_server.terminal import console, legend, table
 
 _RATE_S = 5.0
 """Rates are those of so long."""
@@ -47,6 +48,11 @@ _LAG_COUNT = 2
 """Workers whose lag is told."""
 _LAG_S_MIN = 0.001
 """A lag that is worth a word."""
+_SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"
+_LEGEND = (
+    "in the open step, missing: workers whose gradients are in it, and those that it still lacks; "
+    "lag: how long after the first worker one came in its last step"
+)
 
 
 @click.command()
@@ -115,12 +121,13 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
-        lines = [Text("nobody waits for anybody for longer than a second", style="green")]
+        lines = [Text("no worker has waited longer than 1 s", style="green")]
     found = merged(status.parameters for status in statuses)
-    tables = [_names(statuses, found, rates)]
+    shown: list[Table | Text] = [_shards(answers, rates), legend(_SHARD_LEGEND)]
+    shown += [_names(statuses, found, rates), legend(_LEGEND)]
     if any(each["learners"] for each in found):
-        tables.append(_learners(found, rates))
-    return Group(*lines, Text(), _shards(answers, rates), *tables)
+        shown += [_learners(found, rates), legend(LEARNER_LEGEND)]
+    return Group(*lines, Text(), *shown)
 
 
 def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:

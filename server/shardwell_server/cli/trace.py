@@ -23,14 +23,19 @@ from shardwell.process import span_columns
 from shardwell.process.spans import now_ns
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_status
-from shardwell.specs.names import parse_target
+from shardwell.specs.names import check_name, parse_target
 from shardwell.v1 import types_pb2
 from shardwell_server import timeline
 from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
-from shardwell_server.terminal import console, table
+from shardwell_server.terminal import console, legend, table
 
 _LOOKED_AT_BYTES = 4096
+_LEGEND = (
+    "call: all of exchange, or of put_gradient and get_weights, whose parts overlap; encode, wait, "
+    "decode: its parts; between: from a call to the next, mostly computing"
+)
+_SHOWN_NAME_COUNT = 20
 _REST_S = 5.0
 """For a shard's own answers, beside the time that workers have."""
 
@@ -45,9 +50,18 @@ _REST_S = 5.0
     help="Only of the last so many seconds; default: all that is remembered.",
 )
 @click.option(
+    "--parameter",
+    "name",
+    metavar="NAME",
+    default=None,
+    help="Only of that parameter, table or family; default: of all.",
+)
+@click.option(
     "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For workers' answers."
 )
-def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) -> None:
+def trace(
+    *, file: Path, target: str, last_s: float | None, name: str | None, timeout_s: float
+) -> None:
     """Write the last steps of all shards and workers to FILE, as a timeline.
 
     A FILE that is there is replaced if it is a timeline that this command wrote, or empty. Open it
@@ -55,6 +69,8 @@ def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) ->
     compressed. Exit code 1 if a shard does not answer.
     """
     with usage_errors():
+        if name is not None:
+            check_name("--parameter", name)
         credentials = Credentials.of()
         addresses = parse_target(target)
         credentials.check_private(addresses)
@@ -73,6 +89,8 @@ def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) ->
         record = partial(_recorded, wait_s=timeout_s, since_ns=since_ns)
         answers = list(threads.map(record, channels))
     processes, silent, faults = _joined(answers)
+    if name is not None and processes:
+        processes = _of_name(processes, name)
     screen = console()
     if processes:
         made = timeline.chrome_trace(processes)
@@ -81,6 +99,7 @@ def trace(*, file: Path, target: str, last_s: float | None, timeout_s: float) ->
         workers = [each for each in processes if each.shard_index is None]
         if any(timeline.spent(each) for each in workers):
             screen.print(_table(workers))
+            screen.print(legend(_LEGEND))
         for last in timeline.lasts(processes):
             screen.print(
                 f"{last.worker_id} was last in {last.step_count} of {last.of_count} steps, and "
@@ -159,6 +178,24 @@ def _joined(
         sorted(silent),
         faults,
     )
+
+
+def _of_name(processes: Sequence[timeline.Process], name: str) -> list[timeline.Process]:
+    """The same with what is of a parameter, table or family alone.
+
+    Raises:
+        ClickException: no process remembers anything of it.
+    """
+    found = [timeline.only(process, name) for process in processes]
+    if not any(each.message.kinds or each.open_steps for each in found):
+        names = sorted({word for each in processes for word in timeline.subjects(each)})
+        known = ", ".join(names[:_SHOWN_NAME_COUNT]) or "nothing"
+        more = len(names) - _SHOWN_NAME_COUNT
+        raise click.ClickException(
+            f"no shard and no worker remembers a step of {name!r}; they remember {known}"
+            f"{f' and {more} more' if more > 0 else ''}"
+        )
+    return found
 
 
 def _write(file: Path, made: dict[str, Any]) -> None:

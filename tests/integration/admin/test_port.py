@@ -442,6 +442,7 @@ def test_top(open_cluster, connect) -> None:
     assert "step 0 of parameter 'net' has waited" in shown
     assert shown.count("serving") == 2
     assert "1 never seen" in shown
+    assert "lag: how long after the first worker" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("kind", ["parameter", "table"])

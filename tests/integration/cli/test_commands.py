@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -46,9 +47,19 @@ def test_status_as_a_table(trained) -> None:
     assert (code, log) == (0, "")
     for words in ("0 of 2", "1 of 2", trained.cluster_id, "serving", *trained.addresses):
         assert words in output
+    assert output.count("0; in: early; missing: late, 1 never seen") == 1
+    assert output.count("not initialized") == 1
+    assert re.search(r"^ model +100 +SGD 0.5 +fp16 ", output, re.MULTILINE)
+    assert "0 to 49" not in output
+    assert "open step: its number, workers whose gradients are in it" in output
+    # Each shard's part by itself.
+    target = f"--shards={trained.target}"
+    code, output, _ = run_command("status", "--by-shard", target, environment=WIDE)
+    assert code == 0
     assert output.count("0; in: early; missing: late, 1 never seen") == 2
-    assert "not initialized" in output
-    assert "0 to 49" in output
+    assert output.count("not initialized") == 2
+    assert re.search(r"^ model +0 +0 to 49 +SGD", output, re.MULTILINE)
+    assert re.search(r"^ model +1 +50 to 99 +SGD", output, re.MULTILINE)
 
 
 def test_status_in_a_narrow_pipe_still_names_who_is_missing(trained) -> None:
@@ -84,9 +95,12 @@ def test_status_of_tables(cluster, connect) -> None:
     connect(running, "w").table("clicks", mode="async", codec="bf16", **options)
     code, output, log = run_command("status", "--shards", running.target, environment=WIDE)
     assert (code, log) == (0, "")
-    for words in ("tables", "users", "600", "SGD 0.5", "fp16", "0, asynchronous", "bf16"):
+    for words in ("tables", "users", "1,200", "SGD 0.5", "fp16", "0, asynchronous", "bf16"):
         assert words in output
-    assert output.count("0; in: early; missing: late, 1 never seen") == 2
+    assert output.count("0; in: early; missing: late, 1 never seen") == 1
+    target = f"--shards={running.target}"
+    code, output, _ = run_command("status", "--by-shard", target, environment=WIDE)
+    assert (code, output.count(" 600 "), output.count("0, asynchronous")) == (0, 2, 2)
     code, output, _ = run_command("status", "--json", "--shards", running.target)
     assert code == 0
     for line in output.splitlines():
@@ -186,7 +200,7 @@ def test_status_of_workers_that_have_finished(cluster, connect) -> None:
     code, output, _ = run_command("status", "--all", target, environment=WIDE)
     assert code == 0
     assert "missing" not in output
-    assert output.count("3; done: w0, w1") == 4
+    assert output.count("3; done: w0, w1") == 2
     code, output, _ = run_command("status", target, environment=WIDE)  # both are one line
     assert code == 0
     assert "done:" not in output

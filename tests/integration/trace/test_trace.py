@@ -172,6 +172,32 @@ def test_a_step_closed_by_its_norm(cluster, connect, tmp_path) -> None:
         assert {("add", 0), ("update", 0)} <= done(events)[shard]
 
 
+def test_of_one_parameter(cluster, connect, tmp_path) -> None:
+    """Of a family all fragments; of no name that somebody remembers, nothing is written."""
+    running = cluster(2)
+    client = connect(running, "w0")
+    for name in ("net", "other", "big.fragment-0", "big.fragment-10"):
+        trained(client, name, worker_count=1)
+    is_asked(running, 1)
+    file = tmp_path / "run.json"
+    events, output = traced(running.target, file, "--parameter=net")
+    subjects = {event["args"]["of"] for event in events if event["ph"] == "X"}
+    assert subjects == {"net"}
+    assert set(done(events)) == {"shard 0", "shard 1", "w0"}
+    assert "call: all of exchange" in output
+    events, _ = traced(running.target, file, "--parameter", "big")
+    subjects = {event["args"]["of"] for event in events if event["ph"] == "X"}
+    assert subjects == {"big.fragment-0", "big.fragment-10"}
+    before = file.read_bytes()
+    _, output = traced(running.target, file, "--parameter=nett", code=1)
+    words = " ".join(output.split())
+    assert "no shard and no worker remembers a step of 'nett'" in words
+    assert "they remember big.fragment-0, big.fragment-10, net, other" in words
+    assert file.read_bytes() == before
+    _, output = traced(running.target, file, "--parameter=a b", code=2)
+    assert "--parameter must be 1 to 128" in " ".join(output.split())
+
+
 def test_the_last_seconds_alone(cluster, connect, tmp_path) -> None:
     running = cluster(1)
     client = connect(running, "w0")

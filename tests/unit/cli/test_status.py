@@ -94,7 +94,7 @@ def test_workers_that_have_left_in_order_are_done() -> None:
         spec=spec.to_proto(), missing_worker_ids=["c"], done_worker_ids=["b", "a"]
     )
     status = shardwell.ParameterStatus.from_proto(message)
-    assert _taking_part("7", status) == "7; [yellow]missing: c[/yellow]; done: a, b"
+    assert _taking_part("7", [status]) == "7; [yellow]missing: c[/yellow]; done: a, b"
 
 
 def test_workers_are_named_in_the_order_of_their_numbers() -> None:
@@ -107,7 +107,7 @@ def test_workers_are_named_in_the_order_of_their_numbers() -> None:
         missing_worker_ids=["b-2-x", "b-10", "a", "b-2"],
     )
     status = shardwell.ParameterStatus.from_proto(message)
-    assert _taking_part("3", status) == (
+    assert _taking_part("3", [status]) == (
         "3; in: 7, w, worker-2, worker-9, worker-10; [yellow]missing: a, b-2, b-2-x, b-10[/yellow]"
     )
 
