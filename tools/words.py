@@ -34,7 +34,6 @@ NOT_YET = (
     *(
         f"server/shardwell_server/{name}"
         for name in (
-            "accumulator/",
             "admin/",
             "cli/cluster.py",
             "cli/members.py",

@@ -143,7 +143,7 @@ class MmapGradientAccumulator(Closing):
                 raise
 
     def _opened(self, file: GradientFile) -> StoredSums:
-        """What is in the file, checked, and recovered where it was not closed."""
+        """The sums in the file, checked, and recovered where it was not closed."""
         sums = StoredSums(file, self._layout, file.salt, self._reached)
         state = file.state.get()
         sums.take_back()
@@ -238,13 +238,13 @@ class MmapGradientAccumulator(Closing):
 
         Killed in the middle, the file has lost the sums of all rows that were applied, except
         those of one block (512 KiB of rows): these may have been applied, in whole or in part, and
-        still have their sums. So whoever keeps `rows` in a file, too, and goes on with both, may
-        apply one block twice.
+        still have their sums. So a program that keeps `rows` in a file, too, and goes on with
+        both, may apply one block twice.
 
         Args:
             learning_rate: Finite, at least 0.
             rows: (row_count, dim) float32, C-contiguous and writable: the caller's, changed in
-                place. Nobody else should write it meanwhile.
+                place. No other thread may write it meanwhile.
 
         Returns:
             How many rows had a sum.

@@ -1,8 +1,8 @@
 """The file of an accumulator: made whole, used by one process at a time, believed after checks.
 
 A new file is written under another name and gets its own when it is whole. It is locked (flock)
-while it is open. `begin` and `end` are told in its head (file_layout.py), so that the next process
-knows whether it was closed. Undo lies at the end, and is cut off while it is closed.
+while it is open. `begin` and `end` write its state into its head (file_layout.py), so that the next
+process knows whether it was closed. Undo lies at the end, and is cut off while it is closed.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class GradientFile(SumMemory):
             raise storage_error(self.path, error, "taking disk space for more rows") from None
 
     def ranges(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """What is no hole."""
+        """The parts that are no hole."""
         end = offset + size_bytes
         while offset < end:
             try:
@@ -238,7 +238,7 @@ def _locked(path: Path, flags: int = 0) -> int:
 
     Raises:
         OSError: there is none.
-        StorageError: another process, or somebody in this one, has it.
+        StorageError: an accumulator of this process, or of another, has it.
     """
     while True:
         file = os.open(path, _OPEN_FLAGS | flags, 0o666)

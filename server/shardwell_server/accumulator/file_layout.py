@@ -32,7 +32,7 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
-from shardwell_server.store.mmap.row_undo import entry_bytes
+from shardwell_server.store.row_undo import entry_bytes
 
 UNDO_ENTRY_COUNT = 4
 """Calls that change rows at once; more wait. As many as threads that find a core."""
@@ -188,7 +188,7 @@ class FileState:
         return self._words, _STATE_WORD, _word(state)
 
     def boot_id(self) -> str:
-        """Which start of the machine opened the file last; "": it could not be told.
+        """Which start of the machine opened the file last; "": unknown.
 
         Raises:
             StorageError: it was damaged.
@@ -201,7 +201,7 @@ class FileState:
         _put(self._bytes, _BOOT, _BOOT_OFFSET, self._salt, boot_id.encode())
 
     def summary(self) -> Summary:
-        """What was in a file that was closed.
+        """The sums of a file that was closed, in two numbers.
 
         Raises:
             StorageError: it was damaged.

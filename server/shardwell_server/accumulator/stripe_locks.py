@@ -5,12 +5,12 @@ granted whole, when none of them conflicts with what others hold, nor with an ea
 still waits. So:
 
 - Two that need no common stripe, or only read, never wait for each other.
-- Nobody holds one stripe while it waits for another: there is no order to keep, and no deadlock.
+- No call holds one stripe while it waits for another: there is no order to keep, and no deadlock.
 - Requests that conflict are granted in the order in which they came. A waiting writer goes before
-  readers that come later, and readers before writers that come later: nobody starves.
+  readers that come later, and readers before writers that come later: no thread starves.
 
 The state of all locks is in arrays, so that a request costs a few passes over its stripes and no
-Python for each of them, and a lock that nobody has taken yet costs no memory.
+Python for each of them, and a lock that no call has taken yet costs no memory.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class StripeLocks:
         self._sweep_number = 0
 
     def exclusive(self, stripes: Stripes) -> Hold:
-        """A hold, for a `with`, in which nobody else has any of these stripes."""
+        """A hold, for a `with`, in which no other call has any of these stripes."""
         return Hold(self, stripes, is_shared=False)
 
     def shared(self, stripes: Stripes) -> Hold:
-        """A hold, for a `with`, in which nobody writes any of these stripes."""
+        """A hold, for a `with`, in which no call writes any of these stripes."""
         return Hold(self, stripes, is_shared=True)
 
     def everything(self) -> Hold:
-        """A hold, for a `with`, in which nobody else holds anything."""
+        """A hold, for a `with`, in which no other call holds anything."""
         return Hold(self, None, is_shared=False)
 
     def cut(self, find: Callable[[], Stripes], *, is_shared: bool) -> Hold:
         """A hold on all stripes that were written before it, as a clean cut in time.
 
         Args:
-            find: Finds the stripes that whoever held them has written. It is called while no
+            find: Finds the stripes that calls have written which held them. It is called while no
                 request is granted or ended; it must be quick, and take no lock.
             is_shared: Whether to read them only.
 
@@ -123,7 +123,7 @@ class StripeLocks:
         return bool(np.count_nonzero(held < 0 if hold.is_shared else held))
 
     def _sweep(self) -> None:
-        """Grants, in their order, the requests that conflict with nobody before them."""
+        """Grants, in their order, the requests that conflict with none before them."""
         self._sweep_number += 1
         left: list[Hold] = []
         is_all_waited_for = False

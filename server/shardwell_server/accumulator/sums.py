@@ -1,15 +1,15 @@
 """Sums of gradients by row in one piece of memory, a file's or not: each batch whole or not at all.
 
 A row has a word: 0, or, where it has a sum, a check of the sum and the row's number, which no other
-file shares (store/mmap/row_checks.py). A batch is added in these writes; those of the undo are in
-store/mmap/row_undo.py:
+file shares (store/row_checks.py). A batch is added in these writes; those of the undo are in
+store/row_undo.py:
 
     undo: rows' numbers, words and sums as they were; valid     killed before: nothing was touched
     sums, words                                                 killed before: taken back
     undo: void, one store of 8 bytes                            the batch is committed
 
-Whoever calls holds the locks of the rows. What has no disk space is never touched, not even read:
-on some file systems that takes a page.
+The caller holds the locks of the rows. A row without disk space is never touched, not even read: on
+some file systems that takes a page.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from shardwell.numerics.codec import Float32
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
 from shardwell_server.accumulator.file_layout import UNDO_ENTRY_COUNT, SumLayout, Summary
 from shardwell_server.accumulator.stripe_locks import Stripes
-from shardwell_server.store.contract import TableLayout
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_cell
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.mmap.row_checks import Checks, RowChecks
-from shardwell_server.store.mmap.row_undo import RowUndo
 from shardwell_server.store.row_arrays import gather
+from shardwell_server.store.row_checks import Checks, SumChecks
+from shardwell_server.store.row_undo import RowUndo
 
 RESERVED_SIZE_BYTES = 64 * 1024
 """Disk space is taken for so many bytes of neighbouring rows at a time: a call of the system costs
@@ -55,7 +54,7 @@ class SumMemory(MappedFile):
         self.data = lazy_zeros((size_bytes,), "uint8")
 
     def reserve(self, offset: int, size_bytes: int) -> None:
-        """Makes room there. What is there is left as it is.
+        """Makes room there. Bytes that it has stay as they are.
 
         Raises:
             StorageError: there is no disk space; nothing changed.
@@ -67,7 +66,7 @@ class SumMemory(MappedFile):
 
 
 class TouchedRows:
-    """A flag a row, and one a stripe. Whoever calls holds the stripes' locks, except `stripes`.
+    """A flag a row, and one a stripe. Callers hold the stripes' locks, except of `stripes`.
 
     A flag is set before its row gets a sum, and cleared after the row has lost it; so rows without
     a sum may have one.
@@ -105,7 +104,7 @@ class TouchedRows:
         self._of_stripes[self.stripes() if stripes is None else stripes] = False
 
     def stripes(self) -> Stripes:
-        """Ascending: the stripes that may have touched rows. Of those nobody holds, surely all."""
+        """Ascending: the stripes that may have touched rows; all of these that no call holds."""
         return np.flatnonzero(self._of_stripes)
 
     def rows_of(self, stripes: Stripes | None) -> Rows:
@@ -123,8 +122,8 @@ class StoredSums:
 
     Args:
         memory: Where they are.
-        layout: Of that memory.
-        salt: Of the words.
+        layout: The layout of that memory.
+        salt: The salt of the words.
         reached: Called after every write.
     """
 
@@ -140,15 +139,7 @@ class StoredSums:
         self._words: Checks = data[layout.words_offset :][: 8 * row_count].view(np.uint64)
         sums = data[start : start + layout.row_size_bytes * row_count].view(np.float32)
         self._sums: Float32 = sums.reshape(row_count, dim)
-        table = TableLayout(
-            name="accumulator",
-            dim=dim,
-            slot_widths=(),
-            row_capacity=row_count,
-            rows_per_change_max=row_count,
-            with_sum=True,
-        )
-        self._checks = RowChecks(table, salt)
+        self._checks = SumChecks(dim, salt)
         self._rows_per_extent = -(-RESERVED_SIZE_BYTES // layout.row_size_bytes)
         extent_count = -(-row_count // self._rows_per_extent)
         self._is_reserved = lazy_zeros((extent_count,), np.bool_)
@@ -163,9 +154,9 @@ class StoredSums:
         self._undo_row_counts = [0] * UNDO_ENTRY_COUNT
         self._is_changing = [False] * UNDO_ENTRY_COUNT
         self.is_torn = False
-        """Whether a batch was interrupted while it was taken back, and is there in part.
+        """Whether a batch was interrupted while it was taken back, and only a part of it counts.
 
-        Its rows may be believed after `take_back`, which nobody but its caller may be beside."""
+        `take_back` mends its rows; no other call may run beside it."""
 
     def add(self, rows: Rows, gradients: Float32) -> None:
         """Adds a batch: all of it, or nothing when it raises.

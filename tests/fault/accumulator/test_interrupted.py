@@ -22,7 +22,7 @@ from harness.stories.images import in_memory
 from shardwell.errors import StorageError
 from shardwell_server import MmapGradientAccumulator
 
-FILES = ("accumulator/sums.py", "store/mmap/row_undo.py", "store/row_arrays.py")
+FILES = ("accumulator/sums.py", "store/row_undo.py", "store/row_arrays.py")
 CLEARING_FILES = (
     "accumulator/accumulator.py",
     "accumulator/file.py",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Reached: TypeAlias = Callable[[str], None]
 _SOURCES = Path(shardwell_server.__file__).parent
-_TABLE_SOURCES = ("store/mmap/table.py", "store/mmap/row_undo.py")
+_TABLE_SOURCES = ("store/mmap/table.py", "store/row_undo.py")
 
 
 def _nothing(point: str) -> None:
@@ -246,7 +246,7 @@ class AccumulatorStory(Story):
 
     states = accumulator.STATES
     write_count_min = 90
-    sources = (*(_SOURCES / "accumulator").glob("*.py"), _SOURCES / "store/mmap/row_undo.py")
+    sources = (*(_SOURCES / "accumulator").glob("*.py"), _SOURCES / "store/row_undo.py")
     unreached = frozenset({"rows taken back"})
     recovery_points = frozenset({"rows taken back", "words cleared", "state"})
 

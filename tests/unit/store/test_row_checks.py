@@ -1,7 +1,7 @@
 """Goal: the check of a row tells it from every row that damage could make of it.
 
 Method: flipped bytes of every kind in drawn rows, rows alone and in batches. Oracle: the formula of
-store/mmap/row_checks.py in Python's integers, and checks of an earlier day, which files have.
+store/row_checks.py in Python's integers, and checks of an earlier day, which files have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardwell.numerics import native
 from shardwell_server.store import FREE, TableLayout
-from shardwell_server.store.mmap.row_checks import RowChecks, _ArrayHash, _Words
+from shardwell_server.store.row_checks import RowChecks, _ArrayHash, _Words
 
 SALT = 0x12345678
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from shardwell.errors import StorageError
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.row_arrays import Rows
+from shardwell_server.store.row_undo import RowUndo, entry_bytes
 
 ROW_COUNT = 40
 ROW_COUNT_MAX = 7

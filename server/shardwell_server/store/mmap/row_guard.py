@@ -13,8 +13,8 @@ from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Places, TableLayout
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.mmap.row_checks import Checks, RowChecks
 from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows, gather
+from shardwell_server.store.row_checks import Checks, RowChecks
 
 _WEIGHTS = 3
 """Weights among the arrays of values."""

@@ -61,7 +61,6 @@ from shardwell_server.store.journal.table_entries import (
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.mmap.kept_rows import KeptRows
 from shardwell_server.store.mmap.row_guard import RowGuard
-from shardwell_server.store.mmap.row_undo import RowUndo, entry_bytes
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.records.atomic_records import StoredTableRecord, TableRecords, file_size
 from shardwell_server.store.records.worker_steps import recover_marks, seat_count
@@ -72,6 +71,7 @@ from shardwell_server.store.row_arrays import (
     make_arrays,
     write_again,
 )
+from shardwell_server.store.row_undo import RowUndo, entry_bytes
 
 _PART_BITS = 16
 _BLOCK_BYTES = 4 << 20

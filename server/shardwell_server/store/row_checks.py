@@ -87,16 +87,35 @@ class _ArrayHash:
         return found
 
 
-class RowChecks:
-    """Computes the checks of one table's rows. Any thread may."""
+class SumChecks:
+    """Computes the checks of sums of `dim` values a row. Any thread may."""
+
+    def __init__(self, dim: int, salt: int) -> None:
+        words = _Words(salt, "sums")
+        self._of_sum = _ArrayHash(dim, words)
+        self._sum_constants = words.odd(2)
+
+    def of_sums(self, places: Places, has_sum: npt.NDArray[np.bool_], sums: Float32) -> Checks:
+        """Of the sums of rows, which count where there is one; (n, dim), C-contiguous."""
+        found = self._of_sum.of(sums)
+        found += self._sum_constants[1]
+        found *= has_sum.view(np.uint8)  # not as bool, which hides damaged bits
+        found += _words(places) * self._sum_constants[0]
+        return found
+
+    def of_no_sums(self, places: Places) -> Checks:
+        """What `of_sums` gives where there is none."""
+        return _words(places) * self._sum_constants[0]
+
+
+class RowChecks(SumChecks):
+    """Computes the checks of one table's rows, and of their sums. Any thread may."""
 
     def __init__(self, layout: TableLayout, salt: int) -> None:
+        super().__init__(layout.dim, salt)
         words = _Words(salt, "values")
         self._of_values = [_ArrayHash(width, words) for width in (layout.dim, *layout.slot_widths)]
         self._value_constants = words.odd(4)
-        words = _Words(salt, "sums")
-        self._of_sum = _ArrayHash(layout.dim, words)
-        self._sum_constants = words.odd(2)
         self._key_constants = _Words(salt, "keys").odd(3)
 
     def of_values(
@@ -116,18 +135,6 @@ class RowChecks:
         for array, hashed in zip(arrays, self._of_values, strict=True):
             found += hashed.of(array)
         return found
-
-    def of_sums(self, places: Places, has_sum: npt.NDArray[np.bool_], sums: Float32) -> Checks:
-        """Of the sums of rows, which count where there is one; (n, dim), C-contiguous."""
-        found = self._of_sum.of(sums)
-        found += self._sum_constants[1]
-        found *= has_sum.view(np.uint8)  # not as bool, which hides damaged bits
-        found += _words(places) * self._sum_constants[0]
-        return found
-
-    def of_no_sums(self, places: Places) -> Checks:
-        """What `of_sums` gives where there is none."""
-        return _words(places) * self._sum_constants[0]
 
     def of_keys(self, places: Places, keys: Int64, update_counts: Int64) -> Checks:
         """Of the rows' keys, and of whether there is a row."""
