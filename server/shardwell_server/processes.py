@@ -108,11 +108,16 @@ class ChildProcess:
         return code
 
 
-def stop_when_parent_ends(stop: Callable[[], None]) -> None:
-    """Calls `stop`, from another thread, when standard input is at its end: the parent is gone."""
+def stop_when_parent_ends(stop: Callable[[], None], fd: int = 0) -> None:
+    """Calls `stop`, from another thread, when a pipe is at its end: the parent is gone.
+
+    Args:
+        stop: Stops this process in order.
+        fd: The reading end of the pipe, which the parent never writes to: standard input.
+    """
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
+        while os.read(fd, 4096):
             pass
         stop()
 

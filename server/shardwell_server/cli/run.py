@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -27,8 +28,7 @@ from shardwell_server import signals
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
-from shardwell_server.launch.announced import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
-from shardwell_server.launch.run import LocalRun
+from shardwell_server.launch.run import LocalRun, guarded, say
 from shardwell_server.processes import ChildProcess
 
 _WORKER_COUNT_MAX = 256
@@ -37,6 +37,13 @@ _RESTART_COUNT_MAX = 1000
 _DEFAULT_RESTART_COUNT = 3
 _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
+_NOT_EXECUTABLE_CODE, _NOT_FOUND_CODE = 126, 127
+_CODES = {
+    errno.ENOENT: _NOT_FOUND_CODE,
+    errno.EACCES: _NOT_EXECUTABLE_CODE,
+    errno.ENOEXEC: _NOT_EXECUTABLE_CODE,
+}
+"""Exit codes of shells for commands that can't be started."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -75,7 +82,7 @@ _LOCALHOST = "127.0.0.1"
 @click.option(
     "--elastic",
     is_flag=True,
-    help="A worker that fails or is killed ends nobody: it is started again, and the others go on.",
+    help="A worker that fails or is killed is started again, and the others go on.",
 )
 @click.option(
     "--restarts",
@@ -140,6 +147,10 @@ def run(
             parse_target(rendezvous)
     except ShardwellError as error:
         raise click.UsageError(error.message) from None
+    try:
+        guarded(grace_s)
+    except OSError as error:
+        raise click.ClickException(f"can't start a process to run the workers: {error}") from error
     with contextlib.ExitStack() as stack:
         shared = {GROUP_VARIABLE: group_name}
         shards: Sequence[ChildProcess] = ()
@@ -170,7 +181,8 @@ def run(
                 restart_count_max=restart_count_max,
             ).run()
         except OSError as error:
-            raise click.ClickException(f"can't start {worker_count} workers: {error}") from error
+            say(f"can't start {worker_count} workers: {error}")
+            code = _CODES.get(error.errno or 0, 1)
     raise click.exceptions.Exit(code)
 
 
@@ -218,10 +230,10 @@ def _find_program(name: str) -> str:
     if os.path.exists(name) and (os.sep in name or name.endswith(".py")):
         what, code = (
             "is a directory" if os.path.isdir(name) else "is not executable",
-            NOT_EXECUTABLE_CODE,
+            _NOT_EXECUTABLE_CODE,
         )
     else:
-        what, code = "was not found", NOT_FOUND_CODE
+        what, code = "was not found", _NOT_FOUND_CODE
     hint = f"; to run a Python program: -- python {name}" if name.endswith(".py") else ""
-    click.secho(f"shardwell: {name} {what}{hint}", fg="red", err=True)
+    say(f"{name} {what}{hint}")
     raise click.exceptions.Exit(code)

@@ -33,7 +33,7 @@ class LineCutter:
         self._rest = b""
         """What came after the last line end or carriage return."""
         self._state: bytes | None = None
-        """What the line showed before the last carriage return, if that was not told yet."""
+        """The line before its last carriage return, if that was not printed yet."""
         self._is_overwritten = False
         """The current line has had a carriage return."""
         self._told_s = float("-inf")
@@ -65,7 +65,7 @@ class LineCutter:
         return lines
 
     def end(self) -> list[bytes]:
-        """What was not told when the stream ended: a last line without its end."""
+        """The rest when the stream ended: a last line without its end."""
         lines: list[bytes] = []
         self._state = self._rest.rstrip(b"\r") or self._state
         if self._state is not None:
@@ -91,7 +91,7 @@ class RankOutput:
     """One of a worker's two streams.
 
     Args:
-        rank: Whose.
+        rank: The worker's rank.
         source: The reading end of a pipe; it is set to not block, and closed at its end.
         sink_fd: Where its lines go.
         is_colored: The rank in front has a color of its own.
@@ -120,7 +120,7 @@ class RankOutput:
         """Writes the lines of what can be read at once; whether anything was there.
 
         Raises:
-            BrokenPipeError: nobody reads our output any more.
+            BrokenPipeError: no process reads our output any more.
         """
         try:
             data = os.read(self.fileno(), _READ_SIZE_BYTES)

@@ -6,13 +6,12 @@ One thread does it all, so that lines do not mix: it waits for output, for ends 
 signals, which all wake it through file descriptors.
 
 A worker is a process and the group of all that it starts. Shards that workers may have beside them
-are only watched: whoever started them stops them.
+are only watched: the caller stops them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -25,15 +24,13 @@ from types import FrameType
 import click
 
 from shardwell_server import signals
-from shardwell_server.launch import announced
-from shardwell_server.launch import reaper as keeper
+from shardwell_server.launch import guard
+from shardwell_server.launch.guard import adopt_orphans, send_to_group
 from shardwell_server.launch.hidden import hidden_modules
 from shardwell_server.launch.output import RankOutput, shows_colors
-from shardwell_server.launch.reaper import send_to_group
-from shardwell_server.processes import ChildProcess, describe_exit
+from shardwell_server.processes import ChildProcess, describe_exit, stop_when_parent_ends
 
 _STDOUT_FD, _STDERR_FD = 1, 2
-_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_INTERVAL_S = 0.05
 """How often groups are looked at whose leader has ended: nothing wakes us for them."""
 _LAST_WORDS_S = 1.0
@@ -53,14 +50,13 @@ _LAST_READ_COUNT_MAX = 16
 
 
 class RankProcess:
-    """A worker in a session of its own: signals go to it and to all that it has started.
+    """A worker in a process group of its own: signals go to it and to all that it has started.
 
     Args:
         rank: Its rank.
         program: Path of the executable.
         command: Its arguments, its name first.
         environment: All its variables.
-        keeper_fd: Where it tells its keeper of itself.
 
     Raises:
         OSError: no process can be started.
@@ -72,17 +68,16 @@ class RankProcess:
         program: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        keeper_fd: int,
     ) -> None:
         self.rank = rank
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", announced.__file__, str(keeper_fd), program, *command],
+            command,
+            executable=program,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(environment),
-            pass_fds=[keeper_fd],
-            start_new_session=True,
+            process_group=0,
             bufsize=0,
         )
         assert self._process.stdout is not None
@@ -117,15 +112,15 @@ class RankProcess:
         """It has ended, and nothing that it started is left in its group."""
         if self.exit_code is None:
             return False
-        # Ours by `adopt_orphans`; what has ended is counted in a group until somebody waits for it.
+        # Ours by `adopt_orphans`; what has ended is counted in a group until it is waited for.
         with contextlib.suppress(ChildProcessError):
             while self._has_group and os.waitpid(-self.pid, os.WNOHANG)[0] != 0:
                 pass
         return not self.send(0)
 
     def send(self, number: int) -> bool:
-        """Sends a signal to the group; whether there was somebody. Also from signal handlers."""
-        # Once nobody is left, the number may be another's.
+        """Sends a signal to the group; whether a process was in it. Also from signal handlers."""
+        # Once the group is empty, the number may be another's.
         if self._has_group and not send_to_group(self.pid, number):
             self._has_group = False
         return self._has_group
@@ -154,13 +149,26 @@ class RankProcess:
         self._process.wait()
 
 
-def adopt_orphans() -> None:
-    """Makes what workers leave behind ours to wait for, where the system can (Linux).
+def guarded(grace_s: float | None) -> None:
+    """Goes on in a child process; this one becomes its guard, and ends with its exit code.
 
-    Else it falls to process 1, which in many a container waits for nobody.
+    Main thread only, while stop signals are held, and before threads are started.
+
+    Args:
+        grace_s: How long workers may take to end if the child is killed; None: a few seconds.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reading_fd, writing_fd = os.pipe()
+    os.set_inheritable(writing_fd, True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child != 0:
+        grace_s = _GRACE_S if grace_s is None else grace_s
+        command = [sys.executable, "-I", "-S", guard.__file__, str(child), str(grace_s)]
+        os.execv(command[0], command)
+    os.close(writing_fd)
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    stop_when_parent_ends(signals.ask_to_stop, reading_fd)
 
 
 class LocalRun:
@@ -200,7 +208,7 @@ class LocalRun:
         self._given_up_code: int | None = None
         self._ranks: list[RankProcess] = []
         """The newest process of each rank."""
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._parent_pid = os.getppid()
         self._failed_code: int | None = None
         self._signal: int | None = None
         self._stop_s: float | None = None
@@ -220,17 +228,17 @@ class LocalRun:
             OSError: a worker can't be started; those that were are stopped.
         """
         adopt_orphans()
-        with self._selector, self._waking(), self._keeping() as keeper_fd:
+        with self._selector, self._waking():
             try:
                 for rank in range(len(self._environments)):
                     if self._signal is None:
-                        self._start(rank, keeper_fd)
-                self._watch(keeper_fd)
+                        self._start(rank)
+                self._watch()
             except BrokenPipeError as error:
-                _say(f"{error}; the workers are stopped")
+                say(f"{error}; the workers are stopped")
                 self._failed_code = signals.EXIT_CODE_BASE + signal.SIGPIPE
             finally:
-                self._end_all(keeper_fd)
+                self._end_all()
         if self._signal is not None:
             return signals.EXIT_CODE_BASE + self._signal
         return self._failed_code or self._given_up_code or 0
@@ -261,31 +269,6 @@ class LocalRun:
             os.close(reading_fd)
             os.close(writing_fd)
 
-    @contextlib.contextmanager
-    def _keeping(self) -> Iterator[int]:
-        """A process that ends the workers if we are killed; yields where it is told of them."""
-        reading_fd, writing_fd = os.pipe()
-        with contextlib.ExitStack() as stack:
-            # Closing the pipe ends it.
-            stack.callback(os.close, writing_fd)
-            try:
-                watching = subprocess.Popen(
-                    [sys.executable, "-I", "-S", keeper.__file__, str(self._grace_s)],
-                    stdin=reading_fd,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            finally:
-                os.close(reading_fd)
-            closing = stack.pop_all()
-            self._keeper = watching
-            try:
-                yield writing_fd
-            finally:
-                closing.close()
-                watching.wait()
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Acts at once: the loop may be writing to a terminal that takes nothing."""
         if self._signal is None:
@@ -295,17 +278,17 @@ class LocalRun:
             for rank in self._ranks:
                 rank.send(signal.SIGKILL)
 
-    def _start(self, rank: int, keeper_fd: int) -> RankProcess:
+    def _start(self, rank: int) -> RankProcess:
         environment = self._environments[rank]
         if self._restart_count_max is not None:
             environment = {**environment, RESTART_VARIABLE: str(self._restart_counts[rank])}
-        started = RankProcess(rank, self._program, self._command, environment, keeper_fd)
+        started = RankProcess(rank, self._program, self._command, environment)
         self._ranks[rank : rank + 1] = [started]
         for output in started.outputs:
             self._selector.register(output, selectors.EVENT_READ)
         return started
 
-    def _start_those_due(self, left: list[RankProcess], keeper_fd: int) -> Iterator[RankProcess]:
+    def _start_those_due(self, left: list[RankProcess]) -> Iterator[RankProcess]:
         """Starts ranks again whose pause is over, once nothing is left of their last process."""
         now_s = time.monotonic()
         for rank in [rank for rank, due_s in self._due.items() if due_s <= now_s]:
@@ -317,7 +300,7 @@ class LocalRun:
             del self._due[rank]
             self._restart_counts[rank] += 1
             try:
-                started = self._start(rank, keeper_fd)
+                started = self._start(rank)
             except OSError as error:
                 self._ranks[rank].kill()  # it may run, and only not be watched
                 self._retry_or_give_up(rank, f"can't be started: {error}", 1)
@@ -326,7 +309,7 @@ class LocalRun:
             if self._signal is not None:
                 self._ask_to_stop(self._signal)  # it came while this one was being started
 
-    def _watch(self, keeper_fd: int) -> None:
+    def _watch(self) -> None:
         """Passes output on until all workers have ended and nothing of them is left."""
         running = list(self._ranks)
         left: list[RankProcess] = []
@@ -336,7 +319,7 @@ class LocalRun:
         while running or left or (self._due and self._stop_s is None):
             if self._signal is not None and not has_told:
                 has_told = True
-                _say(
+                say(
                     f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to "
                     "stop; another one kills them at once"
                 )
@@ -353,14 +336,14 @@ class LocalRun:
                 self._judge_each(ended)
             for rank in ended:
                 rank.ask_the_rest()
-            left = [rank for rank in left + ended if not _is_released(rank, keeper_fd)]
-            running.extend(self._start_those_due(left, keeper_fd))
+            left = [rank for rank in left + ended if not rank.is_gone]
+            running.extend(self._start_those_due(left))
             is_over = bool(left) and not running and not self._due
             if self._stop_s is None and (self._failed_code is not None or is_over):
                 self._ask_to_stop(signal.SIGTERM)
             if self._stop_s is not None and time.monotonic() - self._stop_s > self._grace_s:
                 for rank in running:
-                    _say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
+                    say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
                 return
 
     def _reap_orphans(self) -> None:
@@ -372,8 +355,6 @@ class LocalRun:
             **{rank.pid: rank.poll for rank in self._ranks},
             **{shard.pid: shard.poll for shard in self._shards},
         }
-        if self._keeper is not None:
-            started[self._keeper.pid] = self._keeper.poll
         with contextlib.suppress(ChildProcessError):
             while True:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -395,7 +376,7 @@ class LocalRun:
         assert first is not None
         self._failed_code = _exit_code_of(first)
         for rank in failed:
-            _say(
+            say(
                 f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
                 + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
             )
@@ -412,7 +393,7 @@ class LocalRun:
             if code not in _LEFT_CODES:
                 self._retry_or_give_up(rank.rank, words, _exit_code_of(code))
             elif code != 0:
-                _say(f"rank {rank.rank} {words}: it has left, and is not started again")
+                say(f"rank {rank.rank} {words}: it has left, and is not started again")
             if code != 0:
                 rank.send(signal.SIGTERM)  # what it has started
 
@@ -422,12 +403,12 @@ class LocalRun:
         if count < self._restart_count_max:
             pause_s = min(_FIRST_PAUSE_S * 2**count, _LONGEST_PAUSE_S)
             self._due[rank] = time.monotonic() + pause_s
-            _say(
+            say(
                 f"rank {rank} {words}; it is started again in {pause_s:g} s "
                 f"({count + 1} of {self._restart_count_max})"
             )
         else:
-            _say(f"rank {rank} {words}; it is not started again (restarts: {count})")
+            say(f"rank {rank} {words}; it is not started again (restarts: {count})")
             self._given_up_code = self._given_up_code or code
             self._say_what_is_hidden()
 
@@ -437,7 +418,7 @@ class LocalRun:
 
     def _say_what_is_hidden(self) -> None:
         for hiding in hidden_modules(self._command):
-            _say(
+            say(
                 f"{hiding} hides Python's own module {hiding.stem!r} from the workers and from all "
                 "that they import; if their error names it, give the file another name"
             )
@@ -450,7 +431,7 @@ class LocalRun:
             code = shard.poll()
             if code is not None:
                 self._failed_code = _exit_code_of(code) or 1
-                _say(f"shard {index} has ended with {describe_exit(code)}; the workers are stopped")
+                say(f"shard {index} has ended with {describe_exit(code)}; the workers are stopped")
                 self._ask_to_stop(signal.SIGTERM)
                 return
 
@@ -458,14 +439,15 @@ class LocalRun:
         """Sends a signal to those that have got none. Also called by the signals' handler."""
         if self._stop_s is None:
             self._stop_s = time.monotonic()
-            if self._signal == signal.SIGTERM:
+            is_orphan = os.getppid() != self._parent_pid  # the command was killed
+            if self._signal == signal.SIGTERM and not is_orphan:
                 self._grace_s = self._leave_grace_s
         for rank in self._ranks:
             if rank not in self._asked:
                 self._asked.add(rank)
                 rank.ask_to_stop(number)
 
-    def _end_all(self, keeper_fd: int) -> None:
+    def _end_all(self) -> None:
         """Kills what is left, and writes what it has said."""
         for rank in self._ranks:
             rank.kill()
@@ -481,11 +463,9 @@ class LocalRun:
         except BrokenPipeError:
             for output in outputs:
                 output.discard()
-        for rank in self._ranks:
-            _is_released(rank, keeper_fd)
 
     def _pass_on_output(self, timeout_s: float | None) -> None:
-        """Waits for output, or to be woken; passes on a bounded part of what is there."""
+        """Waits for output, or to be woken; passes on a bounded part of what has come."""
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, RankOutput):
                 self._pass_on(key.fileobj)
@@ -508,18 +488,10 @@ class LocalRun:
 
 
 def _exit_code_of(code: int) -> int:
-    """As shells have it, of what subprocess says."""
+    """The exit code that a shell has for one of subprocess."""
     return code if code >= 0 else signals.EXIT_CODE_BASE - code
 
 
-def _is_released(rank: RankProcess, keeper_fd: int) -> bool:
-    """Whether nothing of the worker is left; the keeper then forgets it."""
-    if not rank.is_gone:
-        return False
-    with contextlib.suppress(BrokenPipeError):
-        os.write(keeper_fd, b"-%d\n" % rank.pid)
-    return True
-
-
-def _say(words: str) -> None:
+def say(words: str) -> None:
+    """Prints a line of the command's own."""
     click.secho(f"shardwell: {words}", fg="red", err=True)

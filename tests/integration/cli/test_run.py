@@ -367,6 +367,24 @@ def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores) ->
         eventually("all are gone", lambda: not any(map(is_running, workers)))
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_workers_end_when_the_process_that_runs_them_is_killed(script, pids, ignores) -> None:
+    program = script(
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores else "")
+        + "tell(os.getpid()); tell(subprocess.Popen(['sleep', '60']).pid, 'child')\n"
+        "time.sleep(60)"
+    )
+    with _start(3, program, "--grace-s=0.5") as running:
+        workers = _all_told(pids, 6)
+        assert all(map(is_running, workers))
+        os.kill(_runner_pid(running), signal.SIGKILL)
+        assert running.end() == 128 + signal.SIGKILL
+        assert not any(map(is_running, workers))
+        assert _said(running) == [
+            "the process that runs the workers was killed by signal 9; they are stopped"
+        ]
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.3, 0.35, 0.4, 0.5])
 def test_the_command_is_killed_while_it_starts(script, delay_s) -> None:
     """Whenever it is: no worker is started that would never end."""
@@ -456,12 +474,17 @@ weights = net.exchange(np.arange(1, 8) * (rank + 1.0))
 """
 
 
+def _runner_pid(running: Program) -> int:
+    """Of the child process of a run that has the workers and shards."""
+    return eventually("the run has a child", lambda: child_pids(running.pid)).pop()
+
+
 def _shard_pids(running: Program, count: int) -> list[int]:
     """Of the shards of a run, by index."""
 
     def found() -> list[int]:
         pids = {}
-        for pid in child_pids(running.pid):
+        for pid in child_pids(_runner_pid(running)):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 for word in words:
