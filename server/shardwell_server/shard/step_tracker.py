@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.members import Elastic
-from shardwell_server.shard import members as seats
+from shardwell_server.shard import members
 from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.store import ChunkRecord
 
@@ -54,15 +54,15 @@ class Decision(enum.Enum):
     """Its step has closed without it, or its worker's tenure is over."""
 
 
-class Seat(seats.Seat):
+class Seat(members.Seat):
     """One worker's marks: the last step that it contributed, per chunk; -1 before the first.
 
     Args:
         worker_id: The worker's id.
         index: Index of the seat.
         stored_steps: The last step per chunk in the storage, of any worker; -1: none.
-        owner: See `seats.Seat`.
-        tenure: See `seats.Seat`.
+        owner: The session that contributes; None once it has ended in order.
+        tenure: The tenure that the seat belongs to.
     """
 
     def __init__(

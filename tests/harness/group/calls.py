@@ -24,12 +24,12 @@ def a_call(index: int, operation: pb.Operation = pb.OPERATION_ALL_REDUCE, **fiel
 
 
 class Room:
-    """A roll call with a clock, which counts each rank's calls."""
+    """A matcher with a clock, which counts each rank's calls."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.now_s = 100.0
-        self.roll_call = CallMatcher(size)
+        self.matcher = CallMatcher(size)
         self.next_index = [0] * size
         self.verdicts: dict[int, list[pb.Verdict]] = defaultdict(list)
         """By rank, in order."""
@@ -39,23 +39,23 @@ class Room:
     ) -> Verdicts:
         """A rank's next call."""
         made = a_call(self.next_index[rank], operation, **fields)
-        verdicts = self.roll_call.call(rank, made, self.now_s)
+        verdicts = self.matcher.call(rank, made, self.now_s)
         self.next_index[rank] += 1
         return self.note(verdicts)
 
     def join(self, rank: int, timeout_s: float = TIMEOUT_S) -> Verdicts:
         """A rank calls JOIN."""
         made = pb.CollectiveCall(operation=pb.OPERATION_JOIN, wait_timeout_ms=int(timeout_s * 1000))
-        return self.note(self.roll_call.call(rank, made, self.now_s))
+        return self.note(self.matcher.call(rank, made, self.now_s))
 
     def leave(self, rank: int) -> Verdicts:
         """A rank leaves."""
-        return self.note(self.roll_call.leave(rank, "has left the group"))
+        return self.note(self.matcher.leave(rank, "has left the group"))
 
     def pass_time(self, duration_s: float) -> Verdicts:
         """What `expire` says at the end of it."""
         self.now_s += duration_s
-        return self.note(self.roll_call.expire(self.now_s))
+        return self.note(self.matcher.expire(self.now_s))
 
     def note(self, verdicts: Verdicts) -> Verdicts:
         """Notes each rank's verdicts; after a JOIN all do as engines do."""

@@ -1,6 +1,6 @@
 """Goal: whatever is lost, and whenever, all members that live agree on every call of their program.
 
-Method: a hypothesis state machine of an elastic group without sockets: the roll call and the
+Method: a hypothesis state machine of an elastic group without sockets: the matcher and the
 settlement are the real ones, messages are queues that are cut when a rank dies. Each worker makes
 calls 0, 1, 2, ... of one program; what each call came to on each worker is compared.
 """
@@ -87,7 +87,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
     def begin(self) -> None:
         """A generation of `members`, by rank."""
-        self.roll_call = CallMatcher(len(self.members), is_elastic=True)
+        self.matcher = CallMatcher(len(self.members), is_elastic=True)
         self.to_zero: list[deque] = [deque() for _ in self.members]
         self.from_zero: list[deque] = [deque() for _ in self.members]
         self.moving_on: dict[int, set[Worker]] = {}
@@ -187,7 +187,7 @@ class ElasticMachine(RuleBasedStateMachine):
             return
         worker.lives = False
         if worker is not self.members[0]:
-            self.hand_out(self.roll_call.leave(self.members.index(worker), "has left"))
+            self.hand_out(self.matcher.leave(self.members.index(worker), "has left"))
         else:
             self.end(cuts=False)
 
@@ -283,9 +283,9 @@ class ElasticMachine(RuleBasedStateMachine):
         if self.is_over:
             return
         if request.HasField("call"):
-            self.hand_out(self.roll_call.call(rank, request.call, 0.0))
+            self.hand_out(self.matcher.call(rank, request.call, 0.0))
         else:
-            self.hand_out(self.roll_call.made(rank, request.made.call_index))
+            self.hand_out(self.matcher.made(rank, request.made.call_index))
 
     def hand_out(self, verdicts: Verdicts) -> None:
         for rank, verdict in verdicts:

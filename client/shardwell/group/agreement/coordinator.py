@@ -1,6 +1,6 @@
 """How a rank tells the others what it calls, and learns whether all call the same.
 
-Rank 0 keeps the roll call; every other rank has one stream to it, open as long as the generation.
+Rank 0 matches the calls; every other rank has one stream to it, open as long as the generation.
 The stream is also how a death is noticed: when it breaks, the rank at its other end is gone.
 """
 
@@ -98,7 +98,7 @@ class Coordinator(Agreement):
     ) -> None:
         self._size = size
         self._is_elastic = is_elastic
-        self._roll_call = CallMatcher(size, is_elastic=is_elastic)
+        self._matcher = CallMatcher(size, is_elastic=is_elastic)
         self._mailbox = mailbox
         self._on_end = on_end
         self.newcomer_count: Callable[[], int] = lambda: 0
@@ -114,7 +114,9 @@ class Coordinator(Agreement):
         self._streaming: set[int] = set()
         self._readers: list[tuple[int, threading.Thread, grpc.ServicerContext]] = []
         self._over = False
-        self._timer = threading.Thread(target=self._expire, name="shardwell-roll-call", daemon=True)
+        self._timer = threading.Thread(
+            target=self._expire, name="shardwell-call-matcher", daemon=True
+        )
         self._timer.start()
 
     @override
@@ -183,7 +185,7 @@ class Coordinator(Agreement):
         if not context.add_callback(lambda: answers.put(None)):
             return
         reader = threading.Thread(
-            target=self._read, args=(rank, requests), name="shardwell-roll-call", daemon=True
+            target=self._read, args=(rank, requests), name="shardwell-call-matcher", daemon=True
         )
         with self._changed:  # so that `close` finds none that has not begun
             self._readers.append((rank, reader, context))
@@ -211,16 +213,16 @@ class Coordinator(Agreement):
         with self._changed:
             if event == "call":
                 if self._is_elastic:
-                    self._roll_call.newcomer_count = self.newcomer_count()
-                verdicts = self._roll_call.call(rank, request.call, time.monotonic())
+                    self._matcher.newcomer_count = self.newcomer_count()
+                verdicts = self._matcher.call(rank, request.call, time.monotonic())
             elif event == "made":
-                verdicts = self._roll_call.made(rank, request.made.call_index)
+                verdicts = self._matcher.made(rank, request.made.call_index)
             elif event == "standings":
                 self._settle(rank, from_message(request.standings))
                 return
             elif event == "leaving":
                 self._left.add(rank)
-                verdicts = self._roll_call.leave(rank, "has left the group")
+                verdicts = self._matcher.leave(rank, "has left the group")
             else:
                 return
             self._hand_out(verdicts)
@@ -245,11 +247,11 @@ class Coordinator(Agreement):
     def _expire(self) -> None:
         with self._changed:
             while not self._over:
-                rest_s = self._roll_call.deadline_s - time.monotonic()
+                rest_s = self._matcher.deadline_s - time.monotonic()
                 if rest_s > 0:
                     self._changed.wait(min(rest_s, threading.TIMEOUT_MAX))
                 else:
-                    self._hand_out(self._roll_call.expire(time.monotonic()))
+                    self._hand_out(self._matcher.expire(time.monotonic()))
 
 
 class CoordinatorLink(Agreement):

@@ -45,20 +45,20 @@ from __future__ import annotations
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.members import Elastic
-from shardwell_server.shard import members as seats
+from shardwell_server.shard import members
 from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.store.contract import Position, TableRecord
 
 
-class Seat(seats.Seat):
+class Seat(members.Seat):
     """One worker, and its position.
 
     Args:
         worker_id: The worker's id.
         stored: The seat's position in the storage, of any worker.
-        owner: See `seats.Seat`.
-        tenure: See `seats.Seat`.
+        owner: The session that contributes; None once it has ended in order.
+        tenure: The tenure that the seat belongs to.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Goal: whatever ranks call, in whatever order, each gets one answer a call, and all the same.
 
-Method: a hypothesis state machine. Beside the roll call a plain record is kept of what every rank
+Method: a hypothesis state machine. Beside the matcher a plain record is kept of what every rank
 called, and when; the promises of agreement/matching.py and peer.proto are checked on that record
 alone.
 """
@@ -177,7 +177,7 @@ class RollCallMachine(RuleBasedStateMachine):
         deadlines_s = [each for member in self.members for each in member.join_deadlines_s]
         for member in self.members:
             deadlines_s += member.waiting_since.values()
-        assert self.room.roll_call.deadline_s == min(deadlines_s, default=math.inf)
+        assert self.room.matcher.deadline_s == min(deadlines_s, default=math.inf)
 
     @invariant()
     def nobody_waits_without_need(self) -> None:

@@ -56,7 +56,7 @@ def test_all_call_the_same(operation: pb.Operation) -> None:
         assert (verdict.call_index, verdict.operation) == (index, operation)
         assert list(verdict.active_ranks) == [0, 1, 2]
         assert list(verdict.sample_counts) == [0, 5, 7]
-    assert room.roll_call.deadline_s == math.inf
+    assert room.matcher.deadline_s == math.inf
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
@@ -162,14 +162,14 @@ def test_a_late_rank_is_named_and_gets_the_same_verdict() -> None:
     room.call(1)
     room.now_s += 4
     room.call(3, wait_timeout_ms=50_000)
-    assert room.roll_call.deadline_s == pytest.approx(room.now_s - 4 + TIMEOUT_S)
+    assert room.matcher.deadline_s == pytest.approx(room.now_s - 4 + TIMEOUT_S)
     assert room.pass_time(TIMEOUT_S - 4.1) == []
     answers = room.pass_time(0.2)
     error = the_error(answers, 1, 3)
     assert isinstance(error, errors.WorkersMissingError)
     assert error.missing_ranks == (0, 2)
     assert "ranks 0, 2 did not call all_reduce (call 0) within the deadline" in error.message
-    assert room.roll_call.deadline_s == math.inf
+    assert room.matcher.deadline_s == math.inf
     late = [room.call(0, element_count=1), room.call(2, pb.OPERATION_BARRIER)]
     for rank, each in zip((0, 2), late, strict=True):
         assert the_verdict(each, rank) == answers[0][1]
@@ -195,7 +195,7 @@ def test_failures_are_forgotten_when_all_know() -> None:
         room.call(0)
         assert ranks(room.pass_time(TIMEOUT_S)) == [0]
         assert ranks(room.call(1)) == [1]
-    assert len(room.roll_call._failed) <= 1
+    assert len(room.matcher._failed) <= 1
 
 
 def test_a_rank_can_only_be_so_far_ahead() -> None:
@@ -221,8 +221,8 @@ def test_a_rank_can_only_be_so_far_ahead() -> None:
 def test_what_is_no_call_is_refused(call: pb.CollectiveCall, why: str) -> None:
     room = Room(2)
     with pytest.raises(errors.ArgumentError, match=why):
-        room.roll_call.call(0, call, room.now_s)
-    assert room.roll_call.deadline_s == math.inf
+        room.matcher.call(0, call, room.now_s)
+    assert room.matcher.deadline_s == math.inf
     room.call(0)
     assert ranks(room.call(1)) == [0, 1]
 
@@ -243,7 +243,7 @@ def test_calls_after_a_rank_left_fail() -> None:
             assert isinstance(error, errors.WorkerLostError)
             assert error.rank == 2
             assert "rank 2 has left the group" in error.message
-    assert room.roll_call.deadline_s == math.inf
+    assert room.matcher.deadline_s == math.inf
 
 
 def test_calls_that_a_rank_made_before_it_left_go_on() -> None:
@@ -324,7 +324,7 @@ def test_a_join_that_meets_its_deadline_can_be_called_again() -> None:
     room = Room(3)
     room.join(1, timeout_s=5)
     room.join(0, timeout_s=20)
-    assert room.roll_call.deadline_s == room.now_s + 5
+    assert room.matcher.deadline_s == room.now_s + 5
     error = the_error(room.pass_time(5), 1)
     assert isinstance(error, errors.WorkersMissingError)
     assert error.missing_ranks == (2,)
@@ -361,7 +361,7 @@ def test_join_from_two_threads_is_answered_twice() -> None:
     room.join(0, timeout_s=70)
     assert isinstance(the_error(room.pass_time(5), 0), errors.WorkersMissingError)
     assert not the_verdict(room.join(1), 0, 0, 1).HasField("failure")
-    assert room.roll_call.deadline_s == math.inf
+    assert room.matcher.deadline_s == math.inf
 
 
 def test_a_call_after_join_fails_alone() -> None:
@@ -396,4 +396,4 @@ def test_joins_fail_when_a_rank_leaves() -> None:
     assert error.rank == 1
     assert isinstance(the_error(room.join(3), 3), errors.WorkerLostError)
     assert isinstance(the_error(room.join(0), 0), errors.WorkerLostError)
-    assert room.roll_call.deadline_s == math.inf
+    assert room.matcher.deadline_s == math.inf
