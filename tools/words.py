@@ -35,15 +35,11 @@ NOT_YET = (
         f"server/shardwell_server/{name}"
         for name in (
             "admin/",
-            "cli/cluster.py",
             "cli/members.py",
             "cli/status.py",
             "cli/top.py",
             "cli/trace.py",
             "cluster_status.py",
-            "group_cluster.py",
-            "local_cluster.py",
-            "ray_cluster.py",
             "timeline.py",
         )
     ),

@@ -36,8 +36,8 @@ _ANY_HOST = ("0.0.0.0", "[::]")
 class GroupCluster:
     """One shard a rank: shard i is a child process of rank i's, and keeps its slices in memory.
 
-    Shards speak TLS where the group does, with the same certificates, and let in whoever has the
-    same token as the group's workers.
+    Shards speak TLS where the group does, with the same certificates, and let in clients that have
+    the same token as the group's workers.
 
     All ranks make it, and leave it, at the same point of their programs, as they call the group.
     Left without an error it waits for all ranks, so that no shard ends while others need it. A
@@ -45,18 +45,18 @@ class GroupCluster:
     from a checkpoint.
 
     Args:
-        group: Whose ranks get a shard each; it must not be rebuilt meanwhile.
+        group: The group, whose ranks get a shard each; it must not be rebuilt meanwhile.
         listen: HOST:PORT of this rank's shard. Default: a free port, where the other ranks reach
             this one; on all interfaces if they know it by a name.
         chunk_size_bytes: See ShardConfig.
         grace_s: See ShardConfig.
         session_lease_s: See ShardConfig.
-        log_level: Of this rank's shard, whose log goes to stderr.
+        log_level: The least that this rank's shard logs, to stderr.
 
     Raises:
         ArgumentError: an argument can't be used.
         ShardUnavailableError: this rank's shard did not start, or that of another, whatever it
-            raises there: nobody waits for it.
+            raises there: no other rank waits for it.
         ShardwellError: as from any call of the group.
 
     Examples:

@@ -59,7 +59,7 @@ class LocalCluster(Closing):
         admin_listen: HOST:PORT of shard 0's admin port; the others' are on the ports after it, and
             port 0 takes free ones. Empty: there are none.
         limits: See Limits; shards in this process only.
-        log_level: Of shards in processes of their own, whose logs go to stderr.
+        log_level: The least that shards in processes of their own log, to stderr.
 
     Raises:
         ArgumentError: an argument can't be used.
@@ -220,7 +220,7 @@ class LocalCluster(Closing):
         self.children[shard_index].await_address()
 
     def begin_start(self, shard_index: int) -> None:
-        """As `start_again`, but does not wait: `begins_to_serve` tells when it is there."""
+        """As `start_again`, but does not wait: `begins_to_serve` says when it serves."""
         self._owner.check()
         old = self.children[shard_index]
         if old.poll() is None:
@@ -287,7 +287,7 @@ def _port_after(address: str, index: int) -> str:
 
 @contextlib.contextmanager
 def _kept_address() -> Iterator[str]:
-    """A free address to listen on, which stays free for whoever is started on it again.
+    """A free address to listen on, which stays free for a shard that is started on it again.
 
     While a shard is dead, the system might give its port to an outgoing connection, even to that of
     a client that tries to reach it. It does not where a socket that listens to nothing is bound.

@@ -214,7 +214,7 @@ class _Coordinator:
     What it needs to know the shards tell, so it may be lost at any time.
 
     Args:
-        names: Of their actors, by index.
+        names: The names of their actors, by index.
         checkpoint: What they go back to when one has lost what it held; None: nothing.
     """
 
@@ -391,7 +391,7 @@ def start_shards(
     within their calls' deadline. One whose node is lost is started on another, if there is room, at
     another address: workers ask `target` again. With `data_dir` it goes on where it was, if the
     directory can be reached from there; with `checkpoint` all shards go back to the newest one, as
-    soon as somebody asks `target`; with neither a loss is told, and is the end of the training.
+    soon as a program asks `target`; with neither a loss is an error, and ends the training.
 
     Shards end with the `with` block, or with the process that started them. Paths are those of the
     nodes: all of them must have the files.
@@ -402,7 +402,7 @@ def start_shards(
             one. On a file system that all nodes share, a shard survives its node. None: all is in
             memory.
         checkpoint: A checkpoint's directory on such a file system, "runs/{step}" for the newest:
-            what shards in memory begin with, if it is there, and go back to when one is lost. Not
+            what shards in memory begin with, if it exists, and go back to when one is lost. Not
             together with `data_dir`.
         num_cpus: CPUs that Ray sets aside for each shard. 1: a shard adds and updates in native
             code, which one core does at several GB/s, faster than most networks bring it.
@@ -597,7 +597,7 @@ def _is_free(host: str, port: int, patience_s: float) -> bool:
 
 
 def _is_there(checkpoint: str) -> bool:
-    """Whether there is one to be restored; one that is there and damaged counts."""
+    """Whether a checkpoint exists, whole or damaged."""
     steps = StepPaths.of(Path(checkpoint))
     return Path(checkpoint).exists() if steps is None else bool(steps.steps())
 
@@ -612,7 +612,7 @@ def _check_closed(config: ShardConfig) -> None:
             raise ArgumentError(
                 f"shards on {address.rpartition(':')[0]} can be reached from other machines: give "
                 "tls= and tokens=, made by `shardwell certs` and `shardwell token`, or "
-                "insecure=True where nobody else is on that network"
+                "insecure=True where no others are on that network"
             )
 
 

@@ -29,7 +29,7 @@ _DEATH_COUNT_MAX = 1000
 _FAILED_START_COUNT_MAX = 3
 """Starts, one after another, that a shard ended by itself: its files are damaged, say."""
 _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""What a shard ends with because somebody wanted it to."""
+"""Codes of a shard that ended by itself in order, or by a signal from outside."""
 
 
 @click.command()
