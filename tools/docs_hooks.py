@@ -1,8 +1,8 @@
 """Hooks of mkdocs.yml: pages made of something else, ranks of the search, links, llms.txt.
 
-README.md is the first page, CHANGELOG.md another one; the reference of the command comes from its
-click commands. A link from a page to a file outside docs/, which a site does not have, becomes the
-file's path.
+README.md is the first page, CHANGELOG.md another one, each notebook of docs/tutorial a page;
+the reference of the command comes from its click commands. A link from a page to a file outside
+docs/, which a site does not have, becomes the file's path.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from notebooks import markdown_of
 
 ROOT = Path(__file__).resolve().parent.parent
-_GENERATED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+_NOTEBOOKS = sorted((ROOT / "docs/tutorial").glob("*.ipynb"))
+_GENERATED = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    **{f"tutorial/{path.stem}.md": str(path.relative_to(ROOT)) for path in _NOTEBOOKS},
+}
 """Pages of docs/, and the file of the repository that each is made of."""
 _COMMANDS = "commands.md"
 _BOOSTS = {
@@ -50,7 +56,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made of something else."""
     for name, source in _GENERATED.items():
-        text = (ROOT / source).read_text().replace("](docs/images/", "](images/")
+        path = ROOT / source
+        text = markdown_of(path) if path in _NOTEBOOKS else path.read_text()
+        text = text.replace("](docs/images/", "](images/")
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, _COMMANDS, content=command_reference()))
     return files
@@ -68,7 +76,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: An
     found = [boost for path, boost in _BOOSTS.items() if name.startswith(path)]
     page.meta.setdefault("search", {}).setdefault("boost", found[0] if found else _GUIDE_BOOST)
     _pages[name] = _first_sentence(markdown)
-    directory = ROOT if name in _GENERATED else (docs / name).parent
+    directory = (ROOT / _GENERATED.get(name, f"docs/{name}")).parent
     generated = {ROOT / source: docs / page for page, source in _GENERATED.items()}
 
     def replaced(match: re.Match[str]) -> str:
