@@ -58,7 +58,7 @@ static int best(void) {
 #endif
 }
 
-static int CHOSEN = -1; /* The same whoever sets it. */
+static int CHOSEN = -1; /* The same whichever thread sets it. */
 
 static int chosen(void) {
   if (CHOSEN < 0) CHOSEN = best();
@@ -83,7 +83,7 @@ static run_crc *best_crc(void) {
 #endif
 }
 
-static run_crc *CRC; /* The same whoever sets it. */
+static run_crc *CRC; /* The same whichever thread sets it. */
 
 static run_crc *chosen_crc(void) {
   if (CRC == NULL) CRC = best_crc();
@@ -116,7 +116,7 @@ static const struct sizes SIZES[OWN_CODE_COUNT] = {
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
 #if !defined(AWAY_BYTES) /* so that tests try it with little */
-#define AWAY_BYTES (1 << 20) /* written at once: a cache has lost it before somebody reads it */
+#define AWAY_BYTES (1 << 20) /* written at once: a cache has lost it before the next read */
 #endif
 enum { CACHED_BYTES = 16 * 1024, LINE = 64 }; /* half of a small first-level cache; elements of a few lines */
 
@@ -224,7 +224,7 @@ static int write_away(struct operation operations[], uint64_t count, const struc
   return found;
 }
 
-/* To be called before anybody is told of what was written past the caches. */
+/* To be called before other threads learn of what was written past the caches. */
 static void fence(void) {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();

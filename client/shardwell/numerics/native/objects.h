@@ -1,7 +1,8 @@
-/* Python's objects and their memory: what an entry is given has its size from whoever has the memory.
+/* Python's objects and their memory: an entry takes the size of an argument from the
+   object that owns the memory.
 
    Without Python.h: these are functions of Python's stable interface, and shardwell_attach says where
-   they are. Whoever calls holds the GIL; it is let go of for what takes long, while the objects'
+   they are. Callers hold the GIL; it is let go of for what takes long, while the objects'
    memory is held. */
 #ifndef SHARDWELL_OBJECTS_H
 #define SHARDWELL_OBJECTS_H
@@ -38,7 +39,7 @@ struct python {
   const void *none;
 };
 
-extern struct python shardwell_python; /* The same whoever sets it. */
+extern struct python shardwell_python; /* The same whichever thread sets it. */
 
 /* The memory of a call's objects. */
 struct objects {

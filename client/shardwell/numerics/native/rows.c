@@ -124,7 +124,7 @@ PUBLIC int64_t shardwell_find(void *ids_object, uint64_t shard_count, void *mark
   int64_t missing = 0;
   for (uint64_t i = 0; is_fit && i < count; i++) {
     uint64_t row = quotient((uint64_t)ids[i], &shards);
-    if (row >= mark_count) { /* somebody has changed the ids meanwhile */
+    if (row >= mark_count) { /* another thread has changed the ids meanwhile */
       is_fit = 0;
       break;
     }

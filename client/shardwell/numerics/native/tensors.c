@@ -1,8 +1,8 @@
 /* Tensors that lie anywhere, as the one vector that they are: looked over, joined and parted.
 
    As in rows.c, every entry checks all that it is given before it touches anything. Tensors are a
-   tuple of Python's, which nobody can change meanwhile, of NumPy's own arrays: `kind` is their type. What is
-   not such an array of contiguous float32 is MISFIT, or an exception of NumPy's. */
+   tuple of Python's, which no other thread can change, of NumPy's own arrays: `kind` is their type.
+   What is not such an array of contiguous float32 is MISFIT, or an exception of NumPy's. */
 #include <stdlib.h>
 #include <string.h>
 
