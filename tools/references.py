@@ -135,6 +135,7 @@ class Code:
         """Names with dots in strings."""
         self.files: set[str] = set()
         self.folders: set[str] = set()
+        self._root = root
         for path in sources(root):
             name = path.relative_to(root).as_posix()
             self.files.add(name)
@@ -263,8 +264,10 @@ class Code:
     def has_folder(self, path: str) -> bool:
         """The same of a folder, or of a file without its suffix."""
         path = path.rstrip("/")
-        return path in self.folders or any(
-            self.has_file(path + suffix) for suffix in ("", *_SOURCES)
+        return (
+            (self._root / path).is_dir()
+            or path in self.folders
+            or any(self.has_file(path + suffix) for suffix in ("", *_SOURCES))
         )
 
 

@@ -95,9 +95,9 @@ def connect(
     Args:
         target: "HOST:PORT,HOST:PORT", in the order of the shards. Default: $SHARDWELL_SHARDS.
         worker_id: This worker's name, unique in the cluster and the same after a restart, because
-            gradients are told apart by it. While one process contributes under it, another one gets
-            WorkerIdInUseError; a newer client of the same process takes over. Default:
-            $SHARDWELL_WORKER_ID, else made of host name, process id
+            the shards tell its gradients from others' by it. While one process contributes under
+            it, another one gets WorkerIdInUseError; a newer client of the same process takes over.
+            Default: $SHARDWELL_WORKER_ID, else made of host name, process id
             and a random number, which will do for a worker that is never restarted.
         cluster_id: What the cluster must be called; default: what its shards say, if they agree.
         timeout_s: Bound of each later call, waiting for other workers included, and for a shard
@@ -116,7 +116,7 @@ def connect(
         tls: `shardwell.Tls(...)`: what this worker proves itself with, and believes of shards.
             Default: the files that $SHARDWELL_TLS_CA, $SHARDWELL_TLS_CERT and $SHARDWELL_TLS_KEY
             name, and no TLS where none is set. False: no TLS.
-        token_file: Path of a file that has this worker's token, for shards that let nobody in
+        token_file: Path of a file that has this worker's token, for shards that refuse clients
             without one; `shardwell token create` writes it. Read again when it changes. Default:
             $SHARDWELL_TOKEN_FILE, and no token where that is not set. False: none. A token is sent
             over TLS, or to this machine.
@@ -255,7 +255,7 @@ class Client(Connected, Closing):
         return self._ranking().worker_count
 
     def _ranking(self) -> Ranking:
-        """See `rank`."""
+        """The rank and number of this worker, by its launcher."""
         # Programs that ask for no rank need nothing of groups.
         from shardwell.group.launch.launchers import known_launcher
 
@@ -384,7 +384,7 @@ class Client(Connected, Closing):
             codec: "fp32", "fp16" (default) or "bf16", each also with "+lz4"; or "int8".
             mode: "sync" (default) or "async".
             allow_non_finite: Let NaN and infinity through instead of refusing them; default: False.
-            fragment: Of which family it is a fragment; `Outer` says it. Default: it is none.
+            fragment: Its number in a family of fragments; `Outer` sets it. Default: it is none.
 
         Raises:
             UnknownParameterError: there is none of that name, and no spec to create it.
@@ -571,14 +571,14 @@ class Client(Connected, Closing):
 
         All fragments of a family are deleted, those that are there where some are missing.
 
-        What was cut off, by the end of this process or of a shard, is finished by the same call,
-        from any client; until then nobody can open the name. Other workers of it get
+        A deletion that was cut off, by the end of this process or of a shard, is finished by the
+        same call, from any client; until then no client can open the name. Other workers of it get
         UnknownParameterError or UnknownTableError, which names who deleted it. Objects of this
         client for it are closed. It needs the right `admin`, or `create` and the token that made
         it.
 
         Args:
-            name: Of the parameter, table or family.
+            name: Name of the parameter, table or family.
             kind: "parameter", "table" or "family", where an older version gave two the same name.
             force: Although workers are connected that use it. Default: they are an error, except
                 this client itself.
@@ -634,14 +634,14 @@ class Client(Connected, Closing):
         """Gives a parameter or table another name on all shards; its own is free then.
 
         Weights, optimizer state, version, learning rates and what each worker has contributed stay:
-        a worker that opens the new name goes on where it was. What was cut off, by the end of this
-        process or of a shard, is finished by the same call, from any client; until then no client
-        can open either name. Other workers of it get UnknownParameterError or UnknownTableError,
-        which has the new name. Objects of this client for it are closed. It needs the right to
-        delete the name, and `create` for the new one.
+        a worker that opens the new name goes on where it was. A renaming that was cut off, by the
+        end of this process or of a shard, is finished by the same call, from any client; until then
+        no client can open either name. Other workers of it get UnknownParameterError or
+        UnknownTableError, which has the new name. Objects of this client for it are closed. It
+        needs the right to delete the name, and `create` for the new one.
 
         Args:
-            name: Of the parameter or table.
+            name: Name of the parameter or table.
             new_name: Free on all shards.
             kind: "parameter" or "table", where an older version gave both the same name.
             force: Although workers are connected that use it. Default: they are an error, except
@@ -684,7 +684,7 @@ class Client(Connected, Closing):
         next step is the lowest of any, the state the one that is nearest to the end.
 
         Args:
-            name: Of the parameter, table or family.
+            name: Name of the parameter, table or family.
             timeout_s: See `Client`.
 
         Raises:
@@ -776,8 +776,8 @@ class Client(Connected, Closing):
 
         Args:
             path: The directory, which must not exist; it appears when it is complete. With
-                `{step}` in its name, as "ckpt/{step}", the newest version of what is saved stands
-                there, in place of one of the same step.
+                `{step}` in its name, as "ckpt/{step}", it is the newest version of what is saved,
+                and replaces a checkpoint of the same step.
             parameters: Names, of families too; default: all that have first weights, if no tables
                 are named.
             tables: Names; default: all, if no parameters are named.
@@ -940,7 +940,7 @@ class _Kind(Generic[SpecT]):
     """The spec that the shards hold."""
     unknown_error: type[ShardwellError]
     needed: frozenset[str]
-    """What is given to create one."""
+    """The arguments that create one."""
     creates_with: str
     """The same for messages."""
 
@@ -1010,12 +1010,12 @@ class _Opened(Generic[OpenT]):
         self._closed = False
 
     def find(self, name: str) -> OpenT | None:
-        """What is open under that name."""
+        """The open object of that name."""
         with self._lock:
             return self._open(name)
 
     def all(self) -> list[OpenT]:
-        """What is open, in the order in which it was opened."""
+        """The open objects, in the order of opening."""
         with self._lock:
             return [each for each in self._objects.values() if not each.is_closed]
 

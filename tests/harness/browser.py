@@ -127,8 +127,8 @@ class Browser:
 
         Args:
             url: What it opens.
-            width: Of the window; a phone's below 600.
-            height: Of the window.
+            width: Width of the window; a phone's below 600.
+            height: Height of the window.
             is_dark: Whether the system prefers dark colours.
         """
         context = self.call("Target.createBrowserContext")["browserContextId"]
@@ -278,7 +278,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def picture(self, *, height: int | None = None) -> bytes:
-        """What is seen of the page from its top, as a PNG.
+        """The page from its top, as a PNG.
 
         Args:
             height: How much of it; None: all.

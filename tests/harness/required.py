@@ -1,7 +1,7 @@
 """Programs of the system that some tests need: skipped without them, or failed where they must run.
 
 `SHARDWELL_TEST_REQUIRE=chromium,prometheus,promtool,slurm` turns the skips of those into failures:
-what installs them sets it, so that nobody takes a skip for a pass.
+the scripts that install them set it, so that no skip is taken for a pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def missing(name: str, why: str) -> None:
 
     Args:
         name: What the test needs, one of those that this module knows.
-        why: What is wrong with it.
+        why: The problem with it.
     """
     words = f"the test needs {name} ({why}); install it: {_INSTALLED_BY[name]}"
     if name in os.environ.get(VARIABLE, "").replace(" ", "").split(","):

@@ -17,7 +17,7 @@ class FlatTensors:
     """Views of one float32 buffer, as a layout has them: torch's, and NumPy's of the same memory.
 
     Args:
-        layout: Of the parameter.
+        layout: Layout of the parameter.
         is_pinned: Whether a GPU copies from and to it without waiting.
     """
 

@@ -71,9 +71,9 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
     All ranks call it.
 
     Args:
-        model: The same on every rank, but for its values.
+        model: The model, the same on every rank, except for its values.
         group: Made by `shardwell.join_group`.
-        root: Whose state counts.
+        root: Rank of the state that counts.
 
     Raises:
         GroupMismatchError: a rank has another model; all ranks get it, and nothing is changed.

@@ -1,8 +1,8 @@
-"""Copies of gradients from a GPU that nobody waits for, and what is to be done when each is there.
+"""Copies of gradients from a GPU that do not block, and the call that follows each.
 
 A copy runs on a stream of its own, behind what has computed the gradient and beside what computes
 the next. An event ends it; a thread waits for the events in order, so that a gradient is announced
-when it is there, whether backward goes on or not.
+when its copy has ended, whether backward goes on or not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StreamCopier:
             target.copy_(source, non_blocking=True)
             # Its thread sleeps: one that spins would take a core from what encodes.
             event: Event = stream.record_event(torch.cuda.Event(blocking=True))
-        source.record_stream(stream)  # whose memory is nobody else's before the copy is done
+        source.record_stream(stream)  # so that its memory is not reused before the copy is done
         return event
 
 

@@ -1,7 +1,8 @@
 """Outer training of a torch model: hooks of its optimizer count inner steps.
 
-What is sent and taken, and when, is `shardwell.Outer`'s. Here the model's tensors become its local
-weights, on the CPU and float32, when it asks for them, and what it returns is put into the model.
+`shardwell.Outer` decides what is sent and taken, and when. Here the model's tensors become its
+local weights, on the CPU and float32, when it asks for them, and what it returns is put into the
+model.
 
 Invariant: between two inner steps nothing but what is here writes to the trained tensors; else
 their change would be sent as if it had been trained.
@@ -57,7 +58,7 @@ class DiLoCo(Connected):
         inner_optimizer: The model's optimizer; or several, in the order in which they step: an
             inner step ends with the last.
         client: Made by `shardwell.connect`. It stays the caller's to close.
-        name: Of the family on the cluster.
+        name: Name of the family on the cluster.
         outer: See `shardwell.Outer`, as all that follow.
         sync_every: Inner steps between two outer steps of a fragment.
         fragments: How many, or patterns.
@@ -324,7 +325,7 @@ class _LocalWeights(MutableMapping[str, Any]):
 
     Arrays that are put here are written into the tensors.
 
-    A tensor of a narrower type holds a weight rounded. What was rounded off is kept here and added
+    A tensor of a narrower type holds a weight rounded. The rest is kept here and added
     again, so that it is not taken for what was trained.
     """
 

@@ -145,7 +145,7 @@ class TableModule(Connected, torch.nn.Module):
         self.num_embeddings = table.row_count
         """See torch; None: any 64-bit integer is an id."""
         self.embedding_dim = table.dim
-        """See torch."""
+        """Elements of an embedding vector, as in torch."""
         self.padding_idx = padding_idx
         self.sample_count = 1
         """Weight of this worker's next push in the mean, such as the number of samples."""
@@ -192,7 +192,7 @@ class TableModule(Connected, torch.nn.Module):
         return made
 
     def extra_repr(self) -> str:
-        """See torch."""
+        """The words in `repr`."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         read_only = ", read only: a copy" if self.is_read_only else ""
         return f"{self.table!r}{padding}{read_only}"
@@ -204,7 +204,7 @@ class TableModule(Connected, torch.nn.Module):
         are those after that step, as without it.
 
         Args:
-            ids: Of the next batch; see `forward`.
+            ids: Ids of the next batch; see `forward`.
 
         Raises:
             ArgumentError: the ids can't be used.
@@ -449,7 +449,7 @@ class EmbeddingBag(TableModule):
         Args:
             ids: (bags, ids of a bag), or (n,) with offsets. Integers, on any device.
             offsets: (bags,): where each bag begins in (n,) ids.
-            per_sample_weights: Of the ids' shape, with "sum": factors of the rows.
+            per_sample_weights: Factors of the rows, of the ids' shape, with "sum".
 
         Returns:
             (bags, dim) float32, on the device of the ids.

@@ -42,8 +42,8 @@ class GradientWatch:
         """Notes a gradient that backward has made.
 
         Args:
-            place: Of its tensor.
-            gradient: As the tensor has it.
+            place: Number of its tensor.
+            gradient: The gradient as the tensor has it.
             options: Returns how the step is exchanged; called at the first gradient.
         """
         if not self._seen:
@@ -58,7 +58,7 @@ class GradientWatch:
         """What has changed since backward, in words; None: nothing.
 
         Args:
-            gradients: As the tensors have them now, by place.
+            gradients: The gradients that the tensors have now, by number.
             options: How the step is exchanged now.
         """
         if self._change is not None:

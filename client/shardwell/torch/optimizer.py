@@ -80,7 +80,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     step sets `sample_count = 0`, and its step counts with the weight 0.
 
     A `step` that fails is made good by the next one: call it again, or go on with another batch.
-    What is not finite does not count: of its step, what had not left counts as zeros.
+    NaN and infinity do not count: parts of the step that had not left count as zeros.
 
     With `members`, workers come and go while training goes on. A worker that comes gets the
     cluster's weights, never gives its own, and takes part with its first gradient; one that was
@@ -94,16 +94,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             the first worker, and are each worker's own then: see `average_buffers`.
         client: Made by `shardwell.connect`. It stays the caller's to close.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
-        param_groups: As torch has them: tensors, pairs of name and tensor, or dicts with "params",
-            and "lr" or "weight_decay" of their own; keys that no optimizer of torch has, such as
-            "name" or "lr_scale", stay the caller's. Default: one group of all.
+        param_groups: Groups as torch has them: tensors, pairs of name and tensor, or dicts with
+            "params", and "lr" or "weight_decay" of their own; keys that no optimizer of torch has,
+            such as "name" or "lr_scale", stay the caller's. Default: one group of all.
         worker_count: Workers that make a step; default: 1.
         members: In place of worker_count: workers come and go; see `Elastic`. Each draws batches of
             its own, and loops while `next_step` is below the last: it may skip steps.
         min_contributors: See `Client.parameter`.
         grace_s: See `Client.parameter`.
         late: See `Client.parameter`.
-        name: Of the parameter on the cluster.
+        name: Name of the parameter on the cluster.
         codec: How gradients and weights travel; see `Client.parameter`.
         mode: "sync" or "async"; see `Client.parameter`.
         overlap: Whether gradients leave while backward goes on. False: nothing is sent before
@@ -117,7 +117,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             under way end, and then the program: see `is_leaving`. Default: where the others go on
             without this worker; with a fixed `worker_count` they wait until it is started again,
             so it may as well be killed.
-        timeout_s: Of a step; default: the client's.
+        timeout_s: Bound of a step; default: the client's.
 
     Raises:
         SpecMismatchError: the cluster has another model under that name, or the first worker has
@@ -430,8 +430,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Ends the step without a gradient of this worker: it counts with the weight 0.
 
         The others do not wait for it, and their gradients count. Where all skip a step, it changes
-        nothing. What had left of this worker's gradients counts, and a log line says so. In
-        asynchronous mode, where nobody waits, it does nothing.
+        nothing. Gradients of this worker that had left count, and a log line says so. In
+        asynchronous mode, where no worker waits, it does nothing.
 
         Raises:
             ShardwellError: as `Parameter.exchange`; the next step makes good for it.
@@ -538,7 +538,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 self._has_counted(taken)
                 begun.forget()
                 self._owed = self._ending(begun, options)
-                with contextlib.suppress(ShardwellError):  # which is told when it is made good
+                with contextlib.suppress(ShardwellError):  # which the next `step` raises
                     self._settle()
             raise
         except BaseException:
@@ -728,7 +728,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         old = self.parameter
         if self._meeting is None:
             self._meeting = Meeting(self.client, old.name, old.spec.worker_count)
-        # What is pushed lies in the order that the parameter has, which may be another version's.
+        # Pushed values have the order of the parameter, which may be another version's.
         opened = partial(self._opened, order=list(self._tensors))
         self.parameter = replace(
             self.client, old, values, self._meeting, opened, timeout_s=self.timeout_s
@@ -748,8 +748,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         if self.parameter.spec.members is not None:
             raise ArgumentError(
-                f"{what} waits until all workers call it, and with members= nobody knows who they "
-                "are: a worker that comes later would miss it; begin a training under another "
+                f"{what} waits until all workers call it, and with members= these are not known: "
+                "a worker that comes later would miss it; begin a training under another "
                 "name= with these weights, or client.restore_checkpoint() before workers start"
             )
 
@@ -843,7 +843,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     # Gradients out.
 
     def _has_gradient(self, tensor: torch.Tensor) -> None:
-        """Called by backward when a gradient is there, on any of torch's threads."""
+        """Called by backward when a gradient is computed, on any of torch's threads."""
         self._has_run_backward = True
         if self._is_paused or self._owed is not None:  # which `step` makes good for first
             return
@@ -888,7 +888,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         return self._begun
 
     def _exchange_options(self) -> dict[str, Any]:
-        """What is exchanged, and how; the same as when it was begun.
+        """How the gradient is exchanged; the same as when the exchange was begun.
 
         Raises:
             ArgumentError: it has changed since.
@@ -968,7 +968,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             event.synchronize()
         self._uploads = []
 
-    # What is checked.
+    # Checks.
 
     def _check_model(self) -> None:
         """Refuses a model that is not the one that all agreed on, before anything is sent.

@@ -125,7 +125,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _foreign(state: Any) -> str:
-    """What was given instead, in words."""
+    """The given state, in words."""
     if not isinstance(state, Mapping):
         return f"got {type(state).__name__}"
     own = state.get("state")

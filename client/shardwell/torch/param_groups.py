@@ -28,7 +28,7 @@ class GroupRates:
 
     Args:
         optimizer: The update rule, whose rate the ratios are to.
-        param_groups: As torch has them.
+        param_groups: Groups as torch has them.
     """
 
     def __init__(self, optimizer: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> None:

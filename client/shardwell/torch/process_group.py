@@ -126,7 +126,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         # ended, and they have asked for its future.
         self._under_way: set[_Work] = set()
         self._latest: deque[_Work] = deque(maxlen=_LATEST_COUNT)
-        # What is chained to a future may wait for another all-reduce, as PowerSGD does: so it must
+        # A callback of a future may wait for another all-reduce, as PowerSGD's does: so it must
         # not hold up the group's own thread.
         self._telling = ThreadPoolExecutor(_TELLING_COUNT_MAX, "shardwell-torch")
         self._name = self._description = ""
@@ -134,7 +134,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     # Torch's own class keeps these with a backend, which a group in Python has not.
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """See torch."""
+        """The backend's name."""
         return BACKEND_NAME
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
@@ -142,15 +142,15 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 (torch's name)
-        """See torch."""
+        """The group's name."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
-        """See torch."""
+        """Keeps the group's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
-        """See torch."""
+        """The group's description."""
         return self._description
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     # Reducing.
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """See `torch.distributed.all_reduce`."""
+        """Serves `torch.distributed.all_reduce`."""
         (tensor,) = tensors
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if tensor.is_sparse:
@@ -196,14 +196,14 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         return work
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """See torch."""
+        """All-reduces several tensors, one after another."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
         for work in works:
             work.wait()
         return _done(list(tensors))
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        """See `torch.distributed.reduce`."""
+        """Serves `torch.distributed.reduce`."""
         (tensor,) = tensors
         name = _reduction(opts.reduceOp, tensor)
         if name is not None:
@@ -218,7 +218,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         return _done([tensor])
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """See `torch.distributed.reduce_scatter_tensor`."""
+        """Serves `torch.distributed.reduce_scatter_tensor`."""
         name = _reduction(opts.reduceOp, tensor)
         own = slice(self.rank() * output.numel(), (self.rank() + 1) * output.numel())
         if name is not None:
@@ -232,7 +232,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any
     ) -> Any:
-        """See torch."""
+        """Reduces and scatters several tensors, one after another."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return _done(list(outputs))
@@ -256,7 +256,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     # Moving.
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        """See `torch.distributed.broadcast`."""
+        """Serves `torch.distributed.broadcast`."""
         (tensor,) = tensors
         words = words_of([tensor])
         self.group.broadcast(words, opts.rootRank, codec="fp32")
@@ -278,14 +278,14 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """See `torch.distributed.all_gather_into_tensor`."""
+        """Serves `torch.distributed.all_gather_into_tensor`."""
         _put(torch.stack(self._gathered(tensor)).view(output.shape), output)
         return _done([output])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """See torch."""
+        """Gathers several tensors, one after another."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return _done(list(outputs))
@@ -306,7 +306,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[torch.Tensor],
         opts: Any,
     ) -> Any:
-        """See `torch.distributed.gather`."""
+        """Serves `torch.distributed.gather`."""
         (tensor,) = tensors
         gathered = self._gathered(tensor)
         if self.rank() == opts.rootRank:
@@ -320,7 +320,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> Any:
-        """See `torch.distributed.scatter`."""
+        """Serves `torch.distributed.scatter`."""
         (output,) = outputs
         is_root = self.rank() == opts.rootRank
         parts = list(tensors[0]) if is_root else [torch.empty_like(output)] * self.size()
@@ -338,7 +338,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """See `torch.distributed.all_to_all_single`."""
+        """Serves `torch.distributed.all_to_all_single`."""
         even = [len(tensor) // self.size()] * self.size()
         parts = tensor.split(list(input_sizes) or even)
         self.alltoall(output.split(list(output_sizes) or even), parts)
@@ -366,7 +366,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         return _done(list(outputs))
 
     def barrier(self, opts: Any = None) -> Any:
-        """See `torch.distributed.barrier`."""
+        """Serves `torch.distributed.barrier`."""
         timeout_s = 0.0 if opts is None else opts.timeout.total_seconds()
         self.group.barrier(timeout_s=timeout_s if timeout_s > 0 else None)
         return _done([])
@@ -500,7 +500,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellPr
         allow_non_finite=True,  # as torch's own backends do
     )
     try:
-        group.barrier()  # rank 0 serves the meeting place: nobody leaves before all have come
+        group.barrier()  # rank 0 serves the meeting place: no rank leaves before all have come
     except BaseException:
         group.close()
         raise

@@ -2,7 +2,7 @@
 
 The parameter is deleted and made again (docs/adr/0025-pushed-weights.md): steps never lead back, so
 no gradient, tenure or stream of the old one can count in the new one. Workers meet twice: before
-the deletion, where all show that they push the same, and after it, so that nobody deletes what
+the deletion, where all show that they push the same, and after it, so that no worker deletes what
 another one has made again.
 """
 
@@ -31,7 +31,7 @@ from shardwell.specs.parameter import ParameterSpec
 
 @dataclass(frozen=True)
 class PushedValues:
-    """What is put in place of a parameter's values.
+    """The values to put in place of a parameter's.
 
     Args:
         arrays: By name: "weights", and the update rule's arrays, all of them or none: (size,), in
@@ -131,9 +131,9 @@ def replace(
         client: The worker's.
         old: The parameter as it is; closed, if all agree.
         values: What it gets.
-        meeting: Of its workers.
+        meeting: Meeting of its workers.
         opened: Opens it as it was at first.
-        timeout_s: Of each wait; default: the client's.
+        timeout_s: Bound of each wait; default: the client's.
 
     Raises:
         ArgumentError: workers push different values, and nothing was changed; or one was started
@@ -179,7 +179,7 @@ class Meeting:
 
     Args:
         client: The worker's.
-        name: Of the parameter.
+        name: Name of the parameter.
         worker_count: Its workers.
     """
 

@@ -33,7 +33,7 @@ def watch_threads(
     """Counts this machine's workers after an optimizer's first steps, and logs if it is crowded.
 
     Args:
-        optimizer: Whose steps they are.
+        optimizer: The optimizer whose steps they are.
         client: This worker's.
         parameter: What it trains.
     """

@@ -59,7 +59,7 @@ class Untrained:
         names: The plain names of its tensors.
         trained: Its tensors that are trained, by name.
         client: The worker's.
-        name: Of the parameter that has those.
+        name: Name of the parameter that has those.
         worker_count: Its workers; None: they come and go, and never meet.
         mode: Its mode.
         broadcast_frozen: Whether workers without the first worker's frozen tensors get them.
@@ -111,11 +111,11 @@ class Untrained:
                 self._put_means(last)
 
     def average(self, timeout_s: float | None) -> None:
-        """See `ServerOptimizer.average_buffers`."""
+        """Averages the buffers, as `ServerOptimizer.average_buffers` says."""
         if self._is_elastic and self._means():
             raise ArgumentError(
-                "average_buffers() waits until all workers call it, and with members= nobody knows "
-                "who they are: a worker that was late for a step would miss it; evaluate one "
+                "average_buffers() waits until all workers call it, and with members= these are "
+                "not known: a worker that was late for a step would miss it; evaluate one "
                 "worker's model, whose statistics are of its own batches, or use layers without "
                 "statistics, such as GroupNorm"
             )

@@ -227,8 +227,8 @@ def _entries(
 
     Args:
         kind: "parameter" or "table".
-        by_shard: Of each shard, its index and what it has.
-        names: Which names are shown, and whether each shard has a line.
+        by_shard: Index and contents of each shard.
+        names: Names to show, and whether each shard has a line.
     """
     found: dict[tuple[str, int], list[_Found]] = {}
     for index, parts in by_shard:

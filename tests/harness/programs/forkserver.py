@@ -54,7 +54,7 @@ _FRAMEWORKS = {
     "optax": ("optax",),
     "sklearn": ("sklearn.datasets",),
 }
-"""What is imported for a program whose text imports a framework."""
+"""Modules imported for a program whose text imports a framework."""
 _READ_AT_IMPORT = ("JAX_", "XLA_", "KERAS_")
 """Variables that frameworks read as they are imported: nothing is, before a program with one."""
 _MESSAGE_BYTES_MAX = 200 * 1024

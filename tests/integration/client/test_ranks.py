@@ -99,7 +99,7 @@ def test_elastic_members_are_ranked_by_age(cluster, connect) -> None:
     running = cluster(2)
     old, young, newcomer = (connect(running, f"w{n}") for n in (2, 1, 0))
     models = [opened(client, members=ELASTIC) for client in (old, young)]
-    assert (old.rank, young.rank) == (0, 1)  # as they have opened it: nobody has joined
+    assert (old.rank, young.rank) == (0, 1)  # as they have opened it: no worker has joined
     for model in models:
         model.join(waits=False)
     assert [(each.rank, each.worker_count) for each in (old, young)] == [(0, 2), (1, 2)]

@@ -161,7 +161,7 @@ def test_a_newcomer_s_buffers_are_the_first_worker_s_and_no_mean_is_waited_for(
     assert model[1].running_mean.tolist() == [5.0] * 3
     assert int(model[1].num_batches_tracked) == 5
     assert torch.equal(model[0].weight, first[0].weight)
-    refused(newcomer.average_buffers, "with members= nobody knows who they are")
+    refused(newcomer.average_buffers, "with members= these are not known")
     opened(connect(running, "w2"), net(1), name="no-buffers").average_buffers()  # nothing to do
 
 
