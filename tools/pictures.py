@@ -1,11 +1,15 @@
 """Draws the pictures of README and docs.
 
-python tools/pictures.py
+python tools/pictures.py [NAME...]    all, or those that are named: architecture, step, ...
 
 docs/images/architecture.svg    workers, shards, and what travels
 docs/images/exchange.svg        one chunk of an `exchange`, from the SDK to the disk and back
 docs/images/members.svg         a step with a worker that is late and one that is lost
 docs/images/outer.svg           an outer step of two learners, in two fragments
+docs/images/step.svg            a step of two workers and two shards
+docs/images/late-worker.svg     a step that waits for all workers, and one that closes without one
+docs/images/shard-files.svg     the files of a parameter, and the writes of one transition
+docs/images/threads.svg         the threads that a call meets
 docs/images/demo.svg            the screen of a real `shardwell demo`, which this runs
 """
 
@@ -201,6 +205,161 @@ def outer() -> None:
     picture.save("outer.svg")
 
 
+def step() -> None:
+    """Step 7 of two workers and two shards, from gradients to weights."""
+    picture = Picture(980, 420)
+    lanes = {"worker w0": (50, WORKER), "worker w1": (130, WORKER)}
+    shards = {"shard 0": (250, SHARD), "shard 1": (340, SHARD)}
+    for name, (y, fill) in (lanes | shards).items():
+        picture.line(120, y, 960, y)
+        picture.box(10, y - 22, 110, 44, fill)
+        picture.text(65, y + 5, name, bold=True)
+    for y, begin, width in ((50, 140, 130), (130, 140, 260)):
+        picture.box(begin, y - 16, width, 32, WORKER)
+        picture.text(begin + 65, y + 5, "computes")
+    for y, sent in ((50, 290), (130, 420)):
+        picture.arrow(sent, y + 4, sent + 30, 232)
+        picture.arrow(sent + 14, y + 4, sent + 62, 322)
+    picture.text(270, 190, "slice 0", size=13)
+    picture.text(298, 292, "slice 1", size=13)
+    for y in (250, 340):
+        picture.box(326, y - 16, 96, 32, "white")
+        picture.text(374, y + 5, "sum: w0")
+        picture.box(486, y - 16, 184, 32, SHARD)
+        picture.text(578, y + 5, "mean, optimizer")
+        picture.text(860, y - 8, "weights, version 8", size=13)
+    for source in (250, 340):
+        for target in (50, 130):
+            picture.arrow(672, source - 14, 796, target + 12)
+    for y in (50, 130):
+        picture.box(800, y - 16, 130, 32, WORKER)
+        picture.text(865, y + 5, "step 8")
+    picture.text(490, 392, "Each shard has its own slice and asks no other shard.", size=13)
+    picture.text(
+        490, 410, "A slice travels as chunks; every chunk makes this way by itself.", size=13
+    )
+    picture.save("step.svg")
+
+
+def late_worker() -> None:
+    """The same late worker with a fixed number of workers, and with a quorum and grace."""
+    picture = Picture(960, 460)
+    left, late = 130, 760
+    for top, title in ((0, "worker_count=3"), (230, "members=, min_contributors=2, grace_s=")):
+        picture.text(480, top + 24, title, bold=True)
+        for number, y in enumerate((top + 60, top + 110, top + 160)):
+            picture.line(left, y, 940, y)
+            picture.box(10, y - 18, 110, 36, WORKER)
+            picture.text(65, y + 5, f"worker w{number}", bold=True)
+            width = 630 if number == 2 else 150 + 40 * number
+            picture.box(left, y - 13, width, 26, WORKER)
+            picture.text(left + width // 2, y + 5, "computes step 7")
+        picture.line(10, top + 204, 940, top + 204)
+    for y, begin in ((60, 280), (110, 320)):
+        picture.box(begin, y - 13, late - begin, 26, DISK)
+        picture.text((begin + late) // 2, y + 5, "waits")
+    picture.text(850, 79, "step 7 closes:", size=13)
+    picture.text(850, 97, "mean of w0, w1, w2", size=13)
+    closed = 440
+    for y, begin in ((290, 280), (340, 320)):
+        picture.box(begin, y - 13, closed - begin, 26, DISK)
+        picture.text((begin + closed) // 2, y + 5, "waits" if y == 290 else "grace_s")
+        picture.box(closed, y - 13, 200, 26, WORKER)
+        picture.text(closed + 100, y + 5, "computes step 8")
+    picture.text(closed + 20, 322, "step 7 closes: mean of w0, w1", size=13)
+    picture.text(850, 362, "late: w2 gets weights 8,", size=13)
+    picture.text(850, 380, "outcome.counted is 'none'", size=13)
+    picture.save("late-worker.svg")
+
+
+def shard_files() -> None:
+    """A parameter's files, and in which order one transition of a chunk writes them."""
+    picture = Picture(980, 470)
+    picture.box(10, 10, 390, 400, "white")
+    picture.text(205, 36, "DATA_DIR/parameters/000001/", bold=True)
+    files = [
+        ("parameter.json", "size, optimizer, workers, layout", DISK),
+        ("weights", "float32, mapped", SHARD),
+        ("gradient_sum", "float32, sums of the open steps", SHARD),
+        ("slot-0, slot-1", "optimizer state, float32", SHARD),
+        ("records", "a version and CRCs for each chunk", DISK),
+        ("marks", "last step of each worker, by chunk", DISK),
+        ("undo", "old values of chunks in change", DISK),
+        ("events", "seats, first weights, rates", DISK),
+        ("kept", "old weights, for a checkpoint", DISK),
+    ]
+    for number, (name, words, fill) in enumerate(files):
+        y = 54 + 39 * number
+        picture.box(24, y, 130, 30, fill)
+        picture.text(89, y + 20, name)
+        picture.text(275, y + 20, words, size=13)
+    picture.text(690, 36, "the last gradient of step 7 comes: chunk 3 closes", bold=True)
+    writes = [
+        ("undo", "the old values of a block", "before"),
+        ("weights, slots", "the block: mean, optimizer", "before"),
+        ("records", "version 8 and CRCs, beside version 7", "before"),
+        ("records", "one store of 8 bytes: version 8 is valid", "after"),
+        ("marks", "this worker has made step 7", "after"),
+    ]
+    for number, (name, words, state) in enumerate(writes):
+        y = 66 + 66 * number
+        picture.box(430, y, 130, 36, SHARD if "weights" in name else DISK)
+        picture.text(495, y + 23, name)
+        picture.text(705, y + 23, words, size=13)
+        picture.text(920, y + 23, state, bold=state == "after")
+        if number < len(writes) - 1:
+            picture.arrow(495, y + 36, 495, y + 66)
+    picture.text(920, 56, "killed here:", size=13)
+    picture.text(
+        690, 412, "before: the next start copies the undo back, and the worker sends again", size=13
+    )
+    picture.text(690, 432, "after: the next start writes the mark again from the record", size=13)
+    picture.text(
+        490,
+        460,
+        "--durability step adds journal-N and image-N/, synced to disk, for loss of power",
+        size=13,
+    )
+    picture.save("shard-files.svg")
+
+
+def threads() -> None:
+    """A call from the user's thread to the shard and back."""
+    picture = Picture(1000, 470)
+    picture.box(10, 10, 470, 410, "white")
+    picture.text(245, 34, "worker process: the SDK", bold=True)
+    picture.box(520, 10, 470, 410, "white")
+    picture.text(755, 34, "shard process", bold=True)
+    boxes = [
+        (30, 50, "your thread", "waits on a queue; Ctrl-C ends the wait", WORKER),
+        (30, 140, "call thread", "gives messages to be sent, reads all answers", WORKER),
+        (30, 226, "sending threads", "gRPC's, or a writer: make and send long messages", WORKER),
+        (30, 290, "core threads", "encode and decode chunks: one fewer than threads=", WORKER),
+        (30, 354, "cancelling thread", "ends calls at their deadline", WORKER),
+        (540, 50, "watcher", "closes steps by time: grace, lost members", SHARD),
+        (540, 140, "loop", "reads messages, writes answers; calls wait here", SHARD),
+        (540, 230, "work threads, up to 32", "check, sum, update, encode, write files", SHARD),
+    ]
+    for x, y, name, words, fill in boxes:
+        picture.box(x, y, 430, 52, fill)
+        picture.text(x + 215, y + 22, name, bold=True)
+        picture.text(x + 215, y + 41, words, size=13)
+    picture.arrow(245, 102, 245, 140, both=True)
+    picture.text(335, 126, "a call, its outcome", size=13)
+    picture.arrow(245, 192, 245, 226, both=True)
+    picture.text(310, 214, "messages", size=13)
+    picture.arrow(460, 244, 540, 176)
+    picture.arrow(540, 160, 460, 160)
+    picture.arrow(755, 102, 755, 140)
+    picture.text(860, 126, "a step has closed: go on", size=13)
+    picture.arrow(755, 192, 755, 230, both=True)
+    picture.text(850, 216, "a message, its result", size=13)
+    picture.text(
+        500, 446, "between them: gRPC, or a Unix socket and shared memory on one machine", size=13
+    )
+    picture.save("threads.svg")
+
+
 def demo() -> None:
     """Runs it."""
     command = [sys.executable, "-m", "shardwell_server", "demo"]
@@ -211,9 +370,18 @@ def demo() -> None:
     console.save_svg(str(IMAGES / "demo.svg"), title="shardwell")
 
 
+PICTURES = {
+    "architecture": architecture,
+    "exchange": exchange,
+    "members": members,
+    "outer": outer,
+    "step": step,
+    "late-worker": late_worker,
+    "shard-files": shard_files,
+    "threads": threads,
+    "demo": demo,
+}
+
 if __name__ == "__main__":
-    architecture()
-    exchange()
-    members()
-    outer()
-    demo()
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name]()

@@ -31,7 +31,8 @@ PAGES = [
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "compose", "guarantees", "errors", "performance", "wire", "architecture", "security",
-        "operations", "runbook", "ray", "members", "outer",
+        "operations", "runbook", "ray", "members", "outer", "faq", "concepts/README",
+        "concepts/step", "concepts/late-worker", "concepts/shard-files", "concepts/threads",
     )),
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
@@ -229,7 +230,8 @@ def test_all_that_the_pages_tell_people_to_do(directory: Path) -> None:
 
 
 def test_every_page_is_read() -> None:
-    assert {*PAGES} == {"README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))}
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/concepts/*.md")]
+    assert {*PAGES} == {"README.md", *(str(path.relative_to(ROOT)) for path in pages)}
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
@@ -252,6 +254,7 @@ def _headings(path: Path) -> set[str]:
         "CHANGELOG.md",
         "examples/README.md",
         "docs/adr/README.md",
+        *(f"docs/reference/{path.name}" for path in ROOT.glob("docs/reference/*.md")),
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:
