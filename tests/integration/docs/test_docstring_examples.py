@@ -79,7 +79,7 @@ def test_every_example_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Mon
 def test_framework_modules_have_examples_by_source() -> None:
     for path in ("client/shardwell/torch", "client/shardwell/jax"):
         found = {}
-        for file in Path(ROOT, path).glob("*.py"):
+        for file in Path(ROOT, path).rglob("*.py"):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef):
                     found[node.name] = ast.get_docstring(node) or ""

@@ -82,6 +82,23 @@ def prepare(
     Raises:
         ArgumentError: the optimizer, the loader or an option can't be; says what to do.
         ShardwellError: as `connect` and `ServerOptimizer`.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> data = torch.utils.data.TensorDataset(torch.ones(8, 3))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
+        >>> model, optimizer, loader = shardwell.torch.prepare(
+        ...     model, plain, loader, client=client, name="prepared"
+        ... )
+        >>> for epoch in loader.epochs(2):
+        ...     for (inputs,) in loader:
+        ...         model(inputs).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> optimizer.next_step
+        4
+        >>> optimizer.close()
     """
     batches_per_step = check_integer(
         "gradient_accumulation_steps", gradient_accumulation_steps, 1, _ACCUMULATED_MAX

@@ -100,6 +100,15 @@ class SharedLoader(DataLoader[Any]):
 
     Raises:
         ArgumentError: the loader's data can't be shared; says what to do.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> whole = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4)
+        >>> prepared = shardwell.torch.prepare(model, plain, whole, client=client, name="shared")
+        >>> isinstance(prepared[2], shardwell.torch.SharedLoader), len(prepared[2])
+        (True, 2)
+        >>> prepared[1].close()
     """
 
     def __init__(self, loader: DataLoader[Any], share: Share) -> None:
