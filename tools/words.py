@@ -43,31 +43,8 @@ NOT_YET = (
     ),
     "tests/",
     *(f"docs/adr/{number}" for number in ("0004", "0011", "0016", "0020", "0040")),
-    *(
-        f"docs/{page}.md"
-        for page in (
-            "checkpoints",
-            "compose",
-            "durability",
-            "errors",
-            "groups",
-            "guarantees",
-            "jax",
-            "machines",
-            "members",
-            "operations",
-            "outer",
-            "parameters",
-            "performance",
-            "pytorch",
-            "ray",
-            "runbook",
-            "security",
-            "tables",
-            "wire",
-        )
-    ),
-    *("CHANGELOG.md", "README.md", "SECURITY.md"),
+    *(f"docs/{page}.md" for page in ("operations", "performance", "pytorch")),
+    *("CHANGELOG.md", "SECURITY.md"),
 )
 """Files below these paths still have such words. It only shrinks."""
 LINE_MAX = 120
