@@ -80,6 +80,14 @@ def mean_gradients(
         ArgumentError: the optimizer, or what is passed to average through, can't be used.
         SpecMismatchError: the cluster has another parameter under that name.
         ShardwellError: as `Client.parameter`.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.Adadelta(model.parameters())  # any
+        >>> means = shardwell.torch.mean_gradients(optimizer, group)
+        >>> model(torch.ones(4, 3)).square().mean().backward()
+        >>> loss = optimizer.step()  # with the mean of all workers' gradients
+        >>> means.close()
     """
     return MeanGradients(
         optimizer,
@@ -93,7 +101,17 @@ def mean_gradients(
 
 
 class MeanGradients(Connected):
-    """Made by `mean_gradients`. A context manager; leaving it takes the hooks off the optimizer."""
+    """Made by `mean_gradients`. A context manager; leaving it takes the hooks off the optimizer.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with shardwell.torch.mean_gradients(optimizer, group) as means:
+        ...     model(torch.ones(4, 3)).square().mean().backward()
+        ...     means.synchronize()  # averages now, to clip the mean
+        ...     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ...     loss = optimizer.step()
+    """
 
     _elsewhere = "call mean_gradients in the other process, with a group or client of its own"
 
