@@ -55,7 +55,7 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
     ) -> None:
         """See Lightning."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        figures = {} if loss is None else {"loss": float(loss)}
+        figures: dict[str, Any] = {} if loss is None else {"loss": float(loss)}
         self._progress.end_batch(_sample_count(batch), **figures)
         trainer.should_stop |= self._progress.is_leaving
 
