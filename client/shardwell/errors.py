@@ -85,7 +85,7 @@ class ArgumentError(ShardwellError, ValueError):
 class NonFiniteError(ArgumentError):
     """A gradient or weight that the caller passed is NaN or infinite; nothing of it was counted.
 
-    `element_index` is the first such element's place in the parameter (0-based), or, of gradients
+    `element_index` is the first such element's index in the parameter (0-based), or, of gradients
     of rows, in the array that was passed.
     """
 
@@ -95,9 +95,9 @@ class NonFiniteError(ArgumentError):
 
 
 class DivergedError(ShardwellError):
-    """Weights on the shards are NaN or infinite: what was counted took them out of float32's range.
+    """Weights on the shards are NaN or infinite: counted gradients left float32's range.
 
-    Every gradient so far was counted. `element_index` is the first such element's place in the
+    Every gradient so far was counted. `element_index` is the first such element's index in the
     parameter (0-based); -1 in a table, whose row and column the message names.
     """
 
@@ -195,7 +195,7 @@ class AuthenticationError(ShardwellError, ConnectionError):
 
 
 class AccessDeniedError(ShardwellError, PermissionError):
-    """The shard knows whose token it is, and that has no right to what was asked for."""
+    """The shard knows the token, which has no right to this call."""
 
 
 class LimitError(ShardwellError):
@@ -286,7 +286,7 @@ class CollectiveMismatchError(ShardwellError):
 
 
 class ClosedError(ShardwellError):
-    """The client or group, or what it was used for, is closed."""
+    """The client or group, or the object that it was used for, is closed."""
 
 
 class SessionEndedError(ClosedError):

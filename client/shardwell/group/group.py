@@ -199,7 +199,7 @@ class Group(Connected):
         codec: WireName | None = None,
         timeout_s: float | None = None,
     ) -> Future[None]:
-        """As `all_reduce`, in the background: a future that is done when the array is.
+        """Starts `all_reduce` in the background; the future ends when the array is done.
 
         Calls are matched among the ranks by their order. Blocks only while 64 are under way. The
         deadlines of the other ranks' calls count from when each is announced, not from its turn.
@@ -417,7 +417,8 @@ class Group(Connected):
 
         Needs the meeting place: where rank 0 serves that (a list of addresses, torchrun), and rank
         0 is lost, start the job again. All members that live must call it; if no rank is lost, the
-        others' calls fail and tell them to. Calls that are under way fail. Ranks close up: the
+        others' calls fail with an error that asks for it.
+        Calls that are under way fail. Ranks close up: the
         order of those that live stays, a replacement has the rank that it asked for, or a free one
         where that is another's by now, and gaps are gone. Blocks until the new generation is ready.
 

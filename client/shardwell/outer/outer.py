@@ -343,7 +343,7 @@ class Outer(Connected, Closing):
 
     @property
     def progress(self) -> LearnerProgress:
-        """What it says of itself after each take, and `shardwell status` shows.
+        """This learner's progress, which it reports after each take and `shardwell status` shows.
 
         Bytes are those that its client has moved since this object was made, for other parameters
         too; `sample_count` is what `after_step` has counted since then.
@@ -444,7 +444,7 @@ class Outer(Connected, Closing):
     def image(self) -> NamedArrays:
         """The weights that all learners share, as this one has taken them last; copies.
 
-        Such as to evaluate: they are the mean of all learners' work, and the local weights one's.
+        Use them to evaluate: they are the mean of all learners' work; the local weights are one's.
         """
         self._check_begun()
         return {name: array.copy() for image in self._images for name, array in image.items()}
@@ -876,9 +876,9 @@ class Outer(Connected, Closing):
     def state_dict(self, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """This learner's own state: plain numbers, lists, and float32 arrays.
 
-        Inner steps; of each fragment what rounding has left to send (`residual`), and with
-        `weights` what the local weights have moved since it was taken, and on how many samples. Of
-        a fragment that is offered, that counts by itself.
+        It has the inner steps and, for each fragment, the rounding error that is still to be sent
+        (`residual`). With `weights` also how far the local weights have moved since the fragment
+        was taken, and on how many samples; what an offered fragment has moved counts by itself.
 
         Args:
             weights: The local weights by name; None: what they have moved is not kept.

@@ -129,7 +129,7 @@ class OpenExchange(Generic[ValuesT]):
         return f"OpenExchange({ready_count} of {count} chunks ready)"
 
     def ready(self, start: int, stop: int) -> None:
-        """Says that elements [start, stop) of the gradient are there. Any thread; never blocks.
+        """Announces that elements [start, stop) are computed. Any thread; never blocks.
 
         Args:
             start: First element; each is announced once.
@@ -139,10 +139,10 @@ class OpenExchange(Generic[ValuesT]):
         self._advance()
 
     def finish(self, timeout_s: float | None = None) -> ValuesT:
-        """Exchanges all that was not, which must be there, and returns the weights after the step.
+        """Exchanges the rest, which must be computed, and returns the weights after the step.
 
-        After an error the step is open still: call it again, with the same values. What had not
-        left when one was found not to be finite may be mended before.
+        After an error the step is still open: call it again with the same values. If one of them
+        was not finite, those that had not left may be mended first.
 
         Raises:
             ShardwellError: see `Parameter.exchange`.
@@ -162,7 +162,7 @@ class OpenExchange(Generic[ValuesT]):
         return any(self._chunks.begun)
 
     def forget(self) -> None:
-        """Makes zeros of what has not left, so that `finish` ends the step without it.
+        """Replaces values that have not left by zeros, so that `finish` ends the step without them.
 
         A chunk with a value that is not finite was refused before it could leave, even if its piece
         was begun. Nothing leaves from then on before `finish`. If nothing has left at all, the

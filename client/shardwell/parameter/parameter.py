@@ -97,8 +97,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     """Made by `Client.parameter`. A context manager, which closes the parameter in this worker.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
-    each of its shape. Arrays are read and written in place; tensors a little
-    faster one behind the other in one buffer, as those are that were returned.
+    each of its shape. Arrays are read and written in place; tensors that lie one behind the other
+    in one buffer, as returned ones do, are a little faster.
 
     Examples:
         >>> tensors = {"weight": (2, 2), "bias": (2,)}
@@ -347,8 +347,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> Future[ValuesT]:
         """`get_weights` without waiting: its result or error comes in the future.
 
-        `out` belongs to the call until then. Calls that wait hold up no other, up to 256 of a
-        client.
+        `out` belongs to the call until then. A call that waits does not delay others; a client may
+        have 256 of them.
 
         Raises:
             LimitError: as many calls of the client are under way.
@@ -376,10 +376,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 until the call returns.
             sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
                 effect in asynchronous mode.
-            learning_rate: The optimizer's from this step on, for all workers: a schedule that costs
-                no call of its own. All workers give the same; a `GroupedRate`, where groups of
-                tensors have rates that change apart. Asynchronous mode: of this gradient's update
-                alone. Default: as it is.
+            learning_rate: The optimizer's rate from this step on, for all workers, so that a
+                schedule needs no call of its own. All workers give the same; a `GroupedRate` where
+                groups of tensors have rates that change apart. Asynchronous mode: the rate of this
+                gradient's update alone. Default: no change.
             timeout_s: See `Client`.
 
         Returns:
@@ -603,7 +603,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         A shard that refuses it is named in the log, once for each reason.
 
         Raises:
-            ArgumentError: a figure is no number, its name is none, or there is none.
+            ArgumentError: a figure is no number, a name is invalid, or no figure was given.
             ClosedError: the parameter or its client was closed.
         """
         values = {name: _figure(name, value) for name, value in figures.items()}
@@ -628,16 +628,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         For loops with a schedule of their own, on the parameter of their family's fragment 0;
         `Outer` calls it. `shardwell status` and the status page show what each worker said last.
-        Never blocks and never fails for want of a shard: what comes while the last is under way is
-        said after it, the newest alone.
+        Never blocks and never fails for want of a shard: of reports that come while one is under
+        way, the newest is sent after it.
 
         Args:
-            progress: All of it, not what was added.
+            progress: The totals so far, not the increase.
 
         A shard that refuses it is named in the log, once for each reason.
 
         Raises:
-            ArgumentError: it is none, or this is not the parameter of a family's fragment 0.
+            ArgumentError: `progress` is invalid, or this is not a family's fragment 0.
             ClosedError: the parameter or its client was closed.
         """
         if not isinstance(progress, LearnerProgress):
@@ -820,16 +820,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     @property
     def residual(self) -> Float32 | None:
-        """What rounding took off this worker's gradients so far, which the next one has: (size,).
+        """The rounding error of this worker's gradients so far, which the next one adds: (size,).
 
-        A copy; None: nothing, as with any codec but int8. A worker that is to go on after a restart
-        as if nothing had been keeps it with its own state; without it, what is lost is less than
-        half a rounding step of each element, once.
+        A copy; None: nothing, as with any codec but int8. Keep it with the worker's own state to go
+        on with the same bits after a restart; without it, each element loses less than half a
+        rounding step, once.
         """
         return None if self._residual is None else self._residual.copy()
 
     def load_residual(self, residual: Any) -> None:
-        """Goes on with what an earlier process of this worker had as `residual`, or with None.
+        """Goes on with the `residual` of an earlier process of this worker, or with None.
 
         Raises:
             ArgumentError: the codec is not int8, or it is not (size,) finite values.

@@ -86,7 +86,7 @@ class TrainingSpec:
     """See ParameterSpec; tables have none."""
 
     def check_training(self) -> None:
-        """Refuses what can't be.
+        """Refuses fields that contradict each other.
 
         Raises:
             ArgumentError: a value is out of its range.

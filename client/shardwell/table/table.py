@@ -136,9 +136,9 @@ class Table(Handle[TableSpec]):
     def is_step_begun(self) -> bool:
         """Whether shards may have counted some of `next_step`.
 
-        After a call that failed; or an earlier process of this worker has begun it, which nothing
-        else tells. Then send the same rows again, of which each counts once, or call
-        `abandon_step`: with other rows the step would be made of both.
+        True after a call that failed, or when an earlier process of this worker has begun the step.
+        Then send the same rows again, of which each counts once, or call `abandon_step`: with other
+        rows the step would be made of both.
         """
         return self._steps.is_begun
 
@@ -248,8 +248,9 @@ class Table(Handle[TableSpec]):
 
         Gradients of an id that occurs more than once add up. The step ends with this call, on
         all shards: a batch without ids is a contribution, too, that changes no row. Synchronous
-        mode: a row's update is with the mean over all workers, where those count as 0 that did not
-        send it; this does not wait for them, except for a step before this one. Asynchronous mode:
+        mode: a row's update is with the mean over all workers, where a worker that did not send the
+            row counts as 0; this does not wait for them,
+            except for a step before this one. Asynchronous mode:
         each message is applied as it arrives.
 
         After an error the step is still this worker's next: call again with the same rows, of
@@ -368,7 +369,7 @@ class Table(Handle[TableSpec]):
         asynchronous mode a step is one of any worker, counted by `version`. Safe to repeat.
 
         Returns:
-            How many rows went; of a call that had to be repeated, perhaps fewer than did.
+            The number of dropped rows; of a repeated call, perhaps fewer than were dropped.
         """
         step = check_integer("older_than_step", older_than_step, 0, STEP_MAX)
         try:

@@ -52,7 +52,7 @@ _PROGRESS = struct.Struct("<qd")
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What came of one step.
+    """The result of one step.
 
     Examples:
         >>> result = shardwell.StepResult(loss=0.5, sample_count=32, step=7)
@@ -176,7 +176,7 @@ class DataParallelTrainer:
 
     @property
     def next_step(self) -> int:
-        """The number that the next step gets: how many there were."""
+        """Number of the next step: how many steps there were."""
         return self._step
 
     @property
@@ -191,7 +191,7 @@ class DataParallelTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step. Set it to the same value on all workers before the same step."""
+        """Rate of the next step. Set it to the same value on all workers before the same step."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -200,7 +200,7 @@ class DataParallelTrainer:
 
     @property
     def rank(self) -> int:
-        """Which share of a batch is this worker's.
+        """Number of this worker's share of a batch.
 
         Raises:
             ArgumentError: the sync has no rank and none was given, or it has another.
