@@ -97,7 +97,7 @@ def is_live(page: Page) -> None:
 
 
 def check_clean(page: Page, url: str) -> None:
-    """Nothing failed, and nothing was asked of anybody else."""
+    """Nothing failed, and no other host was asked."""
     assert page.errors == []
     assert all(each.startswith(url) for each in page.asked), page.asked
 
@@ -281,7 +281,7 @@ def test_with_the_keyboard(scene, browser) -> None:
         assert "A" in reached
         page.press("Enter")
         page.shows("#ended", lambda text: "an-old-net" in text and "another-old-net" in text)
-        # What is shown anew each second leaves the focus where it is.
+        # The refresh each second leaves the focus where it is.
         page.run("document.querySelector('#parameters a').focus()")
         asked = len(page.asked)
         eventually("it asks again", lambda: page.run("1") and len(page.asked) >= asked + 3)
@@ -290,7 +290,7 @@ def test_with_the_keyboard(scene, browser) -> None:
 
 
 def test_what_others_write_is_text(scene, browser) -> None:
-    """A host is named by whoever runs a worker, and a tensor by whoever opens a parameter."""
+    """Workers name hosts, and clients that open a parameter name tensors."""
     with (
         pytest.MonkeyPatch.context() as patch,
         browser.page(scene.url) as page,

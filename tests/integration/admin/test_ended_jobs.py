@@ -1,4 +1,4 @@
-"""Goal: jobs that have ended, or died for good, are told apart from those that stand still.
+"""Goal: jobs that have ended, or died for good, are distinguished from those that hang.
 
 Method: clients that end in order, or without a word, on shards with an admin port.
 """
@@ -87,7 +87,7 @@ def start(cluster: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_all_have_left_has_ended(start, connect, kind) -> None:
-    """In the middle of a step, too: nobody is waited for."""
+    """In the middle of a step, too: no worker is waited for."""
     running = start(limits=SOON)
     clients = [connect(running, f"w{number}") for number in range(2)]
     parts = [opened(client, kind) for client in clients]

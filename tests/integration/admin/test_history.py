@@ -125,7 +125,7 @@ def test_of_many_names_those_that_move_are_kept(running, connect, monkeypatch) -
     taken = Taken(running)
     taken.sample()
     assert [bool(taken.of(f"net{number}")) for number in range(4)] == [True, True, False, False]
-    for _ in range(3):  # nobody moves, and nobody is forgotten
+    for _ in range(3):  # nothing moves, and nothing is forgotten
         taken.sample()
     assert len(taken.of("net0")) == 4
     nets[3].exchange(ONES)

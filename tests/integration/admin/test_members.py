@@ -73,7 +73,7 @@ def test_states_late_chunks_and_who_is_lost(cluster, connect) -> None:
     ops = connect(running, "ops")
     ops.drain("w2")
     heartbeats = nets[1]._shards.heartbeats
-    heartbeats.close()  # as of a process that stands still
+    heartbeats.close()  # as of a stopped process
     eventually("w1 is lost", lambda: ops.status()[0].parameters[0].lost_member_count == 1)
 
     words = "1 awaited, 1 draining, 1 lost of 1 to 8 members"

@@ -1,4 +1,4 @@
-"""Goal: the admin port tells probes, Prometheus and people what is so, and nobody else anything.
+"""Goal: the admin port tells probes, Prometheus and people what is so, and others nothing.
 
 Method: real shards and workers, of which one is stopped, killed, or never comes; what HTTP answers
 is compared with what was done. Metrics are read by Prometheus' own parser, the page by a browser.
@@ -194,7 +194,7 @@ def test_what_is_no_request(open_cluster, spoken) -> None:
 
 
 def test_tokens(cluster, connect, tmp_path) -> None:
-    """Of what a token may not read, nothing is told; probes need none."""
+    """Names that a token may not read do not appear; probes need none."""
     tokens = Tokens(tmp_path)
     running = cluster(1, tokens=tokens.path, admin_listen="127.0.0.1:0")
     url = running.admin_urls[0]

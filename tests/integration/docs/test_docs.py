@@ -1,7 +1,7 @@
-"""Goal: what README and docs/ tell people to type does what they say, in the order in which it is
-told, in one directory, on the cluster that the README starts.
+"""Goal: what README and docs/ tell people to type does what they say, in the order of the text, in
+one directory, on the cluster that the README starts.
 
-Method: every Python block is run as it stands, every indented line by a real shell's words, and
+Method: every Python block is run as it is, every indented line by a real shell's words, and
 what they print is compared with what the pages say. A line that can't be run here is listed with
 what checks it; a new line that is neither fails. Links lead to files and headings that there are.
 """
@@ -121,7 +121,7 @@ def steps_of(page: str) -> Iterator[Step]:
 
 
 class Reader:
-    """Somebody who does all that the pages say."""
+    """A reader who does all that the pages say."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

@@ -2,7 +2,7 @@
 
     python suite_program.py FOLDER WORLD_SIZE [NAME...]
 
-Each rank is a fork of this process, which has imported torch's suite once. The suite is told that
+Each rank is a fork of this process, which has imported torch's suite once. The suite believes that
 its backend is gloo, so that it makes the tests of gloo on a CPU; the process group is ours. For
 each test rank 0 prints a line: the name, and "ok", "skipped: REASON" or "failed: ERROR" of the rank
 that was not ok. After a test that was not ok on all ranks, and one that has ended it, the process

@@ -1,4 +1,5 @@
-"""Goal: what is copied without waiting, as from a GPU, is sent when it is there, never before.
+"""Goal: a gradient copied without waiting, as from a GPU, is sent when the copy has ended, never
+before.
 
 Method: a copier of the test's own, which copies from the CPU and only when the test lets it, in
 place of the one for GPUs. Skipped where torch is not installed (`make test-torch`).
@@ -52,7 +53,7 @@ class LateCopier:
 
     def copy(self, target: Any, source: Any) -> LateCopy | BrokenCopy:
         self.count += 1
-        target.fill_(float("nan"))  # what is sent before it is there is refused
+        target.fill_(float("nan"))  # a gradient that is sent before is refused
         return BrokenCopy() if self.is_broken else LateCopy(target, source, self.may_copy)
 
 

@@ -1,4 +1,5 @@
-"""Goal: workers of a DataLoader are forked beside a connected client, whoever imported gRPC first.
+"""Goal: workers of a DataLoader are forked beside a connected client, whichever module imported
+gRPC first.
 
 Method: programs of their own, since gRPC reads its variables when it is imported.
 """

@@ -29,7 +29,7 @@ LONG_S = 150.0
 
 @pytest.fixture(scope="module")
 def tcp_store() -> Any:
-    """Serves until nobody has it: longer than a test."""
+    """Serves until its last reference is gone: longer than a test."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

@@ -234,7 +234,7 @@ def test_a_push_that_was_given_up_for_another(cluster, connect) -> None:
 
 
 def test_a_worker_that_starts_again_in_the_middle_of_a_push(cluster, connect) -> None:
-    """Nobody goes on with the weights that it made the parameter with: all push once more."""
+    """No worker goes on with the weights that it made the parameter with: all push once more."""
     running = cluster(2)
     models = [net(), net()]
     clients = [connect(running, f"w{rank}") for rank in range(2)]

@@ -173,7 +173,7 @@ def test_a_step_closed_by_its_norm(cluster, connect, tmp_path) -> None:
 
 
 def test_of_one_parameter(cluster, connect, tmp_path) -> None:
-    """Of a family all fragments; of no name that somebody remembers, nothing is written."""
+    """Of a family all fragments; of an unknown name, nothing is written."""
     running = cluster(2)
     client = connect(running, "w0")
     for name in ("net", "other", "big.fragment-0", "big.fragment-10"):

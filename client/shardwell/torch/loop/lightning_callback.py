@@ -47,20 +47,20 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._progress = StepProgress(checkpoint, every, keep)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """See Lightning."""
+        """Begins to count steps."""
         self._progress.begin(trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """See Lightning."""
+        """Reports the batch's loss and samples."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         figures: dict[str, Any] = {} if loss is None else {"loss": float(loss)}
         self._progress.end_batch(_sample_count(batch), **figures)
         trainer.should_stop |= self._progress.is_leaving
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """See Lightning."""
+        """Ends reporting."""
         self._progress.end()
 
 

@@ -68,10 +68,10 @@ def mean_gradients(
         through: Made by `shardwell.join_group`: an all-reduce. Or by `shardwell.connect`: the
             shards average, in a parameter that is made for it. Or such a parameter, or any
             `GradientSync`. It stays the caller's to close.
-        name: Of the parameter that a client makes.
+        name: Name of the parameter that a client makes.
         worker_count: Its workers.
         codec: How its gradients travel.
-        timeout_s: Of each call; default: that of the group or client.
+        timeout_s: Bound of each call; default: that of the group or client.
 
     Returns:
         What averages: `synchronize`, `sample_count`, `close`.
@@ -278,7 +278,7 @@ class MeanGradients(Connected):
 
 
 def _closure(optimizer: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """What was passed to `step`, which torch's hooks get with the optimizer ahead or without."""
+    """The closure passed to `step`; torch's hooks get it with the optimizer ahead or without."""
     given = [each for each in args if each is not optimizer]
     found: Callable[[], Any] | None = kwargs.get("closure", given[0] if given else None)
     return found

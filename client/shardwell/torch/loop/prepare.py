@@ -71,8 +71,9 @@ def prepare(
             $SHARDWELL_WORKER_ID, or made of `name` and rank, or a new one with `members`.
         gradient_accumulation_steps: Backward passes before each `step`, for the place in the data
             at which a worker goes on that is started again.
-        seed: Of shuffling, the same on all workers; it is added to that of the loader's generator.
-        options: As of `ServerOptimizer`: worker_count (default: as many as the launcher has
+        seed: Seed of shuffling, the same on all workers; it is added to that of the loader's
+            generator.
+        options: Options of `ServerOptimizer`: worker_count (default: as many as the launcher has
             started, else 1), members, name, codec and others.
 
     Returns:
@@ -198,7 +199,7 @@ def _on_workers(
 
 
 def _crew(options: dict[str, Any]) -> int | None:
-    """How many workers make a step; None: they come and go, or nobody waits for another.
+    """How many workers make a step; None: they come and go, or no worker waits for another.
 
     Raises:
         ArgumentError: the launcher has started another number.

@@ -69,9 +69,9 @@ class StepProgress:
         """A batch of so many samples was trained on; saves and reports where a step has ended.
 
         Args:
-            sample_count: Of the batch.
+            sample_count: Samples of the batch.
             reports: Whether now; else with the next `report`, for one at a time is sent.
-            figures: What is reported with the samples a second.
+            figures: Figures to report with the samples a second.
         """
         optimizer, before = self._begun, self._step
         self._sample_count += sample_count

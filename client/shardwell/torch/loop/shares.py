@@ -1,8 +1,8 @@
 """A worker's share of a DataLoader's data, from the cluster's step on.
 
 A crew of fixed size deals each epoch among its ranks, as torch's DistributedSampler does. Where
-workers come and go, nobody's share may depend on who is there: each worker goes through all data in
-an order of its own, and an epoch is a number of the cluster's steps.
+workers come and go, no share may depend on which workers take part: each worker goes through all
+data in an order of its own, and an epoch is a number of the cluster's steps.
 
 Invariant: which samples a batch has depends on the seed, the worker (its rank, or its id), the
 epoch and the place in it alone; so a worker that is started again goes on as if it had not been.
@@ -54,7 +54,7 @@ class Share:
             which an epoch is short enough.
         worker_id: The worker's, where workers come and go; empty: the crew is fixed.
         batches_per_step: Batches that one step takes.
-        seed: Of shuffling; the same on all workers.
+        seed: Seed of shuffling; the same on all workers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SharedLoader(DataLoader[Any]):
 
     Args:
         loader: The loader of all data.
-        share: Which part of it.
+        share: The part to take.
 
     Raises:
         ArgumentError: the loader's data can't be shared; says what to do.

@@ -48,22 +48,22 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._progress = StepProgress(checkpoint, every, keep)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See transformers."""
+        """Begins to count steps."""
         self._progress.begin([kwargs["optimizer"]] if kwargs.get("optimizer") else [])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """See transformers."""
+        """Counts a step, and stops the training when this worker is to leave."""
         count = args.train_batch_size * args.gradient_accumulation_steps
         self._progress.end_batch(count, reports=not control.should_log)  # else with the loss
         control.should_training_stop |= self._progress.is_leaving
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """See transformers."""
+        """Reports the logged figures."""
         figures = {name: float(logs[name]) for name in _REPORTED if name in (logs or {})}
         if figures:
             self._progress.report(**figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See transformers."""
+        """Ends reporting."""
         self._progress.end()
