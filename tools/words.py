@@ -40,7 +40,6 @@ NOT_YET = (
             "timeline.py",
         )
     ),
-    *(f"docs/adr/{number}" for number in ("0004", "0011", "0016", "0020", "0040")),
     *(f"docs/{page}.md" for page in ("operations", "performance", "pytorch")),
     "CHANGELOG.md",
 )
