@@ -109,12 +109,7 @@ class ChildProcess:
 
 
 def stop_when_parent_ends(stop: Callable[[], None], fd: int = 0) -> None:
-    """Calls `stop`, from another thread, when a pipe is at its end: the parent is gone.
-
-    Args:
-        stop: Stops this process in order.
-        fd: The reading end of the pipe, which the parent never writes to: standard input.
-    """
+    """Calls `stop`, from another thread, when the pipe `fd` is at its end: the parent is gone."""
 
     def watch() -> None:
         while os.read(fd, 4096):

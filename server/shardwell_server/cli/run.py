@@ -37,12 +37,7 @@ _RESTART_COUNT_MAX = 1000
 _DEFAULT_RESTART_COUNT = 3
 _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
-_NOT_EXECUTABLE_CODE, _NOT_FOUND_CODE = 126, 127
-_CODES = {
-    errno.ENOENT: _NOT_FOUND_CODE,
-    errno.EACCES: _NOT_EXECUTABLE_CODE,
-    errno.ENOEXEC: _NOT_EXECUTABLE_CODE,
-}
+_CODES = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126}
 """Exit codes of shells for commands that can't be started."""
 
 
@@ -228,12 +223,10 @@ def _find_program(name: str) -> str:
     if program is not None:
         return program
     if os.path.exists(name) and (os.sep in name or name.endswith(".py")):
-        what, code = (
-            "is a directory" if os.path.isdir(name) else "is not executable",
-            _NOT_EXECUTABLE_CODE,
-        )
+        what = "is a directory" if os.path.isdir(name) else "is not executable"
+        code = _CODES[errno.EACCES]
     else:
-        what, code = "was not found", _NOT_FOUND_CODE
+        what, code = "was not found", _CODES[errno.ENOENT]
     hint = f"; to run a Python program: -- python {name}" if name.endswith(".py") else ""
     say(f"{name} {what}{hint}")
     raise click.exceptions.Exit(code)

@@ -71,12 +71,13 @@ def _end_session(session: int, grace_s: float) -> None:
     """Ends the process groups of a session: SIGTERM, and SIGKILL after the grace."""
     asked: set[int] = set()
     deadline_s = time.monotonic() + grace_s
-    while groups := _groups_of(session):
-        is_late = time.monotonic() > deadline_s
-        for group in groups if is_late else groups - asked:
-            send_to_group(group, signal.SIGKILL if is_late else signal.SIGTERM)
+    while (groups := _groups_of(session)) and time.monotonic() < deadline_s:
+        for group in groups - asked:
+            send_to_group(group, signal.SIGTERM)
         asked |= groups
         time.sleep(_LOOK_INTERVAL_S)
+    for group in groups:
+        send_to_group(group, signal.SIGKILL)
 
 
 def _groups_of(session: int) -> set[int]:

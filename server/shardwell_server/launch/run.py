@@ -98,19 +98,14 @@ class RankProcess:
         """Its process id, which is also its group's."""
         return self._process.pid
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; as subprocess has it."""
-        return self.poll()
-
     def poll(self) -> int | None:
-        """The same; waits for the process if it has ended."""
+        """Its exit code, as subprocess has it; None while it runs."""
         return self._process.poll()
 
     @property
     def is_gone(self) -> bool:
         """It has ended, and nothing that it started is left in its group."""
-        if self.exit_code is None:
+        if self.poll() is None:
             return False
         # Ours by `adopt_orphans`; what has ended is counted in a group until it is waited for.
         with contextlib.suppress(ChildProcessError):
@@ -131,7 +126,7 @@ class RankProcess:
         SIGTERM is for the worker alone at first: the step that it may end needs what it has
         started, such as the processes of a DataLoader.
         """
-        if number == signal.SIGTERM and self.exit_code is None:
+        if number == signal.SIGTERM and self.poll() is None:
             self._asked_alone = number
             self._process.send_signal(number)
         else:
@@ -327,7 +322,7 @@ class LocalRun:
             must_look = bool(left) or self._stop_s is not None
             self._pass_on_output(_LOOK_INTERVAL_S if must_look else self._pause_s())
             self._reap_orphans()
-            ended = [rank for rank in running if rank.exit_code is not None]
+            ended = [rank for rank in running if rank.poll() is not None]
             running = [rank for rank in running if rank not in ended]
             self._pass_on_last_words(ended)
             if self._restart_count_max is None:
@@ -367,17 +362,17 @@ class LocalRun:
 
     def _judge(self, ended: list[RankProcess]) -> None:
         """Notes and tells the first failure; those that a stop causes are none."""
-        failed = [rank for rank in ended if rank.exit_code != 0]
+        failed = [rank for rank in ended if rank.poll() != 0]
         if not failed or self._stop_s is not None:
             return
         # Of several at once, one that was killed is the more likely cause.
-        failed.sort(key=lambda rank: ((rank.exit_code or 0) > 0, rank.rank))
-        first = failed[0].exit_code
+        failed.sort(key=lambda rank: ((rank.poll() or 0) > 0, rank.rank))
+        first = failed[0].poll()
         assert first is not None
         self._failed_code = _exit_code_of(first)
         for rank in failed:
             say(
-                f"rank {rank.rank} has ended with {describe_exit(rank.exit_code)}"
+                f"rank {rank.rank} has ended with {describe_exit(rank.poll())}"
                 + ("; the others are stopped" if len(self._ranks) > len(failed) else "")
             )
         self._say_what_is_hidden()
@@ -387,7 +382,7 @@ class LocalRun:
         if self._stop_s is not None:
             return
         for rank in ended:
-            code = rank.exit_code
+            code = rank.poll()
             assert code is not None
             words = f"has ended with {describe_exit(code)}"
             if code not in _LEFT_CODES:

@@ -354,7 +354,9 @@ def test_a_second_ctrl_c_kills_at_once(script, pids) -> None:
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores) -> None:
+@pytest.mark.parametrize("is_child", [False, True])
+def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores, is_child) -> None:
+    """Or the child of it that runs the workers."""
     program = script(
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores else "")
         + "tell(os.getpid()); tell(subprocess.Popen(['sleep', '60']).pid, 'child')\n"
@@ -363,26 +365,10 @@ def test_workers_end_when_the_command_itself_is_killed(script, pids, ignores) ->
     with _start(3, program, "--grace-s=0.5") as running:
         workers = _all_told(pids, 6)
         assert all(map(is_running, workers))
-        running.send(signal.SIGKILL)
+        os.kill(_runner_pid(running) if is_child else running.pid, signal.SIGKILL)
         eventually("all are gone", lambda: not any(map(is_running, workers)))
-
-
-@pytest.mark.parametrize("ignores", [False, True])
-def test_workers_end_when_the_process_that_runs_them_is_killed(script, pids, ignores) -> None:
-    program = script(
-        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores else "")
-        + "tell(os.getpid()); tell(subprocess.Popen(['sleep', '60']).pid, 'child')\n"
-        "time.sleep(60)"
-    )
-    with _start(3, program, "--grace-s=0.5") as running:
-        workers = _all_told(pids, 6)
-        assert all(map(is_running, workers))
-        os.kill(_runner_pid(running), signal.SIGKILL)
-        assert running.end() == 128 + signal.SIGKILL
-        assert not any(map(is_running, workers))
-        assert _said(running) == [
-            "the process that runs the workers was killed by signal 9; they are stopped"
-        ]
+        assert running.end() == (128 + signal.SIGKILL if is_child else -signal.SIGKILL)
+        assert any("was killed by signal 9" in line for line in running.log) == is_child
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.3, 0.35, 0.4, 0.5])
