@@ -237,7 +237,7 @@ class _Coordinator:
         return self._each("state", deadline_s, [()] * len(self._shards))
 
     def _made_whole(self, states: list[_ShardState], deadline_s: float) -> list[_ShardState]:
-        """Those of shards that belong together, though some were started again.
+        """The answers of shards that belong together, though some were started again.
 
         Raises:
             StorageError: a shard has lost what it held, and there is no checkpoint, or none that

@@ -420,7 +420,7 @@ def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:
 
 
 def _admit(call: Call, group: str) -> Owner:
-    """Who asks for a place in a group, if they may have one."""
+    """Returns the owner of a worker that asks for a rank in a group, if it may have one."""
     call.check(Right.CONTRIBUTE, "group", group)
     return Owner(call.principal.name, call.principal.quota.members)
 

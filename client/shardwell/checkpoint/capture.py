@@ -218,7 +218,7 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
 
 
 class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
-    """Of a parameter."""
+    """Captures a parameter."""
 
     _kind, _verb = "parameter", "snapshot"
 
@@ -238,7 +238,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
 
     @property
     def size_bytes(self) -> int:
-        """Of all its arrays."""
+        """Bytes of all its arrays."""
         return 4 * self._spec.size * len(self._names)
 
     def _entry(self, **fields: Any) -> CheckpointParameter:
@@ -317,7 +317,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
 
 
 class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
-    """Of a table; `row_count` is about how many rows there are."""
+    """Captures a table; `row_count` is about how many rows there are."""
 
     _kind, _verb = "table", "scan"
 
@@ -331,7 +331,7 @@ class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
 
     @property
     def size_bytes(self) -> int:
-        """Of about as many rows."""
+        """Bytes of about as many rows."""
         return self._row_count * (24 + 4 * sum((self._spec.dim, *self._spec.slot_widths)))
 
     def _entry(self, **fields: Any) -> CheckpointTable:

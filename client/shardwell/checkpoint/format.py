@@ -84,7 +84,7 @@ class CheckpointParameter:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Of each file: the weights', then those of optimizer state."""
+        """Name of the tensor in each file: the weights', then those of optimizer state."""
         return (WEIGHTS_NAME, *self.spec.slot_names)
 
 
@@ -108,7 +108,7 @@ class CheckpointFamily:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the fragments."""
+        """The fragments' versions."""
         return tuple(each.version for each in self.parameters)
 
     @property
@@ -167,7 +167,7 @@ class CheckpointTable:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Of each file."""
+        """Name of the tensor in each file."""
         return tensor_names(self.spec)
 
 
@@ -233,12 +233,12 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Bytes of all files but the manifest."""
         return sum(file.size_bytes for file in self._files())
 
     @property
     def families(self) -> tuple[CheckpointFamily, ...]:
-        """Whose fragments are among the parameters, by name."""
+        """The families whose fragments are among the parameters, by name."""
         found: dict[str, list[CheckpointParameter]] = {}
         for entry in self.parameters:
             if entry.spec.fragment is not None:

@@ -72,7 +72,7 @@ class StepPaths:
 
     @staticmethod
     def of(path: Path) -> StepPaths | None:
-        """Those of a path; None if it has no `{step}`."""
+        """The checkpoints of a path; None if it has no `{step}`."""
         return StepPaths(path) if _FIELD in str(path) else None
 
     def at(self, step: int) -> Path:
@@ -80,7 +80,7 @@ class StepPaths:
         return self._path.with_name(self._path.name.replace(_FIELD, str(step)))
 
     def steps(self) -> list[int]:
-        """Those that there are directories of, newest first.
+        """The steps that have a directory, newest first.
 
         Raises:
             StorageError: the directory around them can't be read.

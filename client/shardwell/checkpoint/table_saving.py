@@ -91,7 +91,7 @@ class TableCheckpointing:
         return TableExport(path, entry.row_count, entry.version)
 
     def unfinished(self, entries: Sequence[CheckpointTable]) -> list[CheckpointTable]:
-        """Those that are to be restored yet: all but such as this restore, cut off, left whole.
+        """The tables still to restore: all but those that this restore, cut off, left whole.
 
         Raises:
             ArgumentError, SpecMismatchError: a shard has one with another spec, or all have one

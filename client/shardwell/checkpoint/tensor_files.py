@@ -241,7 +241,7 @@ def _slice_tensors(names: Sequence[str], size: int) -> Tensors:
 
 
 def tensor_names(spec: TableSpec) -> tuple[str, ...]:
-    """Of each file, in the order of RowState.arrays."""
+    """Names of each file's tensors, in the order of RowState.arrays."""
     return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
 
 

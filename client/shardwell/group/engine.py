@@ -133,7 +133,7 @@ class ContextOf(Protocol):
     def __call__(
         self, call: pb.CollectiveCall, ranks: Sequence[int], sample_counts: Sequence[int]
     ) -> int:
-        """Of a call, those that take part, and their sample counts."""
+        """Takes a call's participants and their sample counts."""
 
 
 class Engine:

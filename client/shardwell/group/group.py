@@ -556,7 +556,7 @@ class Group(Connected):
 
 
 class _CallsUnderWay:
-    """Of one member, over all its generations. Any thread may submit."""
+    """Calls under way of one member, over all its generations. Any thread may submit."""
 
     def __init__(self, group: str) -> None:
         self._group = group

@@ -31,7 +31,10 @@ class Source(Protocol):
 
 
 class Inbox:
-    """Of one generation. `taken_over` and `read` are for the engine; any thread may do the rest."""
+    """Receives over the sockets of one generation.
+
+    `taken_over` and `read` are for the engine; any thread may do the rest.
+    """
 
     def __init__(self) -> None:
         self.is_taken = False

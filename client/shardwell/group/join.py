@@ -247,7 +247,7 @@ def join_group(
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Who a worker is in its group, and where the group meets."""
+    """A worker's arguments in its group: rank, addresses and where the group meets."""
 
     name: str
     rank: int

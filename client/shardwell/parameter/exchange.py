@@ -400,7 +400,7 @@ class Transfer(StepTransfer[ShardSlice]):
         return wanted_bytes([size_of(each.size) for each in chunks])
 
     def _chunk_index(self, line: Line, unit: int, step: int) -> int:
-        """Which chunk is a line's `unit`: with a quorum, each step begins with another one.
+        """Index of a line's chunk `unit`: with a quorum, each step begins with another one.
 
         So that a slow link does not lose the same chunks in each step, which are the same layers.
         All workers do so, and meet in the same chunks.

@@ -49,7 +49,7 @@ class Image:
         return self._versions.get(number)
 
     def held_versions(self, numbers: Sequence[int]) -> list[int]:
-        """Of some chunks as WeightsFetch says it: nothing if none is held."""
+        """The held versions of some chunks, for a WeightsFetch: nothing if none is held."""
         found = [self._versions.get(number, -1) + 1 for number in numbers]
         return found if any(found) else []
 

@@ -744,7 +744,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def _contributions(
         self, part: ShardSlice, step: int, attempts: Attempts
     ) -> list[tuple[Slice, tuple[str, ...]]]:
-        """Who contributed to each chunk of a shard that has closed a step, in order."""
+        """Contributors to each chunk of a shard that has closed a step, in order."""
         channel = part.channel
         request = pb.GetContributionsRequest(
             shard=channel.identity,

@@ -42,7 +42,7 @@ class Pieces:
     def to_read(
         arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
     ) -> Pieces:
-        """Of tensors, of which small neighbours are copied into one piece.
+        """Makes pieces of tensors to read; small neighbours are copied into one piece.
 
         Args:
             arrays: Arrays of the tensors' shapes, floating point of any strides.
@@ -63,7 +63,7 @@ class Pieces:
 
     @staticmethod
     def to_write(arrays: Sequence[Float32], tensors: Tensors, found: Found) -> Pieces:
-        """Of tensors that are written where they lie.
+        """Makes pieces of tensors that are written in place.
 
         Args:
             arrays: Arrays of the tensors' shapes, writable.

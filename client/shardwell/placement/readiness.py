@@ -41,7 +41,7 @@ class ReadyChunks:
 
     @property
     def begun(self) -> Sequence[int]:
-        """Of each slice, how many chunks have begun to leave."""
+        """How many chunks of each slice have begun to leave."""
         return self._begun
 
     def announce(self, start: int, stop: int) -> None:

@@ -53,7 +53,7 @@ class Spans:
             self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
 
     def since(self, begin_ns: int, subject: str) -> list[Span]:
-        """Those of a subject that began since then, the first first, as far as they are kept."""
+        """The kept spans of a subject that began since then, in order."""
         found = []
         for span in reversed(self._kept.copy()):
             if span[6] < begin_ns:  # ends are in order, but for threads that race

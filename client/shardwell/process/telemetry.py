@@ -142,7 +142,7 @@ def flush() -> None:
 
 
 class StepSpans:
-    """Of the steps of one worker's stream on a shard. For one thread at a time.
+    """Spans of the steps of one worker's stream on a shard. For one thread at a time.
 
     Args:
         spans: The shard's.

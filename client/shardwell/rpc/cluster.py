@@ -106,7 +106,7 @@ class Shards:
 
     @property
     def worker_id(self) -> str:
-        """Under which the client contributes; empty before it attends."""
+        """The id under which the client contributes; empty before it attends."""
         return self.channels[0].worker_id
 
     now_s = staticmethod(time.monotonic)

@@ -41,7 +41,7 @@ class Family:
 
     @property
     def names(self) -> list[str]:
-        """Of its parameters, in order."""
+        """Names of its parameters, in order."""
         return [parts[0].spec.name for parts in self.parts.values()]
 
     @property
@@ -111,7 +111,7 @@ def find_family(name: str, channels: Sequence[ShardChannel], attempts: Attempts)
 
 
 def _version(parts: tuple[ParameterStatus, ...]) -> int:
-    """Of the shard that is furthest behind, of those that have elements of it."""
+    """Version of the shard that is furthest behind, of those that have elements of it."""
     return min(
         (part.version_min for part in parts if part.slice_size), default=parts[0].version_min
     )

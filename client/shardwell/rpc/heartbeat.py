@@ -82,7 +82,7 @@ class TakesPart(Protocol):
 
 
 class Heartbeats:
-    """Those of one client. Any thread may use it.
+    """The heartbeats of one client. Any thread may use it.
 
     Args:
         channels: Those of all shards.

@@ -36,7 +36,7 @@ _BY_WEIGHT = ("lost", "over", "draining", "seated", "awaited", "unknown")
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Those of one parameter or table."""
+    """The members of one parameter or table."""
 
     kind: str
     """"parameter" or "table"."""

@@ -63,7 +63,7 @@ class Surroundings(Protocol):
         """
 
     def describe(self, shard_index: int) -> str:
-        """Which shard that is, and where, for messages."""
+        """Names a shard and its address, for messages."""
 
     def replace_older(self) -> bool:
         """Ends older clients of this process that have this worker's seats; whether there were."""

@@ -37,7 +37,7 @@ class Session(NamedTuple):
 
 
 def new_session() -> Session:
-    """That of a client which connects now, in this process."""
+    """Draws the session of a client that connects now, in this process."""
     return Session(secrets.randbits(63) + 1, host_name(), os.getpid(), own_identity())
 
 

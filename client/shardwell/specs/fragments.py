@@ -95,7 +95,7 @@ class Deal:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that are there."""
+        """Names of the existing parameters."""
         return [each.parameter for each in self.fragments]
 
     @property

@@ -297,7 +297,7 @@ class TensorLayout:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """That of each tensor, in order."""
+        """The shape of each tensor, in order."""
         return [tensor.shape for tensor in self.tensors]
 
     @cached_property

@@ -73,7 +73,7 @@ class Elastic:
 
     @staticmethod
     def crew(worker_count: int | None, members: Elastic | None) -> dict[str, Any]:
-        """Those of the two that were given, as arguments of `Client.parameter`."""
+        """The given ones of the two, as arguments of `Client.parameter`."""
         given = {"worker_count": worker_count, "members": members}
         return {name: value for name, value in given.items() if value is not None}
 

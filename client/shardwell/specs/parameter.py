@@ -137,7 +137,7 @@ class TrainingSpec:
 
     @property
     def crew(self) -> str:
-        """Who makes a step, for messages and status: "4 workers", "2 to 64 members"."""
+        """The workers that make a step, for messages and status: "4 workers", "2 to 64 members"."""
         if self.members is not None:
             return f"{self.members.min_count} to {self.members.max_count} members"
         return f"{self.worker_count} worker{'s' * (self.worker_count != 1)}"

@@ -37,11 +37,11 @@ class Spec(Protocol):
 
     @property
     def members(self) -> Elastic | None:
-        """Who makes its steps, where workers come and go."""
+        """Limits of the members that make its steps, where workers come and go."""
 
     @property
     def crew(self) -> str:
-        """Who makes a step, in words."""
+        """The workers that make a step, in words."""
 
     @property
     def worker_count(self) -> int:

@@ -149,7 +149,7 @@ class ShardedIds(NamedTuple):
                 yield shard_index
 
     def subset(self, places: Ids) -> ShardedIds:
-        """Those at the places, which ascend."""
+        """The ids at these indexes, which ascend."""
         bounds = np.searchsorted(places, self.bounds)
         return ShardedIds(self.ids[places], bounds.tolist())
 

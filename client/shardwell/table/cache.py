@@ -122,7 +122,7 @@ class RowCache:
         return words
 
     def _located(self, ids: Ids, sets: npt.NDArray[np.uint64]) -> tuple[Ids, Ids]:
-        """Which of the ids have a place, fresh or not, and where."""
+        """Finds the ids that have a place, fresh or not, and where."""
         there = np.flatnonzero(self._keys.take(sets, axis=0) == ids[:, np.newaxis])
         found, ways = there // WAY_COUNT, there % WAY_COUNT
         places = sets[found].view(np.int64) * WAY_COUNT + ways
@@ -130,7 +130,7 @@ class RowCache:
         return found[is_used], places[is_used]
 
     def _take_places(self, sets: npt.NDArray[np.uint64], new: Ids) -> tuple[Ids, Ids]:
-        """Which of the new ones find room, and where: in their sets' next places."""
+        """Finds the new ids that get room, and where: in their sets' next places."""
         new = new[np.argsort(sets[new], kind="stable")]
         new_sets = sets[new].view(np.int64)
         is_first = np.ones(new.size, np.bool_)

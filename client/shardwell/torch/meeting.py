@@ -315,7 +315,7 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 def _address_towards(host: str) -> str | None:
-    """Which of its own addresses the system uses on the way to a host; None: there is no way."""
+    """The own address that the system uses on the way to a host; None: there is no way."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -564,7 +564,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             self._take_weights()
 
     def _gradient_versions(self) -> list[tuple[torch.Tensor | None, int]]:
-        """Which gradients the model has, and how often they were written."""
+        """The gradients that the model has, and how often they were written."""
         grads = [tensor.grad for tensor in self._tensors.values()]
         return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
@@ -778,7 +778,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             raise ArgumentError(f"{what} in the middle of a step; call step() before")
 
     def _training_state(self) -> TrainingState:
-        """Of the weights that the last step has brought."""
+        """The training state at the weights of the last step."""
         is_sync = self.parameter.spec.mode == "sync"
         return TrainingState(
             name=self.parameter.name,
@@ -787,7 +787,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Of the constructor's alone: what is trained was agreed on by all workers.
+        """Refuses groups after the constructor's: all workers agreed on the trained tensors.
 
         Raises:
             ArgumentError: afterwards.

@@ -107,7 +107,7 @@ class _Work(dist.Work):
         return self._ended.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Of the tensor; torch makes a RuntimeError of an error, with its name and text."""
+        """The tensor's future; torch makes a RuntimeError of an error, with its name and text."""
         return self._future
 
     def result(self) -> list[torch.Tensor]:

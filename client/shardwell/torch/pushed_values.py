@@ -53,7 +53,7 @@ class PushedValues:
 
     @staticmethod
     def of(saved: Any, spec: ParameterSpec, version: int) -> PushedValues:
-        """Those of a state_dict, whose tensors may have been saved in another order.
+        """The values of a state_dict, whose tensors may have been saved in another order.
 
         Raises:
             ArgumentError: an array or tensor is missing, or has another shape; names it.

@@ -282,7 +282,7 @@ def _agree_on_frozen(
 
 
 def _digests(frozen: Mapping[str, torch.Tensor]) -> list[Float32]:
-    """Of each tensor, of its bytes: 8 numbers of 16 bits."""
+    """Digest of each tensor's bytes: 8 numbers of 16 bits."""
     for name, tensor in frozen.items():
         check_readable(name, tensor)
     thread_count = min(8, os.cpu_count() or 1)  # hashing lets go of the GIL

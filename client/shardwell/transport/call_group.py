@@ -66,7 +66,7 @@ class CallGroup:
         return call
 
     def failure(self, channel: ShardEndpoint, error: grpc.RpcError) -> tuple[ShardEndpoint, Any]:
-        """Which call failed first, given one that failed."""
+        """Finds the call that failed first, given one that failed."""
         with self._lock:
             if self._first is None:
                 self._first = (channel, error)

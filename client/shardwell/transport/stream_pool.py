@@ -40,7 +40,7 @@ Each open stream counts in the shard's stream_count_max."""
 
 
 class Connections:
-    """Which of a client's connections its calls use now, and the lock of its idle sets."""
+    """The connection that a client's calls use now, and the lock of its idle sets."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -216,28 +216,28 @@ _CONTROL_CONTEXT = extended(0, Kind.GRADIENT_CONTROL)
 
 @functools.lru_cache(maxsize=1024)
 def gradient_context(parameter: str, worker_id: str) -> int:
-    """Of PutGradient, and of what Exchange is sent."""
+    """Context of PutGradient, and of Exchange's requests."""
     return extended(0, Kind.GRADIENT, parameter, worker_id)
 
 
 def weights_context(parameter: str) -> int:
-    """Of answers of GetWeights and Exchange, which all workers share."""
+    """Context of answers of GetWeights and Exchange, which all workers share."""
     return extended(0, Kind.WEIGHTS, parameter)
 
 
 @functools.lru_cache(maxsize=1024)
 def outcome_context(parameter: str) -> int:
-    """Of outcomes of steps."""
+    """Context of outcomes of steps."""
     return extended(0, Kind.OUTCOME, parameter)
 
 
 def weights_fetch_context(parameter: str) -> int:
-    """Of questions for weights that Exchange is sent."""
+    """Context of Exchange's requests for weights."""
     return extended(0, Kind.WEIGHTS_FETCH, parameter)
 
 
 def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> int:
-    """Of InitWeights, whose first message is `opening`."""
+    """Context of InitWeights, whose first message is `opening`."""
     rate = opening.learning_rate if opening.HasField("learning_rate") else None
     return extended(
         0,
@@ -252,44 +252,44 @@ def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> i
 
 
 def snapshot_context(parameter: str) -> int:
-    """Of answers of Snapshot."""
+    """Context of answers of Snapshot."""
     return extended(0, Kind.SNAPSHOT, parameter)
 
 
 @functools.lru_cache(maxsize=1024)
 def row_gradients_context(table: str, worker_id: str) -> int:
-    """Of gradients that ExchangeRows is sent."""
+    """Context of gradients in ExchangeRows."""
     return extended(0, Kind.ROW_GRADIENTS, table, worker_id)
 
 
 def rows_fetch_context(table: str) -> int:
-    """Of questions that ExchangeRows is sent."""
+    """Context of ExchangeRows' requests for rows."""
     return extended(0, Kind.ROWS_FETCH, table)
 
 
 def rows_answer_context(table: str) -> int:
-    """Of rows that ExchangeRows answers; see `rows_answer`."""
+    """Context of rows that ExchangeRows answers; see `rows_answer`."""
     return extended(0, Kind.ROWS_ANSWER, table)
 
 
 def rows_counted_context(table: str) -> int:
-    """Of what ExchangeRows answers to the end of a step."""
+    """Context of ExchangeRows' answer to the end of a step."""
     return extended(0, Kind.ROWS_COUNTED, table)
 
 
 @functools.lru_cache(maxsize=1024)
 def rows_outcome_context(table: str) -> int:
-    """Of outcomes of steps of rows."""
+    """Context of outcomes of steps of rows."""
     return extended(0, Kind.ROWS_OUTCOME, table)
 
 
 def rows_scan_context(table: str, content: int) -> int:
-    """Of answers of ScanRows."""
+    """Context of answers of ScanRows."""
     return extended(0, Kind.ROWS_SCAN, table, content)
 
 
 def rows_load_context(opening: table_pb2.LoadRowsRequest) -> int:
-    """Of LoadRows, whose first message is `opening`."""
+    """Context of LoadRows, whose first message is `opening`."""
     rate = opening.learning_rate if opening.HasField("learning_rate") else None
     return extended(
         0,
@@ -309,7 +309,7 @@ def peer_context(
     ranks: Sequence[int],
     sample_counts: Sequence[int],
 ) -> int:
-    """Of the chunks of one collective.
+    """Context of the chunks of one collective.
 
     Args:
         group: Its name.
@@ -353,7 +353,7 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
 
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:
-    """Of what a chunk of a gradient says besides, which may differ when it is sent again."""
+    """CRC of a gradient chunk's control fields, which may differ when it is sent again."""
     crc = _with_numbers(
         _CONTROL_CONTEXT, header.end_of_step, header.counts_only, header.wait_timeout_ms
     )

@@ -92,7 +92,7 @@ class Access:
         )
 
     def quotas(self) -> dict[str, Quota]:
-        """Those of the file, by the names of tokens."""
+        """The quotas of the file, by the names of tokens."""
         found = {} if self._tokens is None else self._tokens.last
         return {each.name: each.quota for each in found.values()}
 
@@ -108,7 +108,7 @@ class Access:
                 files.now()
 
     def principal(self, authorization: str | None) -> Principal:
-        """Who makes a call.
+        """Returns the principal that makes a call.
 
         Args:
             authorization: What it brings; None: nothing.

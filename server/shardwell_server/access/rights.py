@@ -104,7 +104,7 @@ def grants_of(texts: object) -> tuple[Grant, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Principal:
-    """Who makes calls: the name of a token, with what it may do.
+    """A caller: the name of a token, with what it may do.
 
     Two are equal where nothing about the token has changed.
     """

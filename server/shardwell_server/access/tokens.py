@@ -89,7 +89,7 @@ class Token:
         }
 
     def principals(self) -> Iterator[Principal]:
-        """Who calls, by each of its secrets."""
+        """The principal of each secret."""
         for digest in self.digests:
             given = {} if self.expires_s is None else {"expires_s": self.expires_s}
             yield Principal(

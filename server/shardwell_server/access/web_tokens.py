@@ -96,7 +96,7 @@ def _key_of(what: str, given: object) -> Key:
 
 
 def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
-    """Who calls with that token.
+    """Returns the principal that calls with that token.
 
     Args:
         token: Three parts, with a dot between them.

@@ -83,18 +83,18 @@ class SumLayout:
 
     @property
     def undo_entry_size_bytes(self) -> int:
-        """Of one entry, for words and sums."""
+        """Bytes of one entry, for words and sums."""
         arrays = (np.empty(0, np.uint64), np.empty((0, self.dim), np.float32))
         return entry_bytes(arrays, self.row_count)
 
     @property
     def size_bytes(self) -> int:
-        """Of everything."""
+        """Bytes of everything."""
         return self.undo_offset + UNDO_ENTRY_COUNT * self.undo_entry_size_bytes
 
 
 class State(enum.IntEnum):
-    """Of the file. Numbers are those in it."""
+    """State of the file. Numbers are those in it."""
 
     CLOSED = 1
     """All is on disk, as the summary says."""
@@ -188,7 +188,7 @@ class FileState:
         return self._words, _STATE_WORD, _word(state)
 
     def boot_id(self) -> str:
-        """Which start of the machine opened the file last; "": unknown.
+        """Id of the machine's start that opened the file last; "": unknown.
 
         Raises:
             StorageError: it was damaged.

@@ -106,7 +106,7 @@ class StripeLocks:
                 self._sweep()
 
     def _claimed(self, found: Stripes) -> Stripes | None:
-        """Those found, and those that writers hold or wait for; None for all."""
+        """The found stripes, and those that writers hold or wait for; None for all."""
         claims = [found]
         for other in (*self._holders, *self._waiting):
             if not other.is_shared:

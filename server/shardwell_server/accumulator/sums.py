@@ -219,7 +219,7 @@ class StoredSums:
         self._reached("words")
 
     def with_sum(self, rows: Rows) -> Rows:
-        """Those of the rows that have a sum; all are reserved."""
+        """The rows that have a sum; all are reserved."""
         words = self._words[rows]
         return rows if np.count_nonzero(words) == rows.size else rows[words != 0]
 
@@ -245,7 +245,7 @@ class StoredSums:
         self._reached("words cleared")
 
     def summary(self, rows: Rows) -> Summary:
-        """Of rows that are all that have a sum."""
+        """Summary of rows that are all that have a sum."""
         return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
 
     def take_back(self) -> int:

@@ -131,7 +131,7 @@ class StepFigures:
 
 @dataclass
 class _Times:
-    """Of one direction of one shard, by codec."""
+    """Times of one direction of one shard, by codec."""
 
     by_codec: dict[str, list[float]] = field(
         default_factory=lambda: {codec: [] for codec in _CODECS}

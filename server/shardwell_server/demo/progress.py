@@ -52,7 +52,7 @@ class TrainingState:
 
     @property
     def steps_per_s(self) -> float:
-        """Of each worker, over the whole training; the first step only starts the clock."""
+        """Each worker's steps a second in the whole training; the first one starts the clock."""
         return (self.step - 1) / self.training_s if self.step > 1 and self.training_s > 0 else 0.0
 
     @property

@@ -139,7 +139,7 @@ class TraceService:
 
 
 def _workers_of(own: pb.RecordResponse) -> set[str]:
-    """Those that a shard's message names anyway."""
+    """The workers that a shard's message names anyway."""
     process = own.process
     named = {process.words[number] for number in set(process.peers)}
     return named.union(worker.worker_id for step in own.open_steps for worker in step.wait.workers)

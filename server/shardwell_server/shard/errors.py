@@ -27,7 +27,7 @@ class Ends(Protocol):
     """Workers with a seat whose sessions have ended in order, the first one first."""
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
-        """Those that have ended in order, and for how long they may be expected back."""
+        """The workers that have ended in order, and for how long they may be expected back."""
 
 
 class TableSteps(Ends, Protocol):
@@ -212,7 +212,7 @@ def _check_ended(
 
 
 def _names(missing: list[str], unknown_count: int, unknown: str) -> str:
-    """Those who are missing, of many some; and so many that are `unknown`."""
+    """The missing workers, of many some; and the number of `unknown` ones."""
     named = ", ".join(repr(worker_id) for worker_id in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"

@@ -84,7 +84,7 @@ class Liveness(Protocol):
 
 
 class Tenure(NamedTuple):
-    """Of a seat; see the module."""
+    """The tenure of a seat; see the module."""
 
     number: int = 0
     """Drawn by its worker; 0 where seats are kept for good."""
@@ -210,7 +210,7 @@ SeatT = TypeVar("SeatT", bound=Seat)
 
 
 class Contributor(Generic[SeatT]):
-    """Who asks for a seat, or whose gradients a stream carries.
+    """A worker that asks for a seat, or whose gradients a stream carries.
 
     Args:
         worker_id: The worker's id.
@@ -664,7 +664,7 @@ class Seats(ABC, Generic[SeatT]):
             self.ended[seat.worker_id] = number
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
-        """Those of some workers that have ended in order, and under whose ids no session attends.
+        """The workers that have ended in order, and under whose ids no session attends.
 
         Returns:
             Their ids, and for how many seconds more all of them may be expected back: 0 once one
@@ -731,7 +731,7 @@ class Seats(ABC, Generic[SeatT]):
 
     @property
     def done_worker_ids(self) -> list[str]:
-        """Those with a seat whose sessions have ended in order."""
+        """Workers with a seat whose sessions have ended in order."""
         return [seat.worker_id for seat in self.seats if seat.owner is None]
 
     def living(self, but: int = 0) -> list[tuple[str, int, float]]:

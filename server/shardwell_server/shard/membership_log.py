@@ -187,7 +187,7 @@ class MembershipLog(ABC, Generic[SeatT]):
 
     @abstractmethod
     def _own_events(self) -> list[Event]:
-        """Those that only parameters, or only tables, have."""
+        """Events that only parameters, or only tables, have."""
 
     @abstractmethod
     def _restore_own(self, event: Event) -> None:

@@ -61,7 +61,9 @@ class Gone(NamedTuple):
 
 
 class NameChanges:
-    """Of one shard. A thread that changes anything holds the lock of all names; any may ask.
+    """The name changes of one shard.
+
+    A thread that changes anything holds the lock of all names; any thread may read.
 
     Args:
         store: Where they are noted.

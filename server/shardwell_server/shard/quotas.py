@@ -156,7 +156,7 @@ class Usages:
         self._by_name: dict[str, Usage] = {}
 
     def of(self, name: str, quota: Quota | None = None) -> Usage:
-        """That of a token; with the quota that is known now, where it is."""
+        """The usage of a token, with its current quota if there is one."""
         with self._lock:
             usage = self._by_name.get(name)
             if usage is None:

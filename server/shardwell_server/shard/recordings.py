@@ -46,7 +46,7 @@ class Recording:
 
 
 class Recordings:
-    """Of one shard. Any thread may call it."""
+    """The recordings of one shard. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = Changes()

@@ -58,7 +58,7 @@ class _Attending:
 
 
 class _Call(NamedTuple):
-    """By which a session attends."""
+    """A call by which a session attends."""
 
     end: Callable[[], object]
     usage: Usage | None
@@ -69,7 +69,9 @@ def _name_of(usage: Usage | None) -> str:
 
 
 class Sessions:
-    """Those of one shard. Any thread may call it; inside, only the lock of a `Usage` is taken.
+    """The sessions of one shard.
+
+    Any thread may call it; inside, only the lock of a `Usage` is taken.
 
     Args:
         count_max: Sessions that may attend at once; of as many that have left it is known when,
@@ -113,7 +115,7 @@ class Sessions:
         return len(self._attending)
 
     def by_worker(self) -> dict[str, Attendance]:
-        """Those that attend, by the workers as which they contribute; of several one."""
+        """The attending sessions, by the workers as which they contribute; of several one."""
         with self._lock:
             return {
                 each.worker_id: Attendance(

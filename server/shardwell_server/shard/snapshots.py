@@ -180,7 +180,7 @@ SnapshotT = TypeVar("SnapshotT", bound=Snapshot)
 
 
 class Snapshots(Generic[SnapshotT]):
-    """Those of one parameter or table that are under way.
+    """Snapshots of one parameter or table that are under way.
 
     Args:
         what: What they are, for messages: "snapshots of 'model'".

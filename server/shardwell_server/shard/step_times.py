@@ -33,7 +33,7 @@ class Durations:
 
 
 class StepTimes:
-    """Of one parameter or table on this shard. Any thread may call it.
+    """Step times of one parameter or table on this shard. Any thread may call it.
 
     Args:
         part_count: What closes a step one by one: the chunks of a slice, or 1 for a table.

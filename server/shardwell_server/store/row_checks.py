@@ -96,7 +96,7 @@ class SumChecks:
         self._sum_constants = words.odd(2)
 
     def of_sums(self, places: Places, has_sum: npt.NDArray[np.bool_], sums: Float32) -> Checks:
-        """Of the sums of rows, which count where there is one; (n, dim), C-contiguous."""
+        """Checks of the sums of rows, which count where there is one; (n, dim), C-contiguous."""
         found = self._of_sum.of(sums)
         found += self._sum_constants[1]
         found *= has_sum.view(np.uint8)  # not as bool, which hides damaged bits
@@ -126,7 +126,7 @@ class RowChecks(SumChecks):
         last_steps: Int64,
         *arrays: Float32,
     ) -> Checks:
-        """Of rows at these places; all arrays are (n, ...), C-contiguous: weights, then slots."""
+        """Checks of rows at places; all arrays are (n, ...), C-contiguous: weights, then slots."""
         found = _words(places) * self._value_constants[0]
         for values, constant in zip(
             (keys, update_counts, last_steps), self._value_constants[1:], strict=True
@@ -137,7 +137,7 @@ class RowChecks(SumChecks):
         return found
 
     def of_keys(self, places: Places, keys: Int64, update_counts: Int64) -> Checks:
-        """Of the rows' keys, and of whether there is a row."""
+        """Checks of the rows' keys, and of whether there is a row."""
         found = _words(places) * self._key_constants[0]
         found += _words(keys) * self._key_constants[1]
         found += (update_counts == FREE) * self._key_constants[2]

@@ -203,7 +203,7 @@ class CallMatcher:
             )
 
     def _reached(self, rank: int) -> int:
-        """Which call it can make next, as a member of all."""
+        """Index of the call that it can make next, as a member of all."""
         owed = self._owed.get(rank)
         return self._next_index[rank] if owed is None else owed.call_index
 

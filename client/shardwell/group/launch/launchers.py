@@ -44,7 +44,7 @@ _BY_HAND = "or pass rank=, size= and rendezvous="
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Who started this worker, and what it says about the job."""
+    """The program that started this worker, and what it says about the job."""
 
     source: str
     """For messages: "shardwell run", "torchrun", "Open MPI", "MPICH/Intel MPI (PMI)", "MVAPICH2",
@@ -110,7 +110,7 @@ _MPIS = (
 
 
 def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launcher:
-    """Who started the process that has these variables.
+    """Finds the launcher that started the process with these variables.
 
     Args:
         environ: The process's environment.
@@ -126,7 +126,7 @@ def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launche
 
 
 def known_launcher(environ: Mapping[str, str], parent_pid: int | None = None) -> Launcher | None:
-    """Who started the process, as `find_launcher`; None where no launcher has set a rank.
+    """The launcher of this process, as by `find_launcher`; None where no launcher has set a rank.
 
     Raises:
         ArgumentError: variables contradict one another or are no numbers.

@@ -150,7 +150,7 @@ class Roster:
         return 2 * sum(seat.member is not None for seat in self.seats) > len(self.seats)
 
     def living(self) -> list[Seat]:
-        """Those that are not lost, by rank."""
+        """The members that are not lost, by rank."""
         return [seat for seat in self.seats if not seat.lost_reason]
 
     def living_at(self, rank: int) -> Seat | None:
@@ -216,7 +216,7 @@ class Forming:
         )
 
     def unchecked_ranks(self) -> list[int]:
-        """Those who have not said that they reached all."""
+        """Ranks that have not said that they reached all."""
         return [
             rank
             for rank, applicant in enumerate(self.applicants)
@@ -258,7 +258,7 @@ class GenerationNumbers:
 
 
 def incarnation_of(number: int) -> int:
-    """Which life of a server formed a generation."""
+    """The incarnation of the server that formed a generation."""
     return number & (1 << INCARNATION_BITS) - 1
 
 

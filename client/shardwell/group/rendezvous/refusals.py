@@ -17,7 +17,7 @@ _REASON_SIZE_MAX_BYTES = 400
 
 
 class Refusals:
-    """Of one gathering.
+    """Refusals of one gathering.
 
     Args:
         count_max: How many texts are remembered for those who wait.

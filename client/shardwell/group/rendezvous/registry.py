@@ -24,7 +24,7 @@ _SWEEP_INTERVAL_S = 1.0
 
 
 class Owner(NamedTuple):
-    """Whose token a worker brings."""
+    """The owner of a worker's token."""
 
     name: str = ""
     """Empty: the caller brought no token."""

@@ -27,7 +27,7 @@ _NAMED_COUNT_MAX = 8
 
 
 class Holder(NamedTuple):
-    """Who has what another asks for."""
+    """The member that has what another asks for."""
 
     rank: int
     """The rank that it has or asks for."""
@@ -58,7 +58,7 @@ class Seating:
         )
 
     def member_ids(self, now_s: float) -> set[str]:
-        """Of all that wait, or are members, and whose leases have not ended."""
+        """Ids of all that wait, or are members, and whose leases have not ended."""
         seats = [(seat.member, seat.lease) for seat in self.living()]
         waiting = [(one.member, one.lease) for one in self.applicants.values()]
         return {
@@ -68,7 +68,7 @@ class Seating:
         }
 
     def placed(self) -> dict[int, Applicant]:
-        """Those who would take part, by the ranks they want; others contend with the holders."""
+        """Applicants that would take part, by the ranks they want; others contend for them."""
         if self.is_elastic:
             return self._placed_by_age()
         placed: dict[int, Applicant] = {}
@@ -79,7 +79,7 @@ class Seating:
         return placed
 
     def _placed_by_age(self) -> dict[int, Applicant]:
-        """Those who would take part in an elastic group: members that come back, then newcomers.
+        """An elastic group's next participants: members that come back, then newcomers.
 
         Members have the ranks that they had, newcomers the ranks that are free.
         """
@@ -100,7 +100,7 @@ class Seating:
         return self.spec.min_size > 0
 
     def agreeing(self) -> list[Applicant]:
-        """Those who ask for the group as it is."""
+        """Applicants that ask for the group as it is."""
         return [one for one in self.applicants.values() if one.spec == self.spec]
 
     def drop_those_left_behind(self) -> None:
@@ -126,7 +126,7 @@ class Seating:
         return Holder(rank, placed[rank].member, placed[rank].lease)
 
     def _holders(self) -> list[Holder]:
-        """Those who have the group's name."""
+        """Members and applicants that hold the group's name."""
         waiting = [Holder(one.rank, one.member, one.lease) for one in self.agreeing()]
         return [Holder(seat.rank, seat.member, seat.lease) for seat in self.living()] + waiting
 
@@ -147,7 +147,7 @@ class Seating:
         return [] if self.generation is None else self.generation.living()
 
     def leases(self) -> list[Lease]:
-        """Of all that live, as members or applicants."""
+        """Leases of all that live, as members or applicants."""
         waiting = [applicant.lease for applicant in self.applicants.values()]
         return waiting + [seat.lease for seat in self.living()]
 

@@ -426,7 +426,7 @@ class Gathering:
             raise WorkerLostError(left_behind_text(*where, generation), rank=request.rank)
 
     def _known_number(self) -> int:
-        """Of the generation that lives, or else the last one that did."""
+        """Number of the generation that lives, or else of the last one that did."""
         generation = self.seating.generation
         return self._ended_number if generation is None else generation.number
 

@@ -91,7 +91,7 @@ class ChunkArithmetic:
         """Encoded bytes, before they go to shared memory, where they may change."""
 
     def payload_bytes(self, where: Slice) -> int:
-        """Of a message for a range."""
+        """Payload bytes of a message for a range."""
         return where.size * self._codec.codec.item_size
 
     def contribution(self, index: int, where: Slice, room: Room | None = None) -> bytes:

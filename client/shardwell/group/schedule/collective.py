@@ -259,7 +259,7 @@ class Collective:
         return _sendings(targets, messages, rooms, where)
 
     def _place(self, arrival: Arrival) -> tuple[Slice, Role]:
-        """Which chunk a message is for, and this rank's role for it.
+        """The chunk that a message is for, and this rank's role for it.
 
         Raises:
             CorruptChunkError: it was damaged, if it has no place; or none is due from its sender.

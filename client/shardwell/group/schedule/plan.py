@@ -68,14 +68,14 @@ class Role:
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """Who is sent a chunk when all that this rank adds to it has been added."""
+        """Ranks that get a chunk when this rank has added its part."""
         if self.inflow is not None and self.inflow.target is not None:
             return (self.inflow.target,)
         return () if self.outflow is None else self.outflow.targets
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """Who sends a message for a chunk; twice where a rank does so on both ways."""
+        """Ranks that send a message for a chunk; twice where a rank does so on both ways."""
         senders = () if self.inflow is None else self.inflow.sources
         if self.outflow is not None and self.outflow.source is not None:
             senders += (self.outflow.source,)

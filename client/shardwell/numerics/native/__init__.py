@@ -110,5 +110,5 @@ LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)
 
 
 def describe() -> str:
-    """Who computes in this process, in a few words."""
+    """The code that computes in this process, in a few words."""
     return f"NumPy ({_MISSING})" if LIBRARY is None else f"native code ({LIBRARY.variant})"

@@ -33,7 +33,7 @@ class Evaluator(Closing):
             raise
 
     def accuracy(self, timeout_s: float = _TIMEOUT_S) -> float:
-        """Of the weights as they are on the shards now; a worker must have called `init`.
+        """Accuracy of the weights as they are on the shards now; a worker must have called `init`.
 
         Raises:
             ShardUnavailableError, DeadlineError: a shard did not answer in time.

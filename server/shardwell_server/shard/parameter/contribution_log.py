@@ -32,7 +32,7 @@ _BEGIN = b'{"parameter": "'
 
 
 class ClosedSet(NamedTuple):
-    """Who contributed to a step of a chunk."""
+    """The contributors to a step of a chunk."""
 
     parameter: str
     incarnation: int

@@ -50,7 +50,7 @@ class Contributions:
             self._log(step, chunk_index, found)
 
     def of_step(self, step: int) -> dict[int, Contributors]:
-        """Who contributed to each chunk that has closed a step; empty: it is not known any more."""
+        """The contributors to each chunk that has closed a step; empty: no longer known."""
         with self._lock:
             return dict(self._by_step.get(step, {}))
 

@@ -20,7 +20,7 @@ LEARNER_COUNT_MAX = 1024
 
 
 class Reports:
-    """Of one parameter, in memory. Any thread may call it."""
+    """Reports of one parameter, in memory. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -213,7 +213,7 @@ class SlotTable:
 
 
 def _matches(lines: Ids, ids: Ids) -> Ids:
-    """Which slots have the id that is wanted of their line. A key is in one slot at the most."""
+    """Finds the slots that have the id wanted of their line; a key has one slot at the most."""
     at = np.flatnonzero(lines[:, 0] == np.repeat(ids, LINE))
     is_real = lines[at, 1] != _EMPTY
     return at if is_real.all() else at[is_real]  # an empty slot looks like id 0

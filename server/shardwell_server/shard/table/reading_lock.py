@@ -6,7 +6,7 @@ import threading
 
 
 class _Turns:
-    """Who has the lock, and who waits for it; guarded by `changed`."""
+    """The holders of the lock, and those that wait for it; guarded by `changed`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.Lock())

@@ -72,7 +72,7 @@ class RowSlots:
         return places
 
     def take(self, places: Places) -> None:
-        """Those of the last `plan` have rows now."""
+        """Marks the slots of the last `plan` as taken by rows."""
         fresh = int(np.count_nonzero(places >= self.used))
         self.used += fresh
         self._free_count -= places.size - fresh

@@ -13,7 +13,7 @@ from shardwell.placement.rows import Ids
 
 
 class RowsBefore:
-    """Of one table on one shard."""
+    """Rows before the newest step, of one table on one shard."""
 
     def __init__(self) -> None:
         self.step = -1

@@ -122,7 +122,7 @@ class TableSnapshot(Snapshot):
 
 
 class TableSnapshots(Snapshots[TableSnapshot]):
-    """Those of one table that are under way. What changes the table's rows calls it.
+    """Snapshots of one table that are under way. Code that changes the table's rows calls it.
 
     Args:
         spec: The table.

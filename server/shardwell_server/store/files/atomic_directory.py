@@ -37,7 +37,7 @@ class AtomicDirectories:
         """What has the next number's name because it could not be removed."""
 
     def existing(self) -> Iterator[Path]:
-        """Those that were made, in order; removes what was never made. To be called first.
+        """The finished directories, in order; removes unfinished ones. To be called first.
 
         Raises:
             StorageError: another thing has the path, or it can't be read.

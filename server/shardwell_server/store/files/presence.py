@@ -55,7 +55,7 @@ class NamedFiles:
 
 
 class Presence:
-    """Of a store's directory and all that is in it; once something is gone, it is gone for good.
+    """Presence of a store's directory and its files; what is gone once is gone for good.
 
     `check` may be called from any thread, `look` from one at a time.
     """

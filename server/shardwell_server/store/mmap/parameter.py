@@ -322,7 +322,7 @@ class MmapParameter(MmapStorage):
         return array[start : start + self.layout.chunk_element_count]
 
     def _crcs(self, chunk_index: int) -> tuple[int, ...]:
-        """Of weights, sum (0 if there is none) and slots, as they lie."""
+        """CRCs of weights, sum (0 if there is none) and slots, as they lie."""
         arrays = (self.weights, self.gradient_sum, *self.slots)
         return tuple(
             0 if array is None else _crc(self._chunk(array, chunk_index)) for array in arrays
