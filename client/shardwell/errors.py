@@ -13,7 +13,7 @@
     ├── SeatsTakenError                   worker_count other workers contribute already
     ├── WorkerIdInUseError                another process contributes under this worker's id
     ├── MembersAliveError                 delete() of what workers still use; it names them
-    ├── CorruptChunkError                 a chunk whose CRC, length or place does not fit
+    ├── CorruptChunkError                 a chunk whose CRC, length or index does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
     ├── AuthenticationError (ConnectionError)  TLS or a token: one side does not believe the other
     ├── AccessDeniedError (PermissionError)    the token has no right to that

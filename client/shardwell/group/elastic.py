@@ -151,7 +151,7 @@ class ElasticGroup(Group):
         """
         raise ArgumentError(
             "in an elastic group a worker without more batches leaves with close(); join() keeps "
-            "the places of workers that are to go on together"
+            "the ranks of workers that are to go on together"
         )
 
     @override

@@ -379,7 +379,7 @@ class Generation:
 
 
 class Membership(Protocol):
-    """How a group comes to its generations, and keeps its place."""
+    """How a group comes to its generations, and keeps its rank."""
 
     @property
     def generation(self) -> Generation:
@@ -410,4 +410,4 @@ class Membership(Protocol):
         """Ends the generation when the calls that were made are done, and then `close`."""
 
     def close(self) -> None:
-        """Gives up the place, and ends the server."""
+        """Gives up the rank, and ends the server."""

@@ -126,7 +126,7 @@ class Group(Connected):
 
     @property
     def rank(self) -> int:
-        """This worker's 0-based place; `rebuild`, and calls of an elastic group, may change it."""
+        """This worker's 0-based rank; `rebuild`, and calls of an elastic group, may change it."""
         return self._generation.rank
 
     @property
@@ -429,7 +429,7 @@ class Group(Connected):
 
         Raises:
             WorkersMissingError: members that live did not call it in time; they are named. This
-                one keeps its place; call it again, or leave.
+                one keeps its rank; call it again, or leave.
             WorkerUnreachableError, ShardUnavailableError: see `join_group`.
             RankTakenError, WorkerLostError: the others went on without this one, which they took
                 for dead; join again.

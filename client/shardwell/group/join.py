@@ -1,4 +1,4 @@
-"""How a worker comes into a group, keeps its place there, and comes into the next generation."""
+"""How a worker comes into a group, keeps its rank there, and comes into the next generation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def join_group(
     Args:
         name: The group's name; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's
             job, or "default".
-        rank: This worker's 0-based place. In an elastic group a wish, which need not be given.
+        rank: This worker's 0-based rank. In an elastic group a wish, which need not be given.
         size: Number of workers, 1 to 256; the largest number in an elastic group.
         strategy: `Ring()` (default), `Tree(arity=2)` or `Centralized()`; or its spelling, such as
             "tree(arity=2)".

@@ -215,7 +215,7 @@ class ParameterSpec(TrainingSpec):
     mode: ModeName = "sync"
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False
-    """Let NaN and infinity through; the default refuses them, with their place."""
+    """Let NaN and infinity through; the default refuses them, with their index."""
     layout: TensorLayout | None = None
     """The tensors in it; None: it is one vector."""
     members: Elastic | None = None

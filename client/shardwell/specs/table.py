@@ -60,7 +60,7 @@ class TableSpec(TrainingSpec):
     mode: ModeName = "sync"
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False
-    """Let NaN and infinity through; the default refuses them, with their place."""
+    """Let NaN and infinity through; the default refuses them, with their index."""
     members: Elastic | None = None
     """Workers that come and go make its steps; None: worker_count of them, for good."""
 

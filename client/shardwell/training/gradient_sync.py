@@ -62,7 +62,7 @@ class ReducingGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """This worker's place among the members now."""
+        """This worker's rank among the members now."""
 
     @property
     def size(self) -> int:

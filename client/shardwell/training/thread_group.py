@@ -297,24 +297,24 @@ class ThreadedSync:
         thread = threading.current_thread()
         with self._condition:
             self._check_usable()
-            place = self._seat(thread) if rank is None else self._check_rank(rank)
+            own_rank = self._seat(thread) if rank is None else self._check_rank(rank)
         call = ThreadCall.of(array, op, sample_count, allow_non_finite=self._allow_non_finite)
         with self._condition:
             self._check_usable()
-            other = self._under_way.get(place)
+            other = self._under_way.get(own_rank)
             if other is not None:
                 raise ArgumentError(
-                    f"rank {place} is used by two threads at once, {other.name!r} and "
+                    f"rank {own_rank} is used by two threads at once, {other.name!r} and "
                     f"{thread.name!r}; give each thread a rank of its own",
-                    rank=place,
+                    rank=own_rank,
                 )
-            self._under_way[place] = thread
+            self._under_way[own_rank] = thread
             round_ = self._next
         try:
-            self._take_part(round_, place, call)
+            self._take_part(round_, own_rank, call)
         finally:
             with self._condition:
-                del self._under_way[place]
+                del self._under_way[own_rank]
                 self._condition.notify_all()
 
     def reset(self) -> None:

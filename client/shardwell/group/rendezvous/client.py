@@ -1,4 +1,4 @@
-"""The rendezvous as a worker sees it: it asks for a place until its generation is ready.
+"""The rendezvous as a worker sees it: it asks for a rank until its generation is ready.
 
 JoinGroup is asked again and again, so a rendezvous that is not there yet, or that is started anew
 meanwhile, costs time and nothing else.
@@ -121,7 +121,7 @@ class Rendezvous(Closing):
         """A place in the group's next generation; blocks until all its members are there.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
-        that follows a generation keeps its place there, and may ask again.
+        that follows a generation keeps its rank there, and may ask again.
 
         Args:
             spec: What all members must agree on.

@@ -46,7 +46,7 @@ class Lease:
 
 
 class Applicant:
-    """A worker that asks for a place in the next generation."""
+    """A worker that asks for a rank in the next generation."""
 
     __slots__ = (
         "asked_rank",

@@ -1,4 +1,4 @@
-"""Who has which place of a group: the members that live, and those who ask for one. Pure.
+"""The ranks of a group: members that live, and applicants. Pure.
 
 An applicant that asks for the rank of another, the holder, contends for it, and has no place while
 it does. So does an applicant that asks for the group's name with other settings than its members'.

@@ -1,4 +1,4 @@
-"""One group as the rendezvous knows it: who asks for a place, and the generation that lives. Pure.
+"""One group as the rendezvous knows it: who asks for a rank, and the generation that lives. Pure.
 
 Invariants: at most one generation lives or forms; its number is no other's, and larger than any
 that was known here; a rank has one member; a member that lives is never replaced. An applicant for
@@ -292,7 +292,7 @@ class Gathering:
     # Places.
 
     def _apply(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """The caller asks for a place, for the first time or again."""
+        """The caller asks for a rank, for the first time or again."""
         member_id = request.member.member_id
         applicant = self.seating.applicants.get(member_id)
         if applicant is not None and applicant.asks_the_same(request):
