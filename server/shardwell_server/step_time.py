@@ -62,7 +62,7 @@ HOST_BYTES_PER_S = 1.5e9
 """See `Job.host_bytes_per_s`. What `shardwell bench` measured over gRPC, as between machines, on
 two cores of an AMD EPYC (SHARDWELL_SAME_HOST=off; in shared memory it is 2.3 to 2.5 GB/s)."""
 BACKWARD_SHARE = 2 / 3
-"""Of a step's computing: a backward pass takes twice as long as the forward pass."""
+"""Part of a step's computing: a backward pass takes twice as long as the forward pass."""
 COUNT_MAX = 100_000
 """Workers or shards."""
 _FLOAT32_BYTES = 4

@@ -44,9 +44,9 @@ class SliceFile:
     size: int
     """Elements of each of its tensors."""
     size_bytes: int
-    """Of the file."""
+    """Bytes of the file."""
     crc32c: int
-    """Of the file."""
+    """CRC of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class CheckpointParameter:
     version_max: int
     """The most updates that a chunk has seen; in synchronous mode, the same."""
     learning_rate: float | None
-    """Of the update that follows; None where the optimizer has none."""
+    """Rate of the update that follows; None where the optimizer has none."""
     files: tuple[SliceFile, ...]
     """In the order of their offsets, without gaps."""
 
@@ -126,9 +126,9 @@ class RowsFile:
     row_count: int
     """Rows in it."""
     size_bytes: int
-    """Of the file."""
+    """Bytes of the file."""
     crc32c: int
-    """Of the file."""
+    """CRC of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class CheckpointTable:
     version_max: int
     """The most that a shard counted; in synchronous mode, the same."""
     learning_rate: float | None
-    """Of the update that follows; None where the optimizer has none."""
+    """Rate of the update that follows; None where the optimizer has none."""
     files: tuple[RowsFile, ...]
     """By shard."""
 

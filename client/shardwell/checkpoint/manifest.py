@@ -56,7 +56,7 @@ MANIFEST_NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
 _FORMAT_VERSIONS = (1, 2)
 _SIZE_MAX_BYTES = 2**28
-"""Of a manifest: a million files."""
+"""Most bytes of a manifest: a million files."""
 _NO_CRC = "00000000"
 _CRC = re.compile(rb'"crc32c": "([0-9a-f]{8})"')
 _FILE_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

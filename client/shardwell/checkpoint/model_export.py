@@ -35,7 +35,7 @@ class ModelExport:
     """
 
     name: str
-    """Of the parameter, or of the family whose fragments it has."""
+    """Name of the parameter, or of the family whose fragments it has."""
     version: int
     """Updates that all of it has seen; of fragments of several versions, the fewest."""
     size: int

@@ -97,7 +97,7 @@ class TensorsWriter(Closing):
         self._path = path
         self._tensors = tensors
         self._crc = 0
-        """Of all that was written, as long as that was in the order of the file."""
+        """CRC of all that was written, as long as that was in the order of the file."""
         self._in_order = True
         self._stop = 0
         head, self._offsets = layout_of(tensors, metadata)

@@ -31,7 +31,8 @@ AUTHORIZATION_KEY = "authorization"
 """Metadata that has `BEARER` and the token, as in HTTP (RFC 6750)."""
 BEARER = "Bearer "
 TOKEN_LENGTH_MAX = 4096
-"""Of a token, so that it and all else that a call brings stay below gRPC's limit of metadata."""
+"""Most characters of a token, so that it and all else that a call brings stay below gRPC's limit of
+metadata."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 TokenFileArgument: TypeAlias = FilePath | Literal[False] | None

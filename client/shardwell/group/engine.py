@@ -164,7 +164,7 @@ class Engine:
         self._links = links
         self._traffic = traffic
         self.next_call_index = 0
-        """Of the next call that is announced; set after a join."""
+        """Index of the next call that is announced; set after a join."""
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardwell-group", daemon=True)
         self._thread.start()

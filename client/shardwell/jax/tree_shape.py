@@ -27,7 +27,7 @@ class _Leaf(NamedTuple):
     name: str
     """The same in the layout: "dense/kernel"."""
     dtype: Any
-    """Of the array that the caller gets; a floating point type of JAX's."""
+    """Dtype of the array that the caller gets; a floating point type of JAX's."""
     shape: tuple[int, ...]
 
 

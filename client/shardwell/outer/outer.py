@@ -85,7 +85,7 @@ class FragmentState(NamedTuple):
     """One fragment of a family, as this learner has it."""
 
     name: str
-    """Of its parameter."""
+    """Name of its parameter."""
     tensors: tuple[str, ...]
     """Names of its tensors, in order."""
     version: int
@@ -245,7 +245,7 @@ class Outer(Connected, Closing):
         self._position = 0
         """Inner steps since this learner began here, by which the schedule goes."""
         self._images: list[TensorViews] = []
-        """Of each fragment, once it has first weights."""
+        """Images of each fragment, once it has first weights."""
         self._offers: dict[int, _Offer] = {}
         """By fragment, in the order in which they were made."""
         self._sample_counts = [0] * len(dealt)

@@ -58,10 +58,10 @@ from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
 
 _SHORT_ELEMENT_COUNT = SHORT_BYTES // 4
-"""Of a slice whose messages and answers, of up to 4 bytes an element, are short."""
+"""Elements of a slice whose messages and answers, of up to 4 bytes an element, are short."""
 
 _LOOK_ELEMENT_COUNT = 1 << 20
-"""Of values that one thread has looked at before others are woken for their part."""
+"""Values that one thread looks at before others are woken for their part."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Image:
         self._values: Float32 = np.zeros(0 if self._is_mean else spec.size, np.float32)
         """(size,), of which pages that nothing was taken into use no memory; of an Average (0,)."""
         self._versions: dict[int, int] = {}
-        """Of the chunks that are held, by their number in the parameter."""
+        """Versions of the chunks that are held, by their number in the parameter."""
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
 
     def held(self, number: int) -> int | None:

@@ -18,7 +18,7 @@ NO_STEP = -1
 ALL_CHUNKS = -1
 """Of a span that is of no chunk in particular."""
 _MESSAGE_BYTES_MAX = 900 * 1024
-"""Of spans in a message; older ones are left out."""
+"""Most bytes of spans in a message; older ones are left out."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE = "/proc/self/ns/time"
 

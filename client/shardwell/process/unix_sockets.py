@@ -10,7 +10,7 @@ import struct
 
 _BACKLOG = 64
 _MODE = 0o600
-"""Of a socket in a directory; whose the peers are is looked at besides."""
+"""Mode of a socket in a directory; the peers' user is checked besides."""
 _CREDENTIALS = struct.Struct("3i")
 
 

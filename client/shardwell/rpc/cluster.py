@@ -76,7 +76,7 @@ class Shards:
         self.core_threads = core_threads
         """What takes pieces of the calls' work."""
         self.session = new_session()
-        """Of this client."""
+        """Session of this client."""
         self.spans = Spans()
         """What this client did last."""
         self.channels = [

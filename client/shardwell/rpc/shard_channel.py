@@ -72,7 +72,7 @@ class ShardChannel(ShardEndpoint):
         self.spans = spans or Spans()
         """What the client did last, with all shards."""
         self.session = session or new_session()
-        """Of the client."""
+        """Session of the client."""
         self.worker_id = ""
         """Under which the client contributes; empty before it attends."""
         self.has_seats = False

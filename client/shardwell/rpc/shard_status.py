@@ -237,7 +237,7 @@ class ParameterStatus:
     learning_rate: float
     """The next update's; 0 where the optimizer has none."""
     load_id: int
-    """Of the checkpoint that its first weights came from; 0: none."""
+    """Id of the checkpoint that its first weights came from; 0: none."""
     wait: StepWait
     """What step `version_min` waits for."""
     members: tuple[MemberStatus, ...]
@@ -399,7 +399,7 @@ class Trouble:
     """Something that an operator is to know."""
 
     name: str
-    """Of the group that it is about; empty: the shard."""
+    """Name of the group that it is about; empty: the shard."""
     words: str
     """The problem, and what to do about it."""
 

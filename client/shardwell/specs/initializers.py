@@ -123,7 +123,7 @@ class Normal(Initializer):
     """
 
     mean: float = 0.0
-    """Of the distribution."""
+    """Mean of the distribution."""
     std: float = 0.01
     """Standard deviation, at least 0."""
     seed: int = 0

@@ -37,9 +37,9 @@ class LearnerProgress:
     offered_count: int = 0
     """Outer gradients that it has offered, over all fragments."""
     sent_bytes: int = 0
-    """Of outer gradients and first weights, encoded."""
+    """Bytes of outer gradients and first weights, encoded."""
     received_bytes: int = 0
-    """Of weights, encoded."""
+    """Bytes of weights, encoded."""
     hidden_s: float = 0.0
     """Seconds that offers travelled, or waited for other learners, while training went on."""
     waited_s: float = 0.0

@@ -12,7 +12,7 @@ from shardwell.v1 import types_pb2
 MEMBER_COUNT_MAX = 2**12
 """That an elastic parameter or table may have at once."""
 BOUND_S_MAX = 3600.0
-"""Of all bounds of time that a spec has."""
+"""Largest bound of time in a spec."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -278,7 +278,7 @@ class RMSProp(Optimizer):
     learning_rate: float = dataclasses.field(default=_NOT_GIVEN, kw_only=False)
     """Step length, at least 0."""
     decay: float = 0.99
-    """Of the running mean of squares; in [0, 1)."""
+    """Decay of the running mean of squares; in [0, 1)."""
     epsilon: float = 1e-8
     """Added to the denominator."""
     momentum: float = 0.0

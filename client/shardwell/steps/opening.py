@@ -86,7 +86,8 @@ class Opening(Generic[SpecT, AnswerT]):
         """Of what was opened, drawn when it was made: tells it from others of its name; 0: of
         nothing yet."""
         self.tenure = 0
-        """Of this worker's seats, which its gradients name; 0: none, or they are for good."""
+        """Tenure of this worker's seats, which its gradients name; 0: none, or they are for
+        good."""
         self._opened_in = 0
         """The tenure that it had when it opened."""
 

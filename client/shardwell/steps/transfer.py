@@ -73,7 +73,7 @@ class Line(Generic[PartT]):
     """The one behind the last."""
     stream: ShardStream
     call_group: CallGroup
-    """Of all streams of the attempt: its first failure is the one that counts."""
+    """Call group of all streams of the attempt: its first failure is the one that counts."""
     opens: bool
     """Whether the first message must say what the stream is for."""
     arena: Arena | None = None

@@ -153,7 +153,7 @@ class RowFetch:
         for shard_index in range(every_shard):  # spans of no rows, that differ
             self._messages.setdefault(shard_index, [Span(shard_index, shard_index)])
         self._versions: dict[Span, int] = {}
-        """Of the messages whose rows have come."""
+        """Versions of the messages whose rows have come."""
 
     @property
     def version(self) -> float:
@@ -182,7 +182,7 @@ class Asked(NamedTuple):
     put: RowPut | None
     fetch: RowFetch | None
     parts: list[Span]
-    """Of the gradient; none if the shard has counted them."""
+    """Parts of the gradient; none if the shard has counted them."""
     questions: list[Span]
     """Rows that are wanted, message by message."""
 

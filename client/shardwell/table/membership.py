@@ -47,7 +47,7 @@ class Joined(NamedTuple):
     took_over: bool
     """Whether the worker's seat was another session's, and this one has not contributed yet."""
     tenure: int
-    """Of the worker's seats; 0: it has none, or they are for good."""
+    """Tenure of the worker's seats; 0: it has none, or they are for good."""
     has_seat: bool
     """Whether the worker had a seat by then."""
 

@@ -354,7 +354,7 @@ class _Threads:
         """Whether a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
         self._count = 0
-        """Of threads that run calls."""
+        """Number of threads that run calls."""
         self._look_s = math.inf
         """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
         first becomes late. A call that ends does not change it, so calls of like timeouts, one

@@ -17,7 +17,7 @@ from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.words import put_back, word_count, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
-"""Of a broadcast: 32 MiB at a time, whatever the model."""
+"""Elements of a broadcast: 32 MiB at a time, whatever the model."""
 
 
 def all_reduce_hook(group: Group, bucket: Any) -> torch.futures.Future[torch.Tensor]:

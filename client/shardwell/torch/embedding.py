@@ -150,7 +150,7 @@ class TableModule(Connected, torch.nn.Module):
         self.sample_count = 1
         """Weight of this worker's next push in the mean, such as the number of samples."""
         self.timeout_s: float | None = None
-        """Of each pass's call, which may be set; None: the client's."""
+        """Bound of each pass's call, which may be set; None: the client's."""
         self.is_read_only = False
         """Whether it is a copy of another layer, which alone trains the rows."""
         self._start()

@@ -59,7 +59,7 @@ class Met:
     """What all ranks have agreed on."""
 
     name: str
-    """Of the group; no other attempt has it."""
+    """Name of the group; no other attempt has it."""
     address: str
     """HOST:PORT where rank 0 serves the meeting place."""
 

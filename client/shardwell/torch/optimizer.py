@@ -175,7 +175,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             raise ArgumentError(f"overlap must be True, False or 'auto'; got {overlap!r}")
         self._model = model
         self.timeout_s = timeout_s
-        """Of a step, which may be set; None: the client's."""
+        """Bound of a step, which may be set; None: the client's."""
         self._is_auto = overlap == "auto"
         self._overlaps = overlap is True
         """Whether gradients leave in backward, from the next one on."""
@@ -217,9 +217,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 check_readable(tensor_name, each)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.client = client
-        """Of the cluster: its `rank`, `save_checkpoint`."""
+        """Client of the cluster: its `rank`, `save_checkpoint`."""
         self._meeting: Meeting | None = None
-        """Of all workers, once this one has pushed something."""
+        """Meeting of all workers, once this one has pushed something."""
         self._opened = partial(
             _opened,
             client,
@@ -246,7 +246,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._gradients = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._weights = FlatTensors(self._layout, is_pinned=self._is_on_gpu)
         self._copies = DeviceCopies()
-        """Of gradients, from a GPU to their buffer."""
+        """Copies of gradients, from a GPU to their buffer."""
         self._uploads: list[Any] = []
         """GPUs' events behind the copies of the weights from their buffer."""
         self._large = {
@@ -266,7 +266,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._scaled_back: list[tuple[torch.Tensor | None, int]] = []
         """The gradients that were divided by a scaler's scale last."""
         self._versions: dict[int, int] = {}
-        """Of the weights, by torch's count, when a step had put them there."""
+        """Versions of the weights, by torch's count, when a step had put them there."""
         # Backward has a thread for each device.
         self._lock = threading.Lock()
         # A GradScaler then leaves scaling back to `step`, which it calls for each step: one that it

@@ -30,11 +30,11 @@ class TrainingState:
     """Where a training is. Saved with a state_dict, as plain numbers and strings."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     version: int
     """Steps that the weights have seen; in asynchronous mode, updates."""
     digest: str
-    """Of the weights at that version, as workers have them."""
+    """Digest of the weights at that version, as workers have them."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `of` reads."""

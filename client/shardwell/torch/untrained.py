@@ -45,7 +45,8 @@ _HANDED_OVER: dict[str, Any] = {
     "allow_non_finite": True,
 }
 _PIECE_WORD_COUNT = 2**25
-"""Of frozen tensors that are handed over at a time, 128 MiB in memory; a larger one is alone."""
+"""Words of frozen tensors that are handed over at a time, 128 MiB in memory; a larger one is
+alone."""
 _DIGEST_BYTES = 16
 _PAUSE_S = 0.05
 """Between two looks at whether a worker has sent its frozen tensors."""

@@ -36,7 +36,8 @@ from shardwell.wire.messages import Room
 
 SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
 ARENA_BYTES_MAX = 256 << 20
-"""Of one arena: a step of 128 M elements of fp16 to one shard. The rest travels inline."""
+"""Most bytes of one arena: a step of 128 M elements of fp16 to one shard. The rest travels
+inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
 BATCH_COUNT = 4
@@ -46,7 +47,7 @@ converting its chunk, and a chunk that waits for others makes no progress. At mo
 _BATCHES = 4
 """Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
-"""Of a message over the Unix socket."""
+"""Most bytes of a message over the Unix socket."""
 _OFFER_S = 2.0
 """How long a server may take to look at an offer."""
 PAGE_BYTES = 4096

@@ -65,7 +65,7 @@ class ArenaOffers:
         self._offered: OrderedDict[int, tuple[float, SharedMemory]] = OrderedDict()
         """By token: until when, and what."""
         self.mapped_bytes = 0
-        """Of all arenas."""
+        """Bytes of all arenas."""
         self._listener: socket.socket | None = None
         self._closing = -1
         """A descriptor that can be read when it is to end."""

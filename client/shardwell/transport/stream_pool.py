@@ -76,7 +76,7 @@ class StreamSet:
         self._method = method
         self._channels = channels
         self._unix_calls = UnixCalls() if is_here else None
-        """Of all streams; None: they are over gRPC."""
+        """Calls of all streams; None: they are over gRPC."""
         self._streams: dict[int, ShardStream] = {}
         self._opened: dict[int, Hashable] = {}
         """What each was used for last."""

@@ -26,7 +26,7 @@ from shardwell.wire.messages import OutgoingMessage, Room
 PAYLOAD_SIZE_MAX_BYTES = 2**20
 """Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
 HEAD_SIZE_MAX_BYTES = 256
-"""Of a message of a chunk of weights, beside its payload."""
+"""Most bytes of a message of a chunk of weights, beside its payload."""
 
 
 class IntactChunk(NamedTuple):

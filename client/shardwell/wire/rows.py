@@ -58,7 +58,7 @@ class OpenedRows(NamedTuple):
     values: Bytes
     """The codec's bytes of (n, dim) values, read-only; empty where the payload has ids alone."""
     exponent: int
-    """Of the values: see `Codec.decode`."""
+    """Exponent of the values: see `Codec.decode`."""
 
 
 def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:

@@ -26,13 +26,13 @@ from shardwell.errors import ArgumentError
 
 _LOG = logging.getLogger("shardwell_server")
 FILE_BYTES_MAX = 16 * 2**20
-"""Of one file, after which another is begun."""
+"""Most bytes of one file, after which another is begun."""
 FILE_COUNT_MAX = 8
 """Of those that are kept beside the one that is written, FILE.1 being the newest."""
 _WAITING_COUNT_MAX = 10_000
 """Lines that wait for the disk."""
 _BEGIN = b'{"time": "'
-"""Of each line, and so of each file."""
+"""Beginning of each line, and so of each file."""
 _VALUE_LENGTH_MAX = 400
 _FOLDED = ("opened", "refused", "ended")
 """Events that are one line a while, as far as token, host, method, name and right are the same."""

@@ -36,7 +36,7 @@ from shardwell_server.shard.quotas import NO_QUOTA, Quota
 
 TOKEN_COUNT_MAX = 1000
 _SECRET_COUNT_MAX = 4
-"""Of a token."""
+"""Most secrets of a token."""
 _FILE_SIZE_MAX_BYTES = 2**22
 _SECRET_BYTES = 32
 _SECRET_LINE = re.compile(rb"[A-Za-z0-9_-]{43}\n")

@@ -36,7 +36,7 @@ from shardwell_server.store.gradient_rows import Rows, first_bad_cell
 
 ROW_COUNT_MAX = 2**40
 SIZE_BYTES_MAX = 2**46
-"""Of all that is mapped; half of the address space of a process."""
+"""Most bytes of all that is mapped; half of the address space of a process."""
 _RATE_MAX = float(np.finfo(np.float32).max)
 
 

@@ -71,7 +71,7 @@ class ShardFigures:
     transport: str
     """Where an exchange's payloads go: "memory", "gRPC", or "both"."""
     round_trip_s: float
-    """Of a small call: the median."""
+    """Round trip of a small call: the median."""
     out_s: dict[str, float]
     """By codec: a gradient of the shard's slice, counted; the median."""
     in_s: dict[str, float]

@@ -58,16 +58,17 @@ _NO_WAIT_S = 1e-6
 _TROUBLE_COUNT_MAX = 16
 """In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
-"""Of the parameters in one answer, except one that is larger alone: half of a message."""
+"""Most bytes of the parameters in one answer, except one that is larger alone: half of a
+message."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
-"""Of the sets in one answer, except one that is larger alone: half of a message."""
+"""Most bytes of the sets in one answer, except one that is larger alone: half of a message."""
 _CHUNK_INDEX_SIZE_BYTES = 5
 """In a message, at most."""
 _FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
-"""Of a snapshot, in a message."""
+"""Elements of a snapshot, in a message."""
 _DESCRIPTOR_RESERVE = 16
 """Descriptors that newcomers leave: to accept a connection and refuse it by name, and for files."""
 _DESCRIPTORS = "/proc/self/fd"

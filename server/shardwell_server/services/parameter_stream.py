@@ -29,8 +29,8 @@ from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_tracker import Seat
 
 _SHORT_ELEMENT_COUNT = 131_072
-"""Of a slice that is counted and encoded in about the time that it takes to wake a thread and let
-it in beside the loop's."""
+"""Elements of a slice that is counted and encoded in about the time that it takes to wake a thread
+and let it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """The same where payloads are compressed, or a file is mapped, which may take several times as
 long."""

@@ -25,7 +25,8 @@ from shardwell_server.shard.table.step_tracker import Seat
 _SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to be woken."""
 _SHORT_BYTES_MAX = 64 * 1024
-"""Of a message for which that holds: of many ids of narrow rows each costs more than its values."""
+"""Most bytes of a message for which that holds: of many ids of narrow rows each costs more than its
+values."""
 
 
 class RowStream(StepStream[TableSlice]):

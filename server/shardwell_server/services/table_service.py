@@ -242,13 +242,13 @@ class _Load:
 
     def __init__(self, table: TableSlice, opening: pb.LoadRowsRequest) -> None:
         self.name = table.spec.name
-        """Of the table."""
+        """Name of the table."""
         self._table = table
         self._codec = RowStateCodec(table.spec)
         self._opening = opening
         self._context = checksum.rows_load_context(opening)
         self._number = 0
-        """Of the load; 0: it has not begun."""
+        """Number of the load; 0: it has not begun."""
         self._rate: float | None = None
         self.row_count = 0
         """Rows that stand."""

@@ -97,7 +97,7 @@ class Attendance(NamedTuple):
 
     session: Session
     software_version: str
-    """Of the client; empty: it did not say."""
+    """Version of the client; empty: it did not say."""
     transports: Sequence[types_pb2.Transport]
     """How its gradients come, each once; none: none has come."""
 

@@ -35,7 +35,7 @@ class Quota:
     """
 
     stored_bytes: int | None = None
-    """Of parameters and tables that it has made; see `Limits.stored_bytes_max`."""
+    """Bytes of parameters and tables that it has made; see `Limits.stored_bytes_max`."""
     parameters: int | None = None
     """That it has made."""
     tables: int | None = None
@@ -67,7 +67,7 @@ class Usage:
 
     def __init__(self, name: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        """Of the token."""
+        """Name of the token."""
         self.quota = NO_QUOTA
         """As its caller, or the file, said last."""
         self._now_s = now_s

@@ -18,7 +18,7 @@ from shardwell_server.shard.deadline import Changes, RequestDeadline
 RECORDING_COUNT_MAX = 4
 """At once."""
 _WAITING_BYTES_MAX = 64 << 20
-"""Of spans of one recording that wait for its reader; more of them are dropped."""
+"""Most bytes of spans of one recording that wait for its reader; more of them are dropped."""
 _READ_S = 5.0
 """For a recording's reader to read what came in time, where others want to record."""
 _RETURN_S = 2.0

@@ -60,7 +60,7 @@ class SliceState(Generic[SeatT]):
     lock: AbstractContextManager[bool]
     """Guards the register, and the seats of the tracker."""
     times: StepTimes
-    """Of its synchronous steps."""
+    """Times of its synchronous steps."""
     spans: Spans
 
 
@@ -103,7 +103,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         state.tracker.give_on = partial(_on, this, "_give_on")
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
-        """Of its synchronous steps."""
+        """Times of its synchronous steps."""
 
     # Taking part.
 

@@ -107,7 +107,7 @@ class Snapshot:
         self.version = version
         """That of all that it has."""
         self.learning_rate = 0.0
-        """Of the update that follows."""
+        """Rate of the update that follows."""
         self.failure: ShardwellError | None = None
         """Why it can't be had any more."""
         self._what = what

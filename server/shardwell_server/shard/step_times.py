@@ -22,9 +22,9 @@ class Durations:
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
-        """Of each bound and, last, of what is longer."""
+        """Counts of each bound and, last, of what is longer."""
         self.total_s = 0.0
-        """Of all."""
+        """Seconds of all."""
 
     def add(self, seconds: float) -> None:
         """Counts one."""

@@ -160,12 +160,12 @@ class JournalEntry(NamedTuple):
     seat_index: int
     """Whose contribution; NO_SEAT: none."""
     sequence: int
-    """Of the chunk's transition that it was."""
+    """Number of the chunk's transition that it was."""
     step: int
     sample_count: int
     exponent: int
     learning_rate: float
-    """Of the update, should it close the step."""
+    """Rate of the update, should it close the step."""
     payload: Bytes
     """The codec's bytes; of NO_SEAT, a float64: the norm; or nothing, where an open set is decided
     without a contribution."""

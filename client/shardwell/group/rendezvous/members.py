@@ -10,7 +10,7 @@ from shardwell.group.rendezvous.validation import clipped
 from shardwell.v1 import group_pb2 as pb
 
 INCARNATION_BITS = 32
-"""Of a generation's number, below its count."""
+"""Bits of a generation's number, below its count."""
 _DESCRIPTION_SIZE_MAX_BYTES = 200
 WORD_COUNT_OF_THE_LIVING = 2
 """Words of a member after which it lives: it asks again when it has an answer, so that one question

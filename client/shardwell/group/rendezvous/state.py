@@ -63,7 +63,7 @@ class Gathering:
         """When the last request of any member came."""
         self._numbers = numbers
         self._ended_number = 0
-        """Of the last generation that lived before the one that does."""
+        """Number of the last generation that lived before the one that does."""
         self._refusals = Refusals(limits.refusal_count_max)
 
     # Requests.

@@ -53,7 +53,7 @@ class Sending(NamedTuple):
     element_count: int
     """Values in it."""
     shared_bytes: int = 0
-    """Of its payload, where that is in shared memory."""
+    """Bytes of its payload, where that is in shared memory."""
 
 
 RoomOf = Callable[[int, int], Room | None]

@@ -14,7 +14,7 @@ from shardwell_server.demo.digits.worker import BATCH_SIZE, FIRST_WEIGHTS_SEED, 
 from shardwell_server.demo.reports import Report, Reporter
 
 INNER_OPTIMIZER = shardwell.Adam(learning_rate=1e-3)
-"""Of each worker's own steps. Outer steps have the default of `shardwell.Outer`."""
+"""Optimizer of each worker's own steps. Outer steps have the default of `shardwell.Outer`."""
 OUTER_STEP_COUNT = 600
 """Inner steps: twelve outer steps of fifty."""
 _Batch = tuple[FloatArray, npt.NDArray[np.int64]]

@@ -141,13 +141,13 @@ class Result:
     """How it went."""
 
     accuracy: float
-    """Of the final weights, on held-out digits."""
+    """Accuracy of the final weights, on held-out digits."""
     held_out_count: int
     """How many those are."""
     state: TrainingState
     """Of the workers, at the end."""
     duration_s: float
-    """Of the whole demo."""
+    """Duration of the whole demo."""
     chaos_counts: Mapping[str, int] = field(default_factory=dict)
     """How many workers came, left and were lost, with chaos."""
 

@@ -36,7 +36,7 @@ STEP_COUNT = 500
 MEMBER_COUNT_MAX = 64
 """Workers at once, where they come and go."""
 ACCURACY_MIN = 0.95
-"""Of held-out digits; below it, the run has failed."""
+"""Accuracy on held-out digits; below it, the run has failed."""
 FIRST_WEIGHTS_SEED = 22
 """Every worker begins with these weights."""
 

@@ -79,7 +79,7 @@ class ChunkState:
     """The arrays of one chunk: views into the slice's storage, all (n,) float32."""
 
     offset: int
-    """Of its first element, from the start of the parameter."""
+    """Offset of its first element, from the start of the parameter."""
     weights: Float32
     gradient_sum: Float32 | None
     slots: Slots

@@ -40,7 +40,7 @@ from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.store import NO_SEAT, ChunkRecord, Transition
 
 NORM_SIZE_BYTES = 8
-"""Of a step's end in a journal: a float64."""
+"""Bytes of a step's end in a journal: a float64."""
 
 
 class Closing:

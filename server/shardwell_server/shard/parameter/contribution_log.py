@@ -28,7 +28,7 @@ from shardwell.placement.slices import Slice
 
 _LOG = logging.getLogger("shardwell_server")
 _BEGIN = b'{"parameter": "'
-"""Of each line."""
+"""Beginning of each line."""
 
 
 class ClosedSet(NamedTuple):

@@ -148,7 +148,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             spool_dir=spool_dir,
             count_max=limits.snapshot_count_max,
         )
-        """Of this slice, under way."""
+        """Snapshots of this slice, under way."""
         state = ParameterState(
             spec=spec,
             storage=storage,

@@ -101,8 +101,8 @@ class DirectRowIndex:
 
 _SIZE_BITS_MIN = 10
 _LOAD_MAX = 0.6
-"""Of slots that are not empty. Nearly all rows are in their first line; each costs 16 bytes by
-load."""
+"""Largest part of slots that are not empty. Nearly all rows are in their first line; each costs 16
+bytes by load."""
 _LOAD_AFTER_REMOVALS = 0.45
 """When removed rows are cleared away, so much less that it is not soon necessary again."""
 _LOAD_MIN = 1 / 16

@@ -26,7 +26,7 @@ class TableRegister(MembershipLog[Seat]):
         rate = getattr(spec.optimizer, "learning_rate", None)
         super().__init__("table", spec.name, storage, tracker, rate, limits)
         self.load_id = 0
-        """Of the newest load; 0: none."""
+        """Id of the newest load; 0: none."""
         self._spec = spec
         self._tracker = tracker
         self._positions = storage.positions

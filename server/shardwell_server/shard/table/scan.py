@@ -23,7 +23,7 @@ class StateBatch(NamedTuple):
     version: int
     """Synchronous: that of the rows. Asynchronous: the table's when they were read."""
     learning_rate: float
-    """Of the update that follows."""
+    """Rate of the update that follows."""
 
 
 class TableScan:

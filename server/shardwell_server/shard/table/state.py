@@ -28,7 +28,7 @@ class TableState(SliceState[Seat]):
     tracker: TableStepTracker
     register: TableRegister
     places: RowSlots
-    """Of the storage."""
+    """Places of the storage."""
     rows: TableRows
     snapshots: TableSnapshots
     """Scans under way."""

@@ -24,7 +24,7 @@ from shardwell_server.store.files.presence import identity_of, is_at
 
 _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700
-"""Of the directory: what is in it, whatever its own mode, is for its user alone."""
+"""Mode of the directory: what is in it, whatever its own mode, is for its user alone."""
 _FORMAT_VERSION = 1
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"

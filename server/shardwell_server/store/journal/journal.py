@@ -195,7 +195,7 @@ class Journal:
         self.has_failed = (directory / FAILED_NAME).exists()
         """Whether a sync has failed, now or in an earlier process, and no image was made since."""
         self.number = 0
-        """Of the segment that is written."""
+        """Number of the segment that is written."""
 
     def begin_segment(self, *, anyway: bool = False) -> int:
         """Goes on in a new segment; returns its number.

@@ -59,7 +59,7 @@ class MmapStorage(ABC):
         self.layout = layout
         self.is_retired = False
         self.presence: Presence | None = None
-        """Of the store that it belongs to, from then on."""
+        """Presence of the store that it belongs to, from then on."""
         self._salt = salt
         self._reached = reached
         self._files: list[MappedFile] = []
