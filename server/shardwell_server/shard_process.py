@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardwell.connection.tls import Tls
 from shardwell.errors import ShardUnavailableError
 from shardwell_server.config import ShardConfig
 from shardwell_server.processes import PARENT_FLAG, ChildProcess
@@ -16,6 +15,12 @@ NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 SERVING_LINE = "serving on "
 """What `shardwell serve` prints when it is ready, followed by HOST:PORT."""
 _STOP_MARGIN_S = 5.0
+_FLAGS = (
+    "shard_index", "shard_count", "cluster_id", "listen", "chunk_size_bytes", "grace_s",
+    "session_lease_s", "connection_age_s", "same_host", "tokens", "jwt_keys", "same_token",
+    "audit_log", "contribution_log",
+)  # fmt: skip
+"""Fields of `ShardConfig` of which `shardwell serve` has flags of the same names."""
 
 
 class ShardProcess(ChildProcess):
@@ -31,37 +36,25 @@ class ShardProcess(ChildProcess):
         self, config: ShardConfig, data_dir: Path | None = None, *, log_level: str
     ) -> None:
         self._config = config
-        arguments = [
-            "-m",
-            "shardwell_server",
-            "serve",
-            f"--shard-index={config.shard_index}",
-            f"--shard-count={config.shard_count}",
-            f"--cluster-id={config.cluster_id}",
-            f"--listen={config.listen}",
-            f"--chunk-size-bytes={config.chunk_size_bytes}",
-            f"--grace-s={config.grace_s}",
-            f"--session-lease-s={config.session_lease_s}",
-            f"--connection-age-s={config.connection_age_s}",
-            f"--durability={config.durability.setting}",
-            f"--same-host={config.same_host}",
-            f"--log-level={log_level}",
-            PARENT_FLAG,
-        ]
-        if config.tls is not None:
-            arguments += _tls_arguments(config.tls)
-        for name in ("tokens", "jwt_keys", "same_token", "audit_log", "contribution_log"):
-            path = getattr(config, name)
-            if path is not None:
-                arguments.append(f"--{name.replace('_', '-')}={path}")
+        flags: dict[str, object] = {name: getattr(config, name) for name in _FLAGS}
+        flags["durability"], flags["log_level"] = config.durability.setting, log_level
+        flags["data_dir"] = data_dir
+        if (tls := config.tls) is not None:
+            files = {"tls_cert": tls.cert, "tls_key": tls.key, "tls_client_ca": tls.ca}
+            flags |= {name: path and os.fspath(path) for name, path in files.items()}
         if config.admin_listen:
-            arguments += [f"--admin-listen={config.admin_listen}"]
-            arguments += [f"--cluster={','.join(config.cluster)}"]
+            flags |= {"admin_listen": config.admin_listen, "cluster": ",".join(config.cluster)}
+        arguments = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in flags.items()
+            if value is not None
+        ]
         if config.insecure:
             arguments.append("--insecure")
-        if data_dir is not None:
-            arguments.append(f"--data-dir={data_dir}")
-        super().__init__(arguments, environment=_plain_environment())
+        super().__init__(
+            ["-m", "shardwell_server", "serve", PARENT_FLAG, *arguments],
+            environment=_plain_environment(),
+        )
 
     def begins_to_serve(self) -> bool:
         """Whether it serves since the last look; true once."""
@@ -90,11 +83,6 @@ def not_started(shard_index: int, end: str) -> ShardUnavailableError:
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )
-
-
-def _tls_arguments(tls: Tls) -> list[str]:
-    files = {"cert": tls.cert, "key": tls.key, "client-ca": tls.ca}
-    return [f"--tls-{name}={os.fspath(path)}" for name, path in files.items() if path is not None]
 
 
 def _plain_environment() -> dict[str, str]:
