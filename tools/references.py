@@ -54,6 +54,10 @@ OTHERS = frozenset(
         *("env_vars", "runtime_env", "max_retries"),  # Ray
         *("max_connection_age", "allow_indirect_imports"),  # gRPC, import-linter
         *("credentials_file", "tls_config", "ca_file"),  # Prometheus
+        *("hvd", "skip_synchronize", "broadcast_optimizer_state", "backward_passes_per_step"),
+        *("ElasticSampler", "SyncBatchNorm"),  # Horovod, torch
+        *("MyRank", "Push", "Pull", "PushPull", "dist_async", "row_sparse_pull"),  # ps-lite, MXNet
+        *("variable_partitioner", "should_commit", "manager", "LocalSGD"),  # TensorFlow, torchft
     }
 )
 _EXAMPLE = re.compile(r"(?<=>>> ).*|(?<=\.\.\. ).*")

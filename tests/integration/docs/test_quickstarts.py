@@ -21,7 +21,13 @@ from harness.programs.commands import run_command
 from harness.programs.killed_training import KILLED_AFTER, KilledTraining, versions
 from integration.docs.test_docs import ROOT, steps_of
 
-PAGES = sorted(path.name for path in ROOT.glob("docs/quickstart/*.md"))
+
+def pages_of(folder: str) -> list[str]:
+    """Paths of a folder's pages."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"docs/{folder}/*.md"))
+
+
+PAGES = pages_of("quickstart")
 LINE_COUNT_MAX, FURTHER_LINE_COUNT_MAX = 70, 48
 """Of a page, and for each program beyond the first."""
 ACCURACY_MIN = 0.9
@@ -34,7 +40,7 @@ STARTS = r"w0 starts at step (\d+)"
 ENDS = r"accuracy (\S+) on held-out digits"
 
 
-class Quickstart(NamedTuple):
+class PrintedProgram(NamedTuple):
     """A program of a page, and what the page does with it."""
 
     page: str
@@ -53,18 +59,17 @@ class Quickstart(NamedTuple):
         return int(steps[0]) if steps else int(epochs[0]) * EPOCH_STEP_COUNT
 
 
-def quickstarts() -> list[Quickstart]:
-    """Of all pages, each program."""
-    found = list[Quickstart]()
-    for page in PAGES:
-        for step in steps_of(f"docs/quickstart/{page}"):
+def programs_of(pages: list[str]) -> list[PrintedProgram]:
+    """Of these pages, each program for which this environment has the packages."""
+    found = list[PrintedProgram]()
+    for page in pages:
+        for step in steps_of(page):
             if step.saved_as:
-                found.append(Quickstart(page, step.saved_as, step.text, [], []))
-            elif step.text.startswith(("python ", "kill ")):
-                found[-1].commands.append(step.text)
-            elif step.text.startswith("shardwell ") and found and found[-1].page == page:
-                found[-1].afterwards.append(step.text)
-    return found
+                found.append(PrintedProgram(page, step.saved_as, step.text, [], []))
+            elif found and found[-1].page == page:
+                is_start = step.text.startswith(("python ", "kill ", "shardwell run "))
+                (found[-1].commands if is_start else found[-1].afterwards).append(step.text)
+    return [each for each in found if not is_missing(each.text)]
 
 
 def is_missing(program: str) -> bool:
@@ -83,25 +88,28 @@ def pattern_of(line: str) -> str:
     return re.sub(r"\d+(\\\.\d+)?", r"\\d+(\\.\\d+)?", re.escape(line))
 
 
-@pytest.mark.parametrize(
-    "quickstart",
-    [each for each in quickstarts() if not is_missing(each.text)],
-    ids=lambda each: f"{each.page} {each.saved_as}",
-)
+@pytest.mark.parametrize("program", programs_of(PAGES), ids=lambda each: "-".join(each[:2]))
 def test_a_killed_worker_is_started_again(
-    cluster, connect, tmp_path: Path, monkeypatch, quickstart: Quickstart
+    cluster, connect, tmp_path: Path, monkeypatch, program: PrintedProgram
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = Path(quickstart.saved_as)
-    program.write_text(quickstart.text)
-    start = f"python {program}"
-    assert quickstart.commands == [f"{start} w0 &", f"{start} w1 &", KILL, f"{start} w0"]
+    check_killed_training(cluster, connect, tmp_path, monkeypatch, program)
+
+
+def check_killed_training(
+    cluster, connect, folder: Path, monkeypatch, program: PrintedProgram
+) -> None:
+    """Does what a page says, in an empty folder: trains, kills a worker, and starts it again."""
+    monkeypatch.chdir(folder)
+    file = Path(program.saved_as)
+    file.write_text(program.text)
+    start = f"python {file}"
+    assert program.commands == [f"{start} w0 &", f"{start} w1 &", KILL, f"{start} w0"]
     running = cluster(2, chunk_size_bytes=CHUNK_SIZE_BYTES)
     reader = connect(running, "reader")
-    environment = {"KERAS_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    with KilledTraining(running, reader, program, environment) as training:
-        workers = training.run([["w0"], ["w1"]], quickstart.step_count, first_line=STARTS)
-    assert versions(reader)() == quickstart.step_count
+    environment = {"KERAS_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    with KilledTraining(running, reader, file, environment) as training:
+        workers = training.run([["w0"], ["w1"]], program.step_count, first_line=STARTS)
+    assert versions(reader)() == program.step_count
     (first_step,) = re.findall(f"(?m)^{STARTS}$", "\n".join(workers[0].lines))
     assert int(first_step) >= KILLED_AFTER
     first, second = (re.fullmatch(ENDS, worker.lines[-1]) for worker in workers)
@@ -109,25 +117,25 @@ def test_a_killed_worker_is_started_again(
     assert second
     assert float(first[1]) == float(second[1]) >= ACCURACY_MIN  # of one model, which both have
     printed = "\n".join(line for worker in workers for line in (*worker.lines, *worker.log))
-    for line in shown(quickstart.page):
+    for line in shown(program.page):
         assert re.search(f"(?m)^{pattern_of(line)}$", printed), (line, printed)
-    for command in quickstart.afterwards:
-        words = shlex.split(command)[1:]
-        code, _, log = run_command(*words, environment={"SHARDWELL_SHARDS": running.target})
-        assert code == 0, (command, log)
+    for command in program.afterwards:
+        words = shlex.split(command)
+        if words[0] == "shardwell":
+            environment = {"SHARDWELL_SHARDS": running.target}
+            code, _, log = run_command(*words[1:], environment=environment)
+            assert code == 0, (command, log)
 
 
 def shown(page: str) -> list[str]:
     """Lines of the screen that a page shows."""
-    blocks = re.findall(
-        r"^```text\n(.*?)^```", (ROOT / "docs/quickstart" / page).read_text(), re.M | re.S
-    )
+    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_short(page: str) -> None:
-    text = (ROOT / "docs/quickstart" / page).read_text()
+    text = (ROOT / page).read_text()
     lines, program_count = text.splitlines(), text.count("```python\n")
     assert len(lines) <= LINE_COUNT_MAX + (program_count - 1) * FURTHER_LINE_COUNT_MAX
     assert max(map(len, lines)) <= 120
