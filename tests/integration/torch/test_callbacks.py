@@ -7,6 +7,7 @@ the status page reads it. Skipped where the frameworks are not installed (`make 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from harness.polling import eventually
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
-lightning = pytest.importorskip("lightning", reason="make test-torch installs it")
-transformers = pytest.importorskip("transformers", reason="make test-torch installs it")
 
 import shardwell.torch  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks, which have many
+MISSING = [name for name in ("lightning", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of the frameworks, which have many
+    pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them"),
+]
 STEPS, BATCH_SIZE = 8, 2
 EXAMPLES = [
     {"inputs": torch.tensor([float(n), 1.0]), "labels": torch.tensor([n / 9])} for n in range(32)
@@ -39,19 +42,9 @@ class Line(torch.nn.Module):
         return {"loss": (self.layer(inputs) - labels).square().mean()}
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        super().__init__()
-        self.model, self.made = model, optimizer
-
-    def training_step(self, batch: Any, _: int) -> Any:
-        return self.model(**batch)["loss"]
-
-    def configure_optimizers(self) -> Any:
-        return self.made
-
-
 def by_trainer(model: Any, optimizer: Any, folder: Path, callbacks: list[Any]) -> None:
+    import transformers  # here, as each process that collects tests would take seconds for it
+
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -69,6 +62,19 @@ def by_trainer(model: Any, optimizer: Any, folder: Path, callbacks: list[Any]) -
 
 
 def by_lightning(model: Any, optimizer: Any, folder: Path, callbacks: list[Any]) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -81,7 +87,7 @@ def by_lightning(model: Any, optimizer: Any, folder: Path, callbacks: list[Any])
         default_root_dir=folder,
         callbacks=callbacks,
     )
-    trainer.fit(Module(model, optimizer), torch.utils.data.DataLoader(EXAMPLES, BATCH_SIZE))
+    trainer.fit(Module(), torch.utils.data.DataLoader(EXAMPLES, BATCH_SIZE))
 
 
 RUNS = {"TrainerCallback": by_trainer, "LightningCallback": by_lightning}

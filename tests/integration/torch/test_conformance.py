@@ -9,6 +9,7 @@ listed here, or is in the table, with ours. Accelerate's test scripts run as und
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import pytest
 
 from harness.programs.commands import Program
 
-pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
-pytest.importorskip("accelerate", reason="make test-torch installs it")
-pytest.importorskip("expecttest", reason="make test-torch installs it, for torch's own tests")
-
+MISSING = [
+    name for name in ("torch", "accelerate", "expecttest") if importlib.util.find_spec(name) is None
+]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them")
 HERE = Path(__file__).parent
 END_TIMEOUT_S = 400.0
 NO_MESSAGES = "a group has collectives alone: send and recv are refused with an error that says so"
@@ -74,8 +75,14 @@ SCRIPTS = {
         "test_stateful_dataloader_save_state": "needs torchdata",
     },
 }
-"""Scripts, each with the functions that are left out. test_ddp_comm_hook passes GPUs' numbers to
-DDP, and test_merge_weights is of FSDP, whose models a worker of ours has no whole of."""
+"""Scripts, each with the functions that are left out, and why."""
+OTHER_SCRIPTS = {
+    "test_cli": "prints the environment",
+    "test_ddp_comm_hook": "passes GPUs' numbers to DDP",
+    "test_merge_weights": "is of FSDP, whose parts of a model are not ours",
+    "test_notebook": "starts processes by itself, with a backend by name from a list",
+}
+"""Those that do not run, and why."""
 
 
 def torch_results(folder: Path, size: int, names: list[str]) -> dict[str, str]:
@@ -119,6 +126,10 @@ def test_torchs_own_suite_with_groups_of_some_ranks(tmp_path: Path) -> None:
 
 
 def test_accelerates_own_scripts(tmp_path: Path) -> None:
+    found = importlib.util.find_spec("accelerate")
+    assert found is not None
+    folder = Path(str(found.origin)).parent / "test_utils" / "scripts"
+    assert {path.stem for path in folder.glob("test_*.py")} == {*SCRIPTS, *OTHER_SCRIPTS}
     scripts = [":".join([name, *left_out]) for name, left_out in SCRIPTS.items()]
     arguments = [str(HERE / "accelerate_program.py"), str(tmp_path), "2", *scripts]
     with Program(*arguments) as program:

@@ -19,7 +19,7 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
     """Reports a Lightning Trainer's steps to the cluster, saves checkpoints, leaves when asked.
 
         callback = shardwell.torch.LightningCallback("runs/{step}", every=100, keep=3)
-        lightning.Trainer(callbacks=[callback], max_epochs=3).fit(module, loader)
+        lightning.Trainer(callbacks=[callback]).fit(module, loader)
 
     `shardwell top` and the status page show loss and samples per second of all workers. A worker
     that an operator drains ends its training after the step under way, and then the program, with
@@ -55,8 +55,8 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
     ) -> None:
         """Reports the batch's loss and samples."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        figures: dict[str, Any] = {} if loss is None else {"loss": float(loss)}
-        self._progress.end_batch(_sample_count(batch), **figures)
+        figures = {} if loss is None else {"loss": float(loss)}
+        self._progress.end_batch(_sample_count(batch), figures)
         trainer.should_stop |= self._progress.is_leaving
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwell.errors import ArgumentError
@@ -65,13 +65,15 @@ class StepProgress:
             raise ArgumentError("training has not begun, and the callback knows no optimizer")
         return self._optimizer
 
-    def end_batch(self, sample_count: int, *, reports: bool = True, **figures: float) -> None:
-        """A batch of so many samples was trained on; saves and reports where a step has ended.
+    def end_batch(
+        self, sample_count: int, figures: Mapping[str, float] | None = None, *, reports: bool = True
+    ) -> None:
+        """Counts a batch of samples; saves and reports where a step has ended with it.
 
         Args:
             sample_count: Samples of the batch.
-            reports: Whether now; else with the next `report`, for one at a time is sent.
             figures: Figures to report with the samples a second.
+            reports: Whether now; else with the next `report`, for one at a time is sent.
         """
         optimizer, before = self._begun, self._step
         self._sample_count += sample_count
@@ -81,7 +83,7 @@ class StepProgress:
         now_s = time.monotonic()
         self._speed = self._sample_count / max(now_s - self._began_s, 1e-9)
         if reports:
-            self.report(**figures)
+            self.report(figures or {})
         self._step, self._began_s, self._sample_count = step, now_s, 0
         if (
             self._checkpoint is not None
@@ -91,12 +93,12 @@ class StepProgress:
             name = optimizer.parameter.name
             optimizer.client.save_checkpoint(self._checkpoint, [name], keep=self._keep)
 
-    def report(self, **figures: float) -> None:
+    def report(self, figures: Mapping[str, float]) -> None:
         """Reports figures of the step that ended last."""
         parameter, speed = self._begun.parameter, self._speed
         if speed is not None:
-            figures["samples_per_second"], self._speed = speed, None
-        parameter.report(step=max(parameter.next_step - 1, 0), **figures)
+            figures, self._speed = {**figures, "samples_per_second": speed}, None
+        parameter.report(step=max(parameter.next_step - 1, 0), **dict(figures))
 
     @property
     def is_leaving(self) -> bool:

@@ -62,7 +62,7 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         """Reports the logged figures."""
         figures = {name: float(logs[name]) for name in _REPORTED if name in (logs or {})}
         if figures:
-            self._progress.report(**figures)
+            self._progress.report(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends reporting."""
