@@ -31,7 +31,7 @@ class ResourceMeter:
         self._data_dir = data_dir
         self._lock = threading.Lock()
         self._measured_s = -_KEPT_S
-        self._disk_used_bytes = 0
+        self._disk_used_bytes: int | None = None
         self._core_count = core_count()
 
     def read(self) -> pb.Resources:
@@ -43,17 +43,24 @@ class ResourceMeter:
             with suppress(OSError):  # the directory is gone, which /ready tells
                 disk = shutil.disk_usage(self._data_dir)
                 found.disk_size_bytes, found.disk_free_bytes = disk.total, disk.free
-                found.disk_used_bytes = self._files(self._data_dir)
+                used_bytes = self._files(self._data_dir)
+                if used_bytes is not None:
+                    found.disk_used_bytes = used_bytes
         return found
 
-    def _files(self, data_dir: Path) -> int:
-        """Bytes that files below a directory occupy; holes take none."""
-        with self._lock:
-            now_s = time.monotonic()
-            if now_s - self._measured_s >= _KEPT_S:
+    def _files(self, data_dir: Path) -> int | None:
+        """Bytes that files below a directory occupy, without holes; None: not known yet.
+
+        One caller at a time looks at the files, and the others get what was known before: a disk
+        that hangs keeps no more than one.
+        """
+        if time.monotonic() - self._measured_s >= _KEPT_S and self._lock.acquire(blocking=False):
+            try:
                 self._disk_used_bytes = sum(_occupied(os.fspath(data_dir)))
-                self._measured_s = now_s
-            return self._disk_used_bytes
+                self._measured_s = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._disk_used_bytes
 
 
 def _occupied(directory: str) -> Iterator[int]:

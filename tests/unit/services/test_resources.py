@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 
+from harness.polling import PATIENCE_S
+from harness.threads import in_background
+from shardwell_server.admin import resources
 from shardwell_server.admin.resources import ResourceMeter
 
 
@@ -45,3 +49,25 @@ def test_files_count_by_what_they_occupy(tmp_path) -> None:
 def test_a_directory_that_is_gone_has_no_disk(tmp_path) -> None:
     meter = ResourceMeter(tmp_path / "gone")
     assert not meter.read().HasField("disk_size_bytes")
+
+
+def test_one_caller_at_a_time_looks_at_the_files(tmp_path, monkeypatch) -> None:
+    """While a disk hangs, the others go on with what was known before."""
+    (tmp_path / "weights").write_bytes(os.urandom(1_000_000))
+    meter = ResourceMeter(tmp_path)
+    looks, goes_on = threading.Event(), threading.Event()
+    occupied = resources._occupied
+
+    def hangs(directory: str) -> list[int]:
+        looks.set()
+        assert goes_on.wait(PATIENCE_S)
+        return list(occupied(directory))
+
+    monkeypatch.setattr(resources, "_occupied", hangs)
+    first = in_background(meter.read)
+    assert looks.wait(PATIENCE_S)
+    assert not meter.read().HasField("disk_used_bytes")
+    assert meter.read().disk_size_bytes > 0
+    goes_on.set()
+    assert first.result(PATIENCE_S).disk_used_bytes >= 1_000_000
+    assert meter.read().disk_used_bytes >= 1_000_000
