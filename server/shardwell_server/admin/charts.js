@@ -67,7 +67,7 @@ function draw(into, title, x, lines, shown, is_time = true) {
     cursor: { y: false }, scales: { x: { time: is_time }, y: { range: (_, low, high) => [Math.min(low ?? 0, 0), (high > 0 ? high : 1) * 1.05] } },
     axes: [{ ...axis, size: 28, space: 60, values: (_, ticks) => is_time ? clock(ticks) : ticks.map(tick => Number.isInteger(tick) ? tick.toLocaleString("en") : "") }, { ...axis, size: 62, values: (_, ticks) => ticks.map(shown) }],
     series: [{ label: is_time ? "time" : "step" }, ...lines.map((each, index) => ({
-      label: each.label, stroke: colours[index % colours.length], width: 1.5, value: one, points: { show: x.length < 3 },
+      label: each.label, stroke: colours[index % colours.length], width: 1.5, value: one, points: { show: each => each.data[0].length < 3 },
     }))],
   }, data, figure);
   charts.set(figure, { plot, made_for });

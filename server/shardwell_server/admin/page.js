@@ -351,7 +351,8 @@ function show_history(history) {
   element("history").hidden = element("history-legend").hidden = x.length < 2;
   element("history-none").hidden = x.length >= 2;
   if (x.length < 2) return;
-  const of = history.shard, names = history.names.map(each => ({ label: each.name, values: each.steps_s }));
+  const of = history.shard, all = history.names.map(each => ({ label: each.name, values: each.steps_s }));
+  const names = all.filter(each => each.values.some(value => value));      // of what stood still all the time, no line
   const drawn = [];
   const add = (title, lines, shown) => { drawn.push(title); draw(into, title, x, lines, shown); };
   if (names.length) add("steps/s", names, number);

@@ -45,15 +45,20 @@ def main(target: str) -> None:
         for net in nets[:2]:
             net.put_gradient(gradient)
         users = clients[0].table("users", row_count=1000, dim=16, optimizer=SGD)
-        encoder = clients[0].parameter("encoder", size=_SIZE, optimizer=SGD)
-        encoder.init(np.zeros(_SIZE, np.float32))
+        encoders = [
+            client.parameter("encoder", size=_SIZE, optimizer=SGD, worker_count=2)
+            for client in clients[:2]
+        ]
+        encoders[0].init(np.zeros(_SIZE, np.float32))
         is_ready = False
         for step in itertools.count():
-            wait_s = _PERIOD_S * (1 + 0.7 * math.sin(step / 100))
+            wait_s = _PERIOD_S * (1 + 0.7 * math.sin(step / 300))
             if select.select([sys.stdin], [], [], wait_s)[0]:
                 break
-            encoder.report(loss=0.4 + 2 * math.exp(-step / 200) + 0.05 * math.sin(step))
-            encoder.exchange(np.ones(_SIZE, np.float32))
+            encoders[0].report(loss=0.4 + 2 * math.exp(-step / 600) + 0.01 * math.sin(step / 7))
+            encoders[0].put_gradient(np.ones(_SIZE, np.float32))
+            select.select([sys.stdin], [], [], wait_s / 10)  # for which w0 waits for w1
+            encoders[1].exchange(np.ones(_SIZE, np.float32))
             users.put_row_gradients(np.arange(10), np.ones((10, 16), np.float32))
             if not is_ready:
                 print("ready", flush=True)

@@ -125,6 +125,7 @@ def test_below_min_count_the_page_says_how_many_more(cluster, connect) -> None:
         assert expected in shown(running, *command)
 
 
+@pytest.mark.same_host
 def test_where_members_are_and_how_their_gradients_come(cluster, connect) -> None:
     """Of a client that is gone it is known where it was, and nothing of how it sends."""
     running = cluster(2, admin_listen="127.0.0.1:0", tokens=None, chunk_size_bytes=2**18)
