@@ -33,11 +33,11 @@ from shardwell.specs.optimizers import Optimizer
 Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
 LONG_WAIT_S = 1.0
-"""A step that is open for less is one of many, and waits for nobody in particular."""
+"""A step that is open for less is one of many, and waits for no worker in particular."""
 _STATES: tuple[MemberState, ...] = ("awaited", "seated", "draining", "lost", "over", "unknown")
 """Of members, as they are listed."""
 NAME_COUNT_MAX = 100
-"""Workers of each kind that are told of a parameter or table."""
+"""Workers of each kind that are listed for a parameter or table."""
 
 
 def ask(channel: ShardChannel, timeout_s: float) -> Answer:
@@ -160,7 +160,7 @@ def _blocker(
 
 
 def lacking(count: int, *, is_elastic: bool) -> str:
-    """How many workers a step lacks whom nobody knows by name; empty: none."""
+    """How many workers a step lacks that have no name yet; empty: none."""
     if not count:
         return ""
     if is_elastic:
@@ -205,7 +205,7 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
 
 
 class _Marked(NamedTuple):
-    """What is being deleted or renamed."""
+    """A parameter or table that is being deleted or renamed."""
 
     kind: str
     name: str
@@ -226,7 +226,7 @@ class _Marked(NamedTuple):
 
 
 def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
-    """What is being deleted or renamed, in order of kinds and names."""
+    """Parameters and tables that are being deleted or renamed, by kind and name."""
     found: dict[tuple[str, str], list[int]] = {}
     new_names: dict[tuple[str, str], str] = {}
     for status in statuses:
@@ -288,7 +288,7 @@ def abandoned(
 def told_troubles(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """What shards say is wrong with them, or stands still at them, with which one says it."""
+    """The troubles that shards report, each with its shard."""
     return [
         each.words if each.name else f"shard {status.shard_index}: {each.words}"
         for status in statuses

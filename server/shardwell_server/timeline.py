@@ -1,6 +1,6 @@
 """What shards and workers did last, as one timeline in the format of Chrome's tracing.
 
-Pure. Who waits for whom is not noted by anybody: it follows from when contributions came.
+Pure. No process records who waits for whom: it follows from when contributions came.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Process:
 
     Args:
         message: What it gave; it was checked.
-        shard_index: Which shard it is; None: a worker.
+        shard_index: Index of the shard; None: a worker.
         offset_ns: To be added to its times for those of the timeline's clock.
         error_ns: How far that may be wrong, either way.
         since_ns: What ended before is left out; on the timeline's clock.
-        open_steps: Of a shard: steps that have begun and not ended.
+        open_steps: Steps of a shard that have begun and not ended.
     """
 
     message: pb.ProcessSpans
@@ -114,7 +114,7 @@ def waits(process: Process) -> list[Wait]:
         else:
             continue  # its end is not kept, or is to come
         for worker_id, span in lasts.items():
-            # Whose last one closed something waited for nobody: of asynchronous mode, each does.
+            # A worker whose last one closed a step waited for no other: in asynchronous mode, each.
             waited = span.kind == pb.SPAN_KIND_ADD and span.end_ns < until_ns
             if waited and worker_id not in whom:
                 found.append(Wait(worker_id, subject, step, whom, span.end_ns, until_ns, is_over))
@@ -142,7 +142,7 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
 
 
 _Shown = tuple[str, str, int, int, dict[str, Any]]
-"""Lane, name, begin, end, and what is told of it."""
+"""Lane, name, begin, end, and its arguments."""
 
 
 def _lane(span: Span) -> str:
@@ -207,7 +207,7 @@ def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[
 def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
     """The first lane with room for a span, which it takes; one more where there is none.
 
-    Of very many the last one takes what has no room: nobody makes such, but one who means harm.
+    Of very many the last one takes spans that have no room: only a hostile client makes such.
     """
     for place, ends in enumerate(lanes):
         while ends and ends[-1] <= from_ns:
@@ -328,13 +328,13 @@ class Last(NamedTuple):
     step_count: int
     """Steps in which it was last."""
     of_count: int
-    """Steps that anybody waited in."""
+    """Steps that any worker waited in."""
     median_s: float
     """How long the first one waited for it, in the median of these steps."""
 
 
 def lasts(processes: Sequence[Process]) -> list[Last]:
-    """For whom the others waited, in steps that have closed; whoever was last most often first."""
+    """Workers that others waited for in closed steps; the one that was last most often first."""
     longest: dict[tuple[str, int], tuple[str, int]] = {}
     for process in processes:
         if process.shard_index is None:

@@ -33,7 +33,7 @@ def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[s
     """What the page of one name shows beside its status; None: nothing of that name is shown.
 
     Args:
-        vitals: Of the shard.
+        vitals: The shard and its server.
         is_shown: Whether a name may be read.
         key: Kind and name; "parameter" is the kind of a family, too.
     """

@@ -86,7 +86,7 @@ class History:
     """Samples of one shard. Any thread may call it.
 
     Args:
-        vitals: What is asked of the shard.
+        vitals: The shard and its server.
         now_s: A clock that never goes back.
     """
 
@@ -173,7 +173,7 @@ class History:
                     if not has_changed or not self._forget_idlest():
                         self._left_out[key] = counts.version
                         continue
-                # What is new began with nothing, a restored parameter with its version.
+                # A new parameter begins at version 0, a restored one at its own.
                 known = self._names[key] = _Name(_Counts(counts.version, 0, 0.0))
                 known.changed_at = self._count
             steps = max(counts.version - known.counts.version, 0)

@@ -40,7 +40,7 @@ _REALM = 'Basic realm="shardwell: any name, and a token as the password"'
 
 
 class Response(NamedTuple):
-    """What is answered."""
+    """An answer to a request."""
 
     status: HTTPStatus
     contents: bytes
@@ -141,7 +141,7 @@ class _Server(ThreadingMixIn, TCPServer):
             self._forget(request)
 
     def refusal(self, given: Sequence[str]) -> Response | None:
-        """What is answered to a request for another host; None: it is for this one.
+        """The answer to a request for another host; None: the request is for this one.
 
         Args:
             given: What `Host` says; nothing, as probes may, is no browser's.
@@ -178,19 +178,21 @@ class _Server(ThreadingMixIn, TCPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break, or speak something else, are nobody's concern."""
+        """Connections that break, or speak something else, are no failure of the port."""
         if not isinstance(sys.exception(), OSError):
             _LOG.exception("a connection for administration has failed")
 
     def _secure(self, tls: TlsFiles) -> ssl.SSLContext:
-        """With the certificate that is there now, or the last that could be used."""
+        """A context with the current certificate, or with the last usable one."""
         contents, known = tls.contents(), self._context
         if known is not None and known[0] is contents:
             return known[1]
         try:
             context = _context_of(tls)
         except OSError as error:  # of another one that is being written, say
-            _LOG.warning("the admin port can't use the certificate that is there: %s", error)
+            _LOG.warning(
+                "the admin port keeps its last certificate, as the new one fails: %s", error
+            )
             if known is None:
                 raise
             return known[1]
@@ -206,7 +208,7 @@ def _context_of(tls: TlsFiles) -> ssl.SSLContext:
         OSError: it can't be used.
     """
     if tls.tls.cert is None:
-        raise ArgumentError("whoever listens needs a certificate and its key")
+        raise ArgumentError("a server needs a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.tls.cert, tls.tls.key)
     return context

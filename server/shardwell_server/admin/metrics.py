@@ -35,7 +35,7 @@ from shardwell_server.shard.table.slice import TableSlice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WORKER_COUNT_MAX = 256
-"""Workers of a parameter or table whose lag is told."""
+"""Workers of a parameter or table whose lag is a metric."""
 
 
 _Part: TypeAlias = ParameterSlice | TableSlice
@@ -52,7 +52,7 @@ class _Figures(NamedTuple):
 
 
 class Vitals(NamedTuple):
-    """What is asked of a shard's server."""
+    """A shard and what its server knows of it."""
 
     shard: Shard
     stream_count: Callable[[], int]
@@ -62,9 +62,9 @@ class Vitals(NamedTuple):
     refusals: Callable[[], dict[str, int]]
     """Calls that were refused, by the name of the error."""
     turned_away_s: Callable[[], float | None]
-    """When somebody was refused last for want of a token or right, on time.monotonic's clock."""
+    """When a client was refused last for want of a token or right, on time.monotonic's clock."""
     damages: Callable[[], list[str]]
-    """What is known to be damaged of what was stored."""
+    """The stored parts that are known to be damaged."""
     data_dir: Path | None
     """Where its files are; None: it has none."""
     groups: Callable[[], list[GroupState]]
@@ -77,8 +77,8 @@ def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
     """All metrics, as Prometheus reads them.
 
     Args:
-        vitals: Of the shard.
-        is_shown: Whether a parameter or table of that name is told of.
+        vitals: The shard and its server.
+        is_shown: Whether a parameter or table of that name is shown.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ShardCollector(vitals, is_shown))
@@ -180,7 +180,7 @@ class _ShardCollector(Collector):
             "shardwell_group_ranks", "Ranks that a group is to have.", labels=label
         )
         missing = GaugeMetricFamily(
-            "shardwell_group_missing_ranks", "Ranks that nobody has.", labels=label
+            "shardwell_group_missing_ranks", "Ranks that no process has.", labels=label
         )
         for group in self._vitals.groups():
             if self._is_shown(group.name):
@@ -239,7 +239,7 @@ class _ShardCollector(Collector):
         of_worker = [*label, "worker"]
         lag = GaugeMetricFamily(
             "shardwell_worker_lag_seconds",
-            "In a worker's last step, from the first contribution of anybody to its own.",
+            "In a worker's last step, from the first contribution of all workers to its own.",
             labels=of_worker,
         )
         idle = GaugeMetricFamily(
@@ -376,7 +376,7 @@ class _ShardCollector(Collector):
         yield from (steps, samples, offers, moved, hidden, waited, overdue, kept, silent)
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:
-        """Parameters and tables that are told of, with what they say of themselves."""
+        """Parameters and tables that are shown, with their statuses."""
         shard = self._vitals.shard
         attending = shard.sessions.by_worker()
         for parameter in shard.parameters.all():

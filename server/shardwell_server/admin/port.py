@@ -64,7 +64,7 @@ class AdminPort:
     """Listens from its construction on; `attach` it when there is something to tell.
 
     Args:
-        config: Of the shard.
+        config: The shard's config.
 
     Raises:
         ArgumentError, ShardUnavailableError: it can't listen.
@@ -94,7 +94,7 @@ class AdminPort:
 
         Args:
             vitals: What it is asked.
-            access: Who may ask.
+            access: The tokens that may ask.
             address: Where it takes calls.
             is_alive: Whether its loop turns; may block for some seconds.
         """
@@ -188,7 +188,7 @@ class AdminPort:
 
     def _ask_all(self, vitals: Vitals) -> list[Answer]:
         """What all shards say, a moment ago or now."""
-        with self._lock:  # whoever comes meanwhile has the same answers
+        with self._lock:  # requests that come meanwhile get the same answers
             asked_s, answers = self._answers
             if time.monotonic() - asked_s >= _KEPT_S:
                 own: Answer = (self._address, own_status(vitals, self._address))

@@ -1,4 +1,4 @@
-"""What is wrong with a shard, or stands still at it, in words for whoever is called at night."""
+"""A shard's troubles, and groups that wait at it, in words for an operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwell_server.cluster_status import LONG_WAIT_S, duration, size
 _FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
 """A disk with less room than both counts as full."""
 _RECENT_S = 300.0
-"""How long it is told that somebody was turned away."""
+"""For so long a refused client is a trouble."""
 _WORDS_LENGTH_MAX = 1000
 """Of one; a character takes up to 4 bytes."""
 _RANK_COUNT_MAX = 100
@@ -62,7 +62,7 @@ def _of_strangers(vitals: Vitals) -> Iterator[pb.Trouble]:
     last_s = vitals.turned_away_s()
     if last_s is not None and (ago_s := time.monotonic() - last_s) < _RECENT_S:
         yield pb.Trouble(
-            words=f"somebody was turned away {duration(ago_s)} ago, for want of a good token, or "
+            words=f"a client was turned away {duration(ago_s)} ago, for want of a good token, or "
             "of a right; the shard's log says from where"
         )
 

@@ -34,7 +34,7 @@ from shardwell_server.cluster_status import (
 )
 
 _NAME_COUNT_MAX = 100
-"""Workers, or ranks, that are told of each parameter, table or group."""
+"""Workers or ranks that are listed for each parameter, table or group."""
 _WORKER_COUNT_MAX = 300
 """Workers in the list of all."""
 
@@ -74,9 +74,9 @@ def view(
     """All that the page shows.
 
     Args:
-        answers: Of all shards, in order.
-        vitals: Of the shard that serves the page.
-        is_shown: Whether a parameter or table of that name is told of.
+        answers: Answers of all shards, in order.
+        vitals: The shard that serves the page.
+        is_shown: Whether a parameter or table of that name is shown.
     """
     statuses = [status for _, status in given(answers)]
     parameters = merged((s.parameters for s in statuses), is_shown)

@@ -27,7 +27,7 @@ _timeout_option = click.option(
 
 
 class _ListByDefault(click.Group):
-    """What is no subcommand is a name to list."""
+    """Takes an argument that is no subcommand for a name to list."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, *context.help_option_names):

@@ -45,7 +45,7 @@ _RATE_S = 5.0
 _NAME_COUNT = 4
 """Workers that are named in a line."""
 _LAG_COUNT = 2
-"""Workers whose lag is told."""
+"""Workers whose lag is shown."""
 _LAG_S_MIN = 0.001
 """A lag that is worth a word."""
 _SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"
@@ -211,7 +211,7 @@ def _learners(parameters: Sequence[dict[str, Any]], rates: _Rates) -> Table:
 
 
 def _lags(members: Sequence[dict[str, Any]]) -> str:
-    """Whoever came late to its last step, and by how much."""
+    """The workers that came late to their last step, and by how much."""
     late = [member for member in members if (member["lag_s"] or 0.0) >= _LAG_S_MIN]
     return ", ".join(
         f"{member['worker_id']} {1000 * member['lag_s']:.0f} ms" for member in late[:_LAG_COUNT]

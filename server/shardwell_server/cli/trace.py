@@ -64,7 +64,7 @@ def trace(
 ) -> None:
     """Write the last steps of all shards and workers to FILE, as a timeline.
 
-    A FILE that is there is replaced if it is a timeline that this command wrote, or empty. Open it
+    An existing FILE is replaced if it is a timeline that this command wrote, or empty. Open it
     at https://ui.perfetto.dev, or in Chrome at chrome://tracing. A name that ends in .gz is
     compressed. Exit code 1 if a shard does not answer.
     """
@@ -237,7 +237,7 @@ def _check_replaceable(file: Path) -> None:
     expected = json.dumps({"otherData": timeline.MADE_BY}, separators=(",", ":"))[:-1]
     if not begin.startswith(expected.encode()):
         raise click.ClickException(
-            f"{file} is there already, and is no timeline that `shardwell trace` wrote; remove it, "
+            f"{file} exists, and is no timeline that `shardwell trace` wrote; remove it, "
             "or give another name"
         )
 

@@ -705,7 +705,7 @@ def test_somebody_who_was_turned_away_is_told(tmp_path) -> None:
             with pytest.raises(shardwell.AuthenticationError):
                 shardwell.connect(running.target, worker_id="w1", token_file=wrong)
             (trouble,) = client.status()[0].troubles
-            assert re.match(r"somebody was turned away \d s ago, for want of a", trouble.words)
+            assert re.match(r"a client was turned away \d s ago, for want of a", trouble.words)
         with shardwell.connect(running.target, worker_id="w2", token_file=partly) as client:
             assert not client.status()[0].troubles  # which may be about others' names
 

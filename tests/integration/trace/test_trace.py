@@ -272,7 +272,7 @@ def test_a_file_of_the_users_stays(cluster, connect, tmp_path) -> None:
         for file in (notes, link):
             code, _, log = run_command("trace", str(file), f"--shards={running.target}")
             assert code == 1
-            assert f"{file} is there already" in " ".join(log.split())
+            assert f"{file} exists, and is no timeline" in " ".join(log.split())
         assert notes.read_bytes() == theirs
     notes.write_bytes(b"")  # as mktemp makes it
     for _ in range(2):
