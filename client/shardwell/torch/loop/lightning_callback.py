@@ -34,6 +34,10 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
     Raises:
         ArgumentError: an argument can't be; or, as training begins, none of the module's optimizers
             is a ServerOptimizer.
+
+    Examples:
+        >>> callback = shardwell.torch.LightningCallback("runs/{step}", every=100, keep=3)
+        >>> trainer = lightning.Trainer(callbacks=[callback], max_epochs=3)
     """
 
     def __init__(

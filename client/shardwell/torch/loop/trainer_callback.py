@@ -36,6 +36,10 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     Raises:
         ArgumentError: an argument can't be; or, as training begins, its optimizer is no
             ServerOptimizer.
+
+    Examples:
+        >>> callback = shardwell.torch.TrainerCallback("runs/{step}", every=100, keep=3)
+        >>> trainer = transformers.Trainer(model, arguments, callbacks=[callback])
     """
 
     def __init__(
