@@ -942,7 +942,7 @@ class _Kind(Generic[SpecT]):
     needed: frozenset[str]
     """The arguments that create one."""
     creates_with: str
-    """The same for messages."""
+    """Those arguments, for messages."""
 
 
 _PARAMETERS = _Kind(

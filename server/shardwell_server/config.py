@@ -154,7 +154,7 @@ class ShardConfig:
     shard_count: int
     """Shards of the cluster."""
     cluster_id: str = "shardwell"
-    """The same on all shards of a cluster and on no other cluster's."""
+    """The cluster's name: the same on all its shards, and on no other cluster's."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT; port 0 takes a free one. The default is reachable from this machine only."""
     chunk_size_bytes: int = 2**20

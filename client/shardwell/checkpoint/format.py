@@ -201,13 +201,13 @@ class Checkpoint:
     cluster_id: str
     """The cluster that it was made of."""
     shard_count: int
-    """That cluster's shards; any number may restore it."""
+    """Number of that cluster's shards; any number may restore it."""
     software_version: str
     """The version of shardwell that made it."""
     parameters: tuple[CheckpointParameter, ...]
-    """In the order of the manifest."""
+    """Parameters, in the order of the manifest."""
     tables: tuple[CheckpointTable, ...] = ()
-    """The same."""
+    """Tables, in the order of the manifest."""
 
     def _repr_html_(self) -> str:
         parameters = [

@@ -17,7 +17,7 @@ _LOOK_S = 1.0
 _FRAME_HEADER_BYTES = 9
 _SETTINGS_FRAME = 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
-"""With which a client of gRPC begins; a server answers with its settings."""
+"""The beginning of a gRPC client; a server answers with its settings."""
 
 
 def why_absent(address: str, timeout_s: float = _LOOK_S, *, speaks_tls: bool = False) -> str:

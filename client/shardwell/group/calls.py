@@ -77,7 +77,7 @@ class Started(Protocol):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Offset and length of the values in the caller's array."""
+        """This rank's number among those that take part, and how many they are."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class Started(Protocol):
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """By rank, whether it has the group's state."""
+        """Whether each of `ranks` has the group's state."""
 
 
 class CallMaker:

@@ -88,7 +88,7 @@ class PendingCall:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The same of `made`."""
+        """This rank's number among those that take part, and how many they are."""
         return self.made.place
 
     @property
@@ -98,7 +98,7 @@ class PendingCall:
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """By rank, whether it has the group's state."""
+        """Whether each of `ranks` has the group's state."""
         return self.made.have_state
 
     def restore(self) -> None:

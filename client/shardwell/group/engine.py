@@ -88,7 +88,7 @@ class Call:
     result: Future[int] = field(default_factory=Future)
     """Done when the array is; with a join, the rank that was last."""
     place: tuple[int, int] = (0, 1)
-    """This rank's place among those that take part, and how many they are, once data move."""
+    """This rank's number among those that take part, and how many they are, once data move."""
     progress: Progress = Progress.ANNOUNCED
     """How far it is."""
     ranks: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ class _Moving(NamedTuple):
     call_index: int
     """As rank 0 says it."""
     ranks: list[int]
-    """Those that take part."""
+    """The ranks that take part."""
     collective: Collective
     deadline_s: float
 

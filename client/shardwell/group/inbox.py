@@ -42,7 +42,7 @@ class Inbox:
         self._sources: dict[int, Source] = {}
         """By descriptor."""
         self._paused: dict[int, Source] = {}
-        """Those that are full."""
+        """Sources that are full."""
         self._lock = threading.Lock()
         """Guards both, and is held by who reads."""
         self._files: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ class _Leaf(NamedTuple):
     path: str
     """As jax writes it: "['dense']['kernel']"."""
     name: str
-    """The same in the layout: "dense/kernel"."""
+    """Its name in the layout: "dense/kernel"."""
     dtype: Any
     """Dtype of the array that the caller gets; a floating point type of JAX's."""
     shape: tuple[int, ...]

@@ -120,7 +120,7 @@ class Codec:
     block_size: ClassVar[int] = 1
     """Elements that are written together: slices and chunks begin with a block."""
     _exponents: ClassVar[str] = "0"
-    """Those that there may be, in words."""
+    """The possible exponents, in words."""
     _has_scale: ClassVar[bool] = False
     """Whether its scale depends on the values."""
     _infinity: ClassVar[int]

@@ -114,7 +114,8 @@ class OpenExchange(Generic[ValuesT]):
         self._allow_non_finite = allow_non_finite
         self._chunks = ReadyChunks([part.chunks for part in parts])
         self._pieces: list[Piece] = []
-        """Those that were begun, in order: each begins in a slice where the one before ends."""
+        """The pieces that were begun, in order: each begins in a slice where the one before
+        ends."""
         self._rest: Piece | None = None
         """The rest when `finish` was called first."""
         self._under_way_count = 0

@@ -141,7 +141,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """With int8, what rounding takes off each gradient that calls for a step have tried, and
         failed with: parts of them may be counted."""
         self._tried_step = -1
-        """That step."""
+        """The step of those gradients."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0

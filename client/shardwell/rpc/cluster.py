@@ -45,7 +45,7 @@ _SILENCE_S_MAX = 2.0
 
 
 _MADE: weakref.WeakSet[Shards] = weakref.WeakSet()
-"""Those of this process, and of the one that it was forked from."""
+"""The channels of this process, and of the one that it was forked from."""
 _MADE_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 

@@ -42,11 +42,11 @@ class Members:
     """"parameter" or "table"."""
     name: str
     crew: str
-    """Who makes a step, in words."""
+    """The workers that make a step, in words."""
     is_elastic: bool
     """Whether workers come and go."""
     members: tuple[MemberStatus, ...]
-    """Those whose tenure is not over first, by worker id."""
+    """Members, by worker id; those whose tenure is not over come first."""
 
     def has(self, worker_id: str) -> bool:
         """Whether a worker takes part, so that steps may await it."""

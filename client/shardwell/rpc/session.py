@@ -30,7 +30,8 @@ class Session(NamedTuple):
     pid: int
     """The process there."""
     process: str = ""
-    """Which one, for who can look it up: see `own_identity`; empty: not known."""
+    """Id of the process, which others on the machine can look up: see `own_identity`; empty:
+    unknown."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host!r}"

@@ -74,7 +74,7 @@ class ShardChannel(ShardEndpoint):
         self.session = session or new_session()
         """Session of the client."""
         self.worker_id = ""
-        """Under which the client contributes; empty before it attends."""
+        """The id under which the client contributes; empty before it attends."""
         self.has_seats = False
         """Whether the client may have taken a seat on the shard."""
         self._attended_with = ""

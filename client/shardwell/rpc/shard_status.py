@@ -38,7 +38,7 @@ class MissingWorker:
     """A worker for whom a step waits, and where it is."""
 
     worker_id: str
-    """Who."""
+    """The worker's id."""
     host: str
     """Name of the machine of its process, or of the last one; empty: not known."""
     pid: int
@@ -60,7 +60,7 @@ class StepWait:
     open_for_s: float | None
     """Seconds since the first contribution to it on the shard; None: there is none."""
     workers: tuple[MissingWorker, ...]
-    """Those that are missing; of very many, some."""
+    """The missing workers; of very many, some."""
 
     @staticmethod
     def from_proto(message: types_pb2.StepWait) -> StepWait:
@@ -101,7 +101,7 @@ class MemberStatus:
     """
 
     worker_id: str
-    """Who."""
+    """The worker's id."""
     next_step: int
     """The step that it is to contribute next, in its own count."""
     lag_s: float | None
@@ -119,7 +119,7 @@ class MemberStatus:
     """Where steps may close without a worker: chunks of its gradients that counted, since it joined
     and the shard's process began."""
     late_chunk_count: int
-    """The same of chunks that were late."""
+    """The number of chunks that were late."""
     host: str = ""
     """Name of the machine where its process is, or was last; empty: the shard does not know it."""
     pid: int = 0
@@ -170,7 +170,7 @@ class LearnerStatus:
     """
 
     worker_id: str
-    """Who."""
+    """The worker's id."""
     progress: LearnerProgress
     """What."""
     ago_s: float
@@ -341,7 +341,7 @@ class TableStatus:
     loading: bool
     """Whether a checkpoint is being restored into it."""
     load_id: int
-    """Which restore it was, finished or not; 0: none."""
+    """Id of the newest restore, finished or not; 0: none."""
     incarnation: int
     """Tells it from other tables that had its name; where shards differ, one lost its memory."""
     wait: StepWait

@@ -36,7 +36,7 @@ class Fragment:
     family: str
     """Name of the family: 1 to 128 letters, digits, `.`, `_`, `-`."""
     index: int
-    """Which fragment, from 0."""
+    """Index of the fragment, from 0."""
     count: int
     """Fragments of the family, 1 to 4,096."""
     assignment: str
@@ -86,7 +86,7 @@ class Deal:
     family: str
     """Its name."""
     fragments: tuple[Fragment, ...]
-    """Those that are there, by index; with one twice, they are not of one deal."""
+    """The existing fragments, by index; with one twice, they are not of one deal."""
 
     @property
     def count(self) -> int:

@@ -58,7 +58,7 @@ class TensorOptions:
     frozen: bool = False
     """Gradients change neither the tensor nor its optimizer state."""
     rate_group: int = 0
-    """Which factor of a `GroupedRate` its learning rate has, too, from 1; 0: none."""
+    """Number of the factor of a `GroupedRate` that its learning rate has, too, from 1; 0: none."""
 
     def __post_init__(self) -> None:
         check_number("learning_rate_factor", self.learning_rate_factor)

@@ -10,7 +10,7 @@ from shardwell.specs.checks import check_number, check_whole_number
 from shardwell.v1 import types_pb2
 
 MEMBER_COUNT_MAX = 2**12
-"""That an elastic parameter or table may have at once."""
+"""Most members that an elastic parameter or table may have at once."""
 BOUND_S_MAX = 3600.0
 """Largest bound of time in a spec."""
 

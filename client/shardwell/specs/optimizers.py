@@ -184,7 +184,7 @@ class FTRL(Optimizer):
 
 
 OF_TABLES = (RowWiseAdagrad, FTRL)
-"""Those that know rows, and are refused for parameters."""
+"""Optimizers for rows alone, which parameters refuse."""
 
 _IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
 

@@ -43,7 +43,7 @@ WIRE_CODECS = {
     "int8": types_pb2.CODEC_INT8,
 }
 GROUP_CODECS = {name: value for name, value in WIRE_CODECS.items() if name in get_args(WireName)}
-"""Those that partial sums of groups may have."""
+"""Codecs that partial sums of groups may have."""
 WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
 
 
@@ -153,7 +153,7 @@ class TrainingSpec:
         return self.codec.removesuffix("+lz4")
 
     def with_given(self, given: dict[str, Any]) -> Self:
-        """The same with other values of some fields.
+        """The spec with other values of some fields.
 
         Args:
             given: The values by field. Where the mode makes worker_count meaningless, it is not

@@ -25,7 +25,7 @@ from shardwell.v1 import table_pb2
 ROW_COUNT_MAX = 2**62
 DIM_MAX = 2**16
 OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL)
-"""Those that know rows."""
+"""Optimizers with a form for rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class Line(Generic[PartT]):
     is_shared: bool = False
     """Whether all payloads of the attempt have room there."""
     answers: deque[Answer] = field(default_factory=deque)
-    """Those that came in one message with the last that was read."""
+    """Answers that came in one message with the last that was read."""
 
 
 Stretch: TypeAlias = tuple[PartT, int, int]
@@ -128,7 +128,7 @@ class StepTransfer(ABC, Generic[PartT]):
         self.tenure = 0
         """See StreamOpen; once the shards have said it."""
         self.incarnation = 0
-        """The same."""
+        """The incarnation; once the shards have said it."""
 
     @contextlib.contextmanager
     def _lines(

@@ -167,7 +167,7 @@ class RowBatch:
         self.ids = ids
         """(n,) int64, as the caller has them."""
         self.shape = shape
-        """That of the caller's ids."""
+        """The shape of the caller's ids."""
         found = sort_ids(ids, placement)
         self.starts = found.starts
         """(u + 1,): where the places of each distinct id begin in `places`."""

@@ -62,7 +62,7 @@ class _Push:
     gradients: Float32
     sample_count: int
     step: int | None = None
-    """Which it joins; None: it was not sent yet."""
+    """The step that it joins; None: it was not sent yet."""
 
 
 _PASS_COUNT_MAX = 16

@@ -256,7 +256,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors.values())}
         self._begun: OpenExchange[NamedArrays] | None = None
         self._options: dict[str, Any] = {}
-        """With which it was begun."""
+        """The options with which it was begun."""
         self._owed: Callable[[], object] | None = None
         """Ends a step that failed, with the same values."""
         self._failed: list[tuple[torch.Tensor | None, int]] = []
@@ -281,7 +281,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             for tensor_name, tensor in named.items()
             if tensor.requires_grad and tensor_name not in self._tensors
         }
-        """Which are in no group."""
+        """Tensors that are in no group."""
         copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
         self.parameter.init(self._weights.arrays)
         # Started again, it goes on from the step that it had ended, which may wait for the others.

@@ -14,7 +14,7 @@ from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, GroupedRate
 from shardwell.specs.optimizers import Adam, AdamW, Optimizer, check_learning_rate
 
 _RATE_TOLERANCE = 1e-6
-"""By which rates of groups may differ from their ratios; schedulers round."""
+"""How far rates of groups may differ from their ratios; schedulers round."""
 OPTIONS = (
     *("weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered"),
     *("amsgrad", "maximize", "lr_decay", "initial_accumulator_value", "decoupled_weight_decay"),

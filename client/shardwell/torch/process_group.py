@@ -400,7 +400,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         self._telling.shutdown()
 
     def abort(self) -> None:
-        """The same."""
+        """Ends the group, as `shutdown` does."""
         self.shutdown()
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -198,7 +198,7 @@ class Arenas:
         is_wanted: bool = True,
     ) -> None:
         self.server = Neighbour(address, is_wanted=is_wanted and IS_SUPPORTED)
-        """Who takes offers."""
+        """The server that takes offers."""
         self._what = what
         self._offer = offer
 

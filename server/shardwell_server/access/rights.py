@@ -150,7 +150,7 @@ class Principal:
 
 
 ANYBODY = Principal(name="", grants=(Grant(Right.ADMIN),))
-"""Who calls a shard that asks for no token."""
+"""The caller of a shard that asks for no token."""
 
 
 def seconds_of(text: object) -> float:

@@ -115,15 +115,15 @@ class Call:
         self.context = context
         """gRPC's."""
         self.rpc = rpc
-        """Which one it is."""
+        """The RPC."""
         self.method = rpc.name
         """Name of the RPC."""
         self.principal = ANYBODY
-        """Who makes it."""
+        """The caller."""
         self.usage: Usage | None = None
         """Usage of the caller's token; None: it has no token."""
         self.session = 0
-        """By which it contributes, or attends; 0: by none, so far."""
+        """The session by which it contributes, or attends; 0: none, so far."""
         self.is_counted = False
         """Whether it counts among the open calls of that token."""
         self._note = note
@@ -212,7 +212,7 @@ class Call:
         self._is_over = True
 
     def end_now(self, error: ShardwellError) -> None:
-        """The same, from the loop's thread."""
+        """As `end`, from the loop's thread."""
         if not self._is_over and self.ending is None:
             self.ending = error
             assert self._task is not None

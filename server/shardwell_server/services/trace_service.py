@@ -22,7 +22,7 @@ TRACE_SERVICE_NAME = _SERVICE.full_name
 _WAIT_S_MAX = 60.0
 """For clients to give spans."""
 _WORKER_COUNT_MAX = 100
-"""That are named as missing."""
+"""Most workers that are named as missing."""
 
 
 class TraceService:

@@ -89,7 +89,7 @@ class Tenure(NamedTuple):
     number: int = 0
     """Drawn by its worker; 0 where seats are kept for good."""
     first_step: int = 0
-    """Which step in the storage its worker's step 0 is."""
+    """The storage's number of its worker's step 0."""
 
 
 class Attendance(NamedTuple):
@@ -300,7 +300,7 @@ class Seats(ABC, Generic[SeatT]):
         elastic: Elastic | None = None,
     ) -> None:
         self.elastic = elastic
-        """Who makes a step, where workers come and go."""
+        """Limits of the members that make a step, where workers come and go."""
         self.is_sync = worker_count > 0
         """Whether steps need all workers."""
         self._worker_count = worker_count
@@ -309,7 +309,7 @@ class Seats(ABC, Generic[SeatT]):
         self._seats: dict[str, SeatT] = {}
         """In the order of their indexes."""
         self.ended: dict[str, int] = {}
-        """Those with a seat whose sessions have ended in order, the first one first; with the
+        """Workers with a seat whose sessions have ended in order, the first one first; with the
         session's number, 0 where it is not known."""
         self.come_to_rest: Callable[[], None] = lambda: None
         """Returns when nothing is being counted that was checked before the call."""

@@ -37,18 +37,18 @@ class Quota:
     stored_bytes: int | None = None
     """Bytes of parameters and tables that it has made; see `Limits.stored_bytes_max`."""
     parameters: int | None = None
-    """That it has made."""
+    """Parameters that it has made."""
     tables: int | None = None
-    """That it has made."""
+    """Tables that it has made."""
     members: int | None = None
     """Workers that are connected with the token, and as many again in groups that meet here."""
     streams: int | None = None
-    """That are open."""
+    """Streams that are open."""
     calls: int | None = None
-    """That are open, of any kind: streams, those by which workers attend, and such as wait for
-    others."""
+    """Calls that are open, of any kind: streams, those by which workers attend, and such as wait
+    for others."""
     bytes_per_s: int | None = None
-    """That its calls bring and are answered, payloads in shared memory included. A call and each
+    """Bytes of its calls and their answers, payloads in shared memory included. A call and each
     message counts as 16 KiB at the least, so this bounds calls a second, too. What comes faster
     is delayed."""
 

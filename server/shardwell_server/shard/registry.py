@@ -139,7 +139,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         log: Callable[[ClosedSet], None] | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
-        """That of the other kind, whose names are taken, too."""
+        """The registry of the other kind, whose names are taken, too."""
         self._changes = changes
         self._usages = usages
         self._config = config

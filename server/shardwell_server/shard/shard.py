@@ -95,7 +95,7 @@ class Shard:
         self.spans = Spans()
         """What it did last."""
         self.recordings = Recordings()
-        """Who records what all did last."""
+        """Recordings of what all did last."""
         self.contribution_log: ContributionLog | None = None
         """Has the contributors of each chunk's steps."""
         if config.contribution_log is not None:
@@ -118,10 +118,10 @@ class Shard:
         self.core_threads = CoreThreads(thread_count(config.threads))
         """What takes pieces of its calls' work."""
         self.parameters = Parameters(*common)
-        """Those of this shard."""
+        """The parameters of this shard."""
         self.parameters.recover(parameters)
         self.tables = Tables(*common)
-        """The same."""
+        """The tables of this shard."""
         self.tables.recover(tables)
         self.parameters.beside, self.tables.beside = self.tables, self.parameters
         store.recovered()

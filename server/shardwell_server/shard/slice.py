@@ -54,7 +54,7 @@ class SliceState(Generic[SeatT]):
 
     storage: Storage
     tracker: Seats[SeatT]
-    """Who has contributed what."""
+    """The workers' seats and contributions."""
     register: MembershipLog[SeatT]
     """What changes rarely."""
     lock: AbstractContextManager[bool]

@@ -105,7 +105,7 @@ class Snapshot:
         **where: Any,
     ) -> None:
         self.version = version
-        """That of all that it has."""
+        """The version of all that it has."""
         self.learning_rate = 0.0
         """Rate of the update that follows."""
         self.failure: ShardwellError | None = None

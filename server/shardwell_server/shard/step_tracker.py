@@ -121,7 +121,7 @@ class StepTracker(Seats[Seat]):
         self.has_open_sets = elastic is not None or min_contributors > 0
         """Whether a step may close without a worker that could have contributed."""
         self.open_sets: list[list[Seat]] = [[] for _ in self.records] if self.has_open_sets else []
-        """Who has contributed to each chunk's open step, in that order, where sets are open."""
+        """Contributors to each chunk's open step, in that order, where sets are open."""
         self._closes_by_norm = closes_by_norm
         self._floor = 1 if elastic is None else elastic.min_count
         self._quorum = min_contributors

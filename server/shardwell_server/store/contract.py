@@ -158,7 +158,7 @@ class JournalEntry(NamedTuple):
 
     chunk_index: int
     seat_index: int
-    """Whose contribution; NO_SEAT: none."""
+    """Seat of the contributor; NO_SEAT: none."""
     sequence: int
     """Number of the chunk's transition that it was."""
     step: int
@@ -363,7 +363,7 @@ class Position(NamedTuple):
     """What a worker has contributed."""
 
     seat_index: int
-    """Which worker."""
+    """Seat of the worker."""
     step: int = 0
     """Its open step."""
     part_count: int = 0

@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     """One value of a batch of rows."""
 
     row: int
-    """Which row of the batch."""
+    """Index of the row in the batch."""
     column: int
 
 

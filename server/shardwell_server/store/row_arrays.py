@@ -69,7 +69,7 @@ class WrittenRows(NamedTuple):
     """Rows as a change wrote them."""
 
     places: Places
-    """Those of old rows."""
+    """Places of old rows."""
     values: Sequence[Rows]
     """Their arrays of values; empty: none was written."""
     sums: Sequence[Rows]

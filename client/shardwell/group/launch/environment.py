@@ -54,7 +54,7 @@ class LaunchEnvironment:
     serves_rendezvous: bool
     """This worker is rank 0 and is to serve `rendezvous_address`, as no other process does."""
     source: str
-    """Who started the worker, for messages: "torchrun"."""
+    """The launcher that started the worker, for messages: "torchrun"."""
 
     @staticmethod
     def of(environ: Mapping[str, str], *, parent_pid: int | None = None) -> LaunchEnvironment:

@@ -97,7 +97,7 @@ class Seat:
 
     rank: int
     member: pb.Member | None
-    """Who has it; None: this server was started anew, and has not heard of it yet."""
+    """The member that has it; None: this server was started anew, and has not heard of it yet."""
     lease: Lease
     lost_reason: str = ""
     """Why it is gone; empty while it lives."""
@@ -167,7 +167,7 @@ class Verdict:
     kind: type[ShardwellError]
     message: str
     rank: int
-    """Which rank it is about."""
+    """The rank that it is about."""
 
     def error(self) -> ShardwellError:
         """To raise."""
@@ -272,13 +272,13 @@ class GroupState:
     generation: int
     """Number of the generation that lives; 0: none does."""
     members: tuple[str, ...]
-    """Who lives of it, or waits for the others, each with its rank and where it is."""
+    """The members that live, or wait for the others, each with its rank and where it is."""
     missing_ranks: tuple[int, ...]
     """Ranks without a member."""
     waited_s: float
     """How long the first applicant has waited for them; 0: no applicant waits."""
     notes: tuple[str, ...]
-    """Who was refused lately, and why."""
+    """The applicants refused lately, and why."""
 
 
 def described(rank: int, member: pb.Member | None) -> str:

@@ -32,7 +32,7 @@ class Holder(NamedTuple):
     rank: int
     """The rank that it has or asks for."""
     member: pb.Member | None
-    """Who it is; None: this server was started anew, and has not heard of it yet."""
+    """The member; None: this server was started anew, and has not heard of it yet."""
     lease: Lease
     """How long it counts as alive."""
 

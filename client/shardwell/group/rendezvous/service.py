@@ -24,7 +24,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
 GROUP_SERVICE_NAME = _SERVICE.full_name
 MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
 Admit: TypeAlias = Callable[[Any, str], Owner]
-"""Who makes a call, given its context and the name of a group; or an error, where they may not."""
+"""Returns the owner that calls, given the context and a group's name; or raises."""
 
 
 def admit_anybody(context: Any, group: str) -> Owner:

@@ -73,7 +73,7 @@ def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, largest: int
 
 
 def check_renew(request: pb.RenewLeaseRequest, limits: MeetingLimits, largest: int) -> None:
-    """The same for a renewal."""
+    """Checks a renewal."""
     _check_spec(request.spec, limits)
     _check_member(request.member)
     _check_range("generation", request.generation, 1, max(GENERATION_MAX, largest))
@@ -83,7 +83,7 @@ def check_renew(request: pb.RenewLeaseRequest, limits: MeetingLimits, largest: i
 
 
 def check_leave(request: pb.LeaveGroupRequest) -> None:
-    """The same for a member that leaves."""
+    """Checks the request of a member that leaves."""
     check_name("a group's name", request.group)
     _check_member_id(request.member_id)
 

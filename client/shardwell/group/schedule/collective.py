@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
     """A message from another rank."""
 
     rank: int
-    """Who sent it: its place among those that take part."""
+    """The sender's number among those that take part."""
     header: pb.ReceiveChunksResponse
     """What it says of itself, without the payload."""
     payload: Bytes
@@ -93,7 +93,7 @@ class Job(NamedTuple):
     total: Sum | None
     """What it is added to, where more than one rank sends."""
     targets: tuple[int, ...]
-    """Who is sent a message when it is done."""
+    """Ranks that get a message when it is done."""
     rooms: list[Room | None]
     """Where their payloads go."""
 

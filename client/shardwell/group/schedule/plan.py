@@ -91,7 +91,7 @@ class Plan:
     strategy: Strategy
     """Along which trees."""
     rank: int
-    """Whose plan this is."""
+    """The rank of this plan."""
     size: int
     """Ranks that take part."""
     root: int

@@ -31,7 +31,7 @@ class Inflow(NamedTuple):
     """A rank's place in the tree that partial sums flow along."""
 
     sources: tuple[int, ...]
-    """Who sends it partial sums, in the order in which it adds them to its own."""
+    """Ranks that send it partial sums, in the order in which it adds them to its own."""
     target: int | None
     """To whom it sends the sum; None: it is the collector."""
 
@@ -40,7 +40,7 @@ class Outflow(NamedTuple):
     """A rank's place in the tree that final values flow along."""
 
     source: int | None
-    """Who sends them to it; None: it is the source."""
+    """The rank that sends them to it; None: it is the source."""
     targets: tuple[int, ...]
     """To whom it sends them on."""
 

@@ -51,7 +51,7 @@ _LOG = logging.getLogger("shardwell.group")
 _PLACE_COUNT = 8
 """Payloads that may lie between two ranks at once; further ones go over the network."""
 _COPIED = 2
-"""Which number of the memory's head counts those that the reader has copied."""
+"""The number in the memory's head that counts payloads that the reader has copied."""
 _LAST = pb.ReceiveChunksResponse(last=True).SerializeToString()
 
 

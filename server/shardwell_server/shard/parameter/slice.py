@@ -131,7 +131,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self._is_restoring = True
         """Whether sets that are noted now may have been noted by an earlier process."""
         self.contributions = Contributions(None if log is None else self._log_set)
-        """Whose gradients the last steps have, where sets are open."""
+        """The contributors to the last steps, where sets are open."""
         self._register = Register(
             spec,
             storage,

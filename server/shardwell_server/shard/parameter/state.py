@@ -28,6 +28,6 @@ class ParameterState(SliceState[Seat]):
     rules: TensorRules
     """The optimizer."""
     snapshots: Snapshots
-    """Those under way."""
+    """Snapshots under way."""
     contributions: Contributions
-    """Whose gradients the last steps have, where sets are open."""
+    """The contributors to the last steps, where sets are open."""

@@ -31,7 +31,7 @@ class TableScan:
 
     def __init__(self, state: TableState) -> None:
         self.snapshots = state.snapshots
-        """Those under way."""
+        """Snapshots under way."""
         self._spec = state.spec
         self._storage = state.storage
         self._tracker = state.tracker

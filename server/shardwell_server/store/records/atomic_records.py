@@ -124,7 +124,7 @@ class StoredChunkRecord(NamedTuple):
     """Transitions of the chunk so far."""
     record: ChunkRecord
     seat_index: int
-    """Whose contribution it was, -1 for none."""
+    """Seat of the contributor, -1 for none."""
     step: int
     """Of which step."""
     crcs: tuple[int, ...]
@@ -200,7 +200,7 @@ class StoredTableRecord(NamedTuple):
     """Changes of the table so far."""
     record: TableRecord
     position: Position | None
-    """Whose contribution the last change was, and how far its worker has come."""
+    """The last change's contributor, and how far it has come."""
 
 
 class TableRecords:
