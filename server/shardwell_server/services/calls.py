@@ -118,6 +118,9 @@ class Call:
         """The RPC."""
         self.method = rpc.name
         """Name of the RPC."""
+        self.is_unix = context.peer() == UNIX_PEER
+        """Whether it came over a Unix stream. gRPC's context is for the loop's thread alone: asked
+        on another one as the call ends, it crashes the process."""
         self.principal = ANYBODY
         """The caller."""
         self.usage: Usage | None = None
