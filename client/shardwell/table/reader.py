@@ -101,7 +101,7 @@ class RowReading:
         transfer: How rows travel.
         calls: The table's calls.
         view: The rows that this worker keeps.
-        every_shard: Elastic tables: the number of shards, which a fetch asks all for the
+        every_shard: Elastic tables: the number of shards; a fetch may ask them all for the
             table's step.
     """
 

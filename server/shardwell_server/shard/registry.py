@@ -75,10 +75,10 @@ class Owned(Protocol):
         """Workers with a seat, or that have opened it, whose sessions count as alive."""
 
     def handing_over(self) -> AbstractContextManager[None]:
-        """Within it, its storage goes to another name."""
+        """Nothing of it changes in the block, and after it; where it fails, all goes on."""
 
     def go_on_after_start(self) -> None:
-        """Finishes what an earlier process had begun."""
+        """Looks after the members that an earlier process had."""
 
     def describe(
         self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
