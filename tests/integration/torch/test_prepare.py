@@ -236,6 +236,8 @@ def test_a_loader_that_cannot_be_shared_is_refused(cluster, connect, words) -> N
     client = connect(cluster(1), "w0")
     with pytest.raises(shardwell.ArgumentError, match=words):
         prepared(client, REFUSED_LOADERS[words]())
+    is_late = words.startswith("less than a batch")  # which depends on the number of workers
+    assert bool(client.status()[0].parameters) == is_late
 
 
 def test_an_optimizer_that_cannot_be_prepared_is_refused(cluster, connect) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import weakref
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from shardwell.process.environment import variable
 from shardwell.rpc.session import unique_worker_id
 from shardwell.torch.loop.mean_gradients import mean_gradients
 from shardwell.torch.loop.rules import shards_rule
-from shardwell.torch.loop.shares import Share, SharedLoader
+from shardwell.torch.loop.shares import Share, SharedLoader, check_loader
 from shardwell.torch.optimizer import ServerOptimizer
 from shardwell.torch.untrained import hand_over_model
 
@@ -28,6 +28,15 @@ _ACCUMULATED_MAX = 2**20
 _NAME = "model"
 _OF_MEANS = frozenset({"name", "worker_count", "codec", "timeout_s"})
 """Options that an optimizer on the workers has a use for."""
+
+
+class _Counter(Protocol):
+    """What has the parameter of the steps, which `push_weights` may replace."""
+
+    @property
+    def parameter(self) -> Parameter[Any]: ...
+
+
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
@@ -105,6 +114,10 @@ def prepare(
         "gradient_accumulation_steps", gradient_accumulation_steps, 1, _ACCUMULATED_MAX
     )
     check_integer("seed", seed, 0, 2**32 - 1)
+    if isinstance(loader, SharedLoader):  # a cell of a notebook was run again
+        loader = loader.whole
+    if loader is not None:
+        check_loader(loader)  # before anything is made on the cluster
     if isinstance(optimizer, ServerOptimizer):
         if options or client is not None:
             raise ArgumentError(
@@ -112,14 +125,12 @@ def prepare(
                 f"{', '.join([*options, *(['client'] if client is not None else [])])}"
             )
         prepared: Any = optimizer
-        parameter = optimizer.parameter
+        counter: _Counter = optimizer
     else:
-        prepared, parameter = _prepared(model, optimizer, client, options)
+        prepared, counter = _prepared(model, optimizer, client, options)
     if loader is None:
         return model, prepared, None
-    if isinstance(loader, SharedLoader):  # a cell of a notebook was run again
-        loader = loader.whole
-    share = _share(prepared.client, parameter, batches_per_step, seed)
+    share = _share(prepared.client, counter, batches_per_step, seed)
     return model, prepared, SharedLoader(loader, share)
 
 
@@ -128,8 +139,8 @@ def _prepared(
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
-) -> tuple[Any, Parameter[Any]]:
-    """The optimizer that makes the steps, and the parameter that counts them.
+) -> tuple[Any, _Counter]:
+    """The optimizer that makes the steps, and what counts them.
 
     Raises:
         ArgumentError: the optimizer or an option can't be used.
@@ -165,7 +176,7 @@ def _prepared(
         **{**options, "worker_count": crew},
     )
     _hand_over(optimizer, prepared)
-    return prepared, prepared.parameter
+    return prepared, prepared
 
 
 def _on_workers(
@@ -174,7 +185,7 @@ def _on_workers(
     client: Client,
     why: str,
     options: dict[str, Any],
-) -> tuple[Any, Parameter[Any]]:
+) -> tuple[Any, _Counter]:
     """The optimizer itself, which steps with means; the model gets the first worker's weights.
 
     Raises:
@@ -183,7 +194,8 @@ def _on_workers(
     """
     name = str(options.pop("name", _NAME))
     means = mean_gradients(optimizer, client, name=name, **options)
-    parameter: Parameter[Any] = means.sync.parameter  # type: ignore[attr-defined]
+    sync: Any = means.sync
+    parameter: Parameter[Any] = sync.parameter
     if parameter.next_step:
         means.close()
         raise ArgumentError(
@@ -195,7 +207,7 @@ def _on_workers(
         )
     hand_over_model(client, f"{name}.first", model)
     optimizer.client = client  # type: ignore[attr-defined]
-    return optimizer, parameter
+    return optimizer, sync
 
 
 def _crew(options: dict[str, Any]) -> int | None:
@@ -272,9 +284,9 @@ def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> N
     optimizer.register_step_pre_hook(refuse)
 
 
-def _share(client: Client, parameter: Parameter[Any], batches_per_step: int, seed: int) -> Share:
+def _share(client: Client, counter: _Counter, batches_per_step: int, seed: int) -> Share:
     """This worker's part of the data."""
-    spec = parameter.spec
+    spec = counter.parameter.spec
     by_id = spec.members is not None or spec.mode == "async"
     worker_count = 1
     if not by_id:
@@ -282,7 +294,7 @@ def _share(client: Client, parameter: Parameter[Any], batches_per_step: int, see
     elif spec.members is not None:
         worker_count = spec.members.reference_count or 1
     return Share(
-        lambda: parameter.next_step,
+        lambda: counter.parameter.next_step,
         rank=0 if by_id else client.rank,
         worker_count=worker_count,
         worker_id=client.worker_id if by_id else "",

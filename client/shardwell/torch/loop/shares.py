@@ -116,7 +116,7 @@ class SharedLoader(DataLoader[Any]):
         """The loader of all data."""
         self._share = share
         self._next_epoch = 0
-        shuffle, seed = _check(loader, share.seed)
+        shuffle, seed = check_loader(loader, share.seed)
         batch_size = loader.batch_size
         assert batch_size is not None
         sampler = share.sampler(
@@ -230,7 +230,7 @@ class _OwnOrder(Sampler[int]):
             yield from range(first)
 
 
-def _check(loader: Any, seed: int) -> tuple[bool, int]:
+def check_loader(loader: Any, seed: int = 0) -> tuple[bool, int]:
     """Whether a loader shuffles, and by which seed.
 
     Raises:
