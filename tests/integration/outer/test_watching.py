@@ -260,6 +260,12 @@ def test_the_page_has_a_family_as_one(watched: Any) -> None:
         ("w0", 6),
         ("w1", 6),
     ]
+    details = json.loads(read(watched, "details.json?kind=parameter&name=net"))
+    assert (details["of"], details["tensor_count"]) == ("net.fragment-0", 4)
+    assert sum(each["size"] for each in details["tensors"]) == 42
+    assert [each["fragment"] for each in details["tensors"]] == [0, 1, 2, 3]
+    assert {each["name"] for each in details["last_steps"]} <= set(family["fragments"])
+    assert details["last_steps"]
     assert "learner-part" in read(watched, "")
     assert "versions_words" in read(watched, "page.js")
 
