@@ -327,11 +327,12 @@ def _whole_family(family: Family) -> dict[str, Any]:
     by_fragment = [_whole(parts[0].spec.name, parts) for parts in family.parts.values()]
     parts = [part for of_fragment in family.parts.values() for part in of_fragment]
     gone = [each["abandoned_for_s"] for each in by_fragment]
+    found = merged_members(parts)
     return _whole(family.name, family.due) | {
         "elements": family.size,
         "ready": all(each["ready"] for each in by_fragment) and not family.lacking,
-        "members": members(parts)[:NAME_COUNT_MAX],
-        "crew_words": crew_words(parts[0], merged_members(parts)),
+        "members": _latest_first(found)[:NAME_COUNT_MAX],
+        "crew_words": crew_words(parts[0], found),
         "ended": all(each["ended"] for each in by_fragment),
         "abandoned_for_s": None if None in gone else min(gone),
         "marked": any(each["marked"] for each in by_fragment),
@@ -353,6 +354,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     oldest = min(parts, key=step_of)
     missing = {worker for part in parts for worker in part.missing_worker_ids}
     unknown = max(part.unknown_worker_count for part in parts)
+    found = merged_members(parts)
     whole: dict[str, Any] = {
         "name": name,
         "mode": spec.mode,
@@ -362,14 +364,14 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         "step": step_of(oldest),
         "worker_count": spec.worker_count,
         "crew": spec.crew if spec.mode == "sync" else "",
-        "crew_words": crew_words(first, merged_members(parts)),
+        "crew_words": crew_words(first, found),
         "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:NAME_COUNT_MAX],
         "missing": in_order(missing)[:NAME_COUNT_MAX],
         "unknown": unknown,
         "lacking": lacking(unknown, is_elastic=spec.members is not None),
         "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
     }
-    whole["members"] = members(parts)[:NAME_COUNT_MAX]
+    whole["members"] = _latest_first(found)[:NAME_COUNT_MAX]
     whole["ended"] = all(part.ended for part in parts)
     gone = [part.abandoned_for_s for part in parts]
     is_abandoned = not whole["ended"] and all(
@@ -391,9 +393,9 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     return whole
 
 
-def members(parts: Sequence[ParameterStatus | TableStatus]) -> list[dict[str, Any]]:
-    """Workers with seats, as all shards together have them; those that lag most first."""
-    whole = [as_json(member) for member in merged_members(parts)]
+def _latest_first(members: Iterable[MemberStatus]) -> list[dict[str, Any]]:
+    """Workers with seats, as JSON; those that lag most first."""
+    whole = [dict(vars(member)) for member in members]
     return sorted(whole, key=lambda member: (-(member["lag_s"] or 0.0), member["worker_id"]))
 
 
