@@ -52,7 +52,8 @@ class Scene(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Scene]:
+    del browser  # without one no cluster is needed
     ports = [free_port() for _ in range(2)]
     target = ",".join(f"127.0.0.1:{port}" for port in ports)
     data_dir = tmp_path_factory.mktemp("shards")
