@@ -118,9 +118,6 @@ class Call:
         """The RPC."""
         self.method = rpc.name
         """Name of the RPC."""
-        self.is_unix = context.peer() == UNIX_PEER
-        """Whether it came over a Unix stream. gRPC's context is for the loop's thread alone: asked
-        on another one as the call ends, it crashes the process."""
         self.principal = ANYBODY
         """The caller."""
         self.usage: Usage | None = None
@@ -129,6 +126,11 @@ class Call:
         """The session by which it contributes, or attends; 0: none, so far."""
         self.is_counted = False
         """Whether it counts among the open calls of that token."""
+        # On the loop's thread, while the call lives: gRPC reads memory that it has freed, and the
+        # process may die, where a context is asked for these once its call is over.
+        self.peer = context.peer()
+        """Address of the client, as gRPC writes it; `UNIX_PEER`: it calls over the Unix socket."""
+        self._certificate = None if note is no_audit else _common_name(context.auth_context())
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
         self.moved_bytes = 0
@@ -176,13 +178,11 @@ class Call:
         """Adds a line to the audit log, with who makes the call."""
         if self._note is no_audit:
             return
-        shown: Any = self.context.auth_context()
-        certificate = shown.get("x509_common_name")
         self._note(
             event,
             token=self.principal.name,
-            certificate=certificate[0].decode(errors="replace") if certificate else None,
-            remote=urllib.parse.unquote(self.context.peer()),
+            certificate=self._certificate,
+            remote=urllib.parse.unquote(self.peer),
             method=self.method,
             **fields,
         )
@@ -295,6 +295,12 @@ class _AnswerRoom:
             self._bytes -= len(answer)
             self.is_full = self._bytes >= self._bytes_max
             self._freed.set()
+
+
+def _common_name(shown: Any) -> str | None:
+    """The name in the certificate that a client has shown; None: it has shown none."""
+    names = shown.get("x509_common_name")
+    return names[0].decode(errors="replace") if names else None
 
 
 class Calls:
@@ -578,7 +584,7 @@ class Calls:
                 _LOG,
                 shard_index=self._shard_index,
                 place="shard",
-                peer=urllib.parse.unquote(call.context.peer()),
+                peer=urllib.parse.unquote(call.peer),
             )
         self._guard.refused(call, error)
         error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error

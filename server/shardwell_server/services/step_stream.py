@@ -27,7 +27,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Handling, Needs
+from shardwell_server.services.calls import UNIX_PEER, Call, Handling, Needs
 from shardwell_server.shard.deadline import NotYet, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -199,7 +199,8 @@ class StepStream(ABC, Generic[SliceT]):
 
     def _transport(self) -> types_pb2.Transport:
         """How payloads come."""
-        return types_pb2.TRANSPORT_UNIX if self._call.is_unix else types_pb2.TRANSPORT_TCP
+        is_unix = self._call.peer == UNIX_PEER
+        return types_pb2.TRANSPORT_UNIX if is_unix else types_pb2.TRANSPORT_TCP
 
     def _answers(self, *, all_: bool) -> Handling:
         """The answers that are due, in order: those that are ready, or all."""
