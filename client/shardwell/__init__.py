@@ -122,7 +122,7 @@ if typing.TYPE_CHECKING:
 # program without logging of its own prints its warnings, which is the standard library's default.
 logging.getLogger("shardwell.group").addHandler(logging.NullHandler())
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LATER = {
     "Centralized": "group.schedule.strategies",
