@@ -30,8 +30,8 @@ _GENERATED = {
 """Pages of docs/, and the file of the repository that each is made of."""
 _COMMANDS = "commands.md"
 _BOOSTS = {
-    "adr/": 0.2,
-    "changelog.md": 0.1,
+    "adr/": 0.05,
+    "changelog.md": 0.02,
     "reference/": 0.7,
     _COMMANDS: 0.7,
     "wire.md": 0.5,
