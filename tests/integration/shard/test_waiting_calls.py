@@ -21,7 +21,8 @@ from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.config import Limits
+from shardwell_server.config import Limits, ShardConfig
+from shardwell_server.server import ShardServer
 from shardwell_server.services import calls
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -122,3 +123,35 @@ def test_answers_that_are_not_read_count_in_a_limit(cluster, connect, monkeypatc
             call.cancel()
     eventually("there is room again", lambda: not room._bytes)
     np.testing.assert_array_equal(large.get_weights(), 0)
+
+
+def test_grpc_s_context_is_asked_on_its_loop_alone(tmp_path, monkeypatch) -> None:
+    """Elsewhere it crashes the process, if the call ends meanwhile; with an audit log, too."""
+    asked: set[tuple[str, str]] = set()
+
+    class Watched:
+        def __init__(self, context: object) -> None:
+            self._context = context
+
+        def __getattr__(self, name: str) -> object:
+            asked.add((name, threading.current_thread().name))
+            return getattr(self._context, name)
+
+    made = calls.Call.__init__
+
+    def watched(call: calls.Call, context: object, *arguments: object) -> None:
+        made(call, Watched(context), *arguments)
+
+    monkeypatch.setattr(calls.Call, "__init__", watched)
+    config = ShardConfig(shard_index=0, shard_count=1, audit_log=tmp_path / "audit.jsonl")
+    with (
+        ShardServer(config) as server,
+        shardwell.connect(server.address, worker_id="w0", same_host=False) as client,
+    ):
+        model = client.parameter("m", size=1 << 20, optimizer=SGD)
+        model.init(np.zeros(1 << 20, np.float32))
+        model.exchange(np.ones(1 << 20, np.float32))
+        table = client.table("t", row_count=9, dim=2, optimizer=SGD)
+        table.put_row_gradients([1], np.ones((1, 2), np.float32))
+    assert {thread for _, thread in asked} == {"shardwell-loop"}, asked
+    assert {"peer", "auth_context"} <= {name for name, _ in asked}
