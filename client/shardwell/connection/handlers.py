@@ -102,7 +102,10 @@ def status_of(
         error = InternalError(f"{type(error).__name__}: {error}; see the {place}'s log")
     error.shard_index = shard_index
     status = to_status(error)
-    logger.warning(
+    # A client that looks a name up asks for a parameter and a table: one of them is not found.
+    is_question = status.code is grpc.StatusCode.NOT_FOUND
+    logger.log(
+        logging.INFO if is_question else logging.WARNING,
         "request refused",
         extra={"code": status.code.name, "reason": status.details, "peer": peer},
     )

@@ -64,6 +64,17 @@ def test_where_each_member_is(cluster, connect) -> None:
     ]
 
 
+def test_a_question_is_no_warning(cluster, connect, caplog) -> None:
+    """A client asks for a parameter and a table of the name; users see warnings of the shards."""
+    running = cluster(2)
+    ops = connect(running, "ops")
+    with pytest.raises(shardwell.UnknownParameterError):
+        ops.members("net")
+    opened(connect(running, "w0")).exchange(ONES)
+    assert len(ops.members("net")) == 1
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_who_was_late_and_who_is_lost(cluster, connect) -> None:
     running = cluster(2)
     options = {"min_contributors": 1, "grace_s": 0.01, "member_return_s": 0.2, "member_lease_s": 1}
