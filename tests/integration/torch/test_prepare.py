@@ -325,3 +325,26 @@ def test_the_program_of_the_docs_is_killed_and_started_again(
     weights = [connect(each, "reader").parameter("digits").get_weights() for each in clusters]
     for name, values in weights[0].items():
         np.testing.assert_array_equal(values, weights[1][name])
+
+
+@pytest.mark.parametrize(("end", "code", "done"), [("", 0, ("ended-0",)), ("1 / 0", 1, ())])
+def test_the_end_of_the_program_closes_its_client(cluster, connect, tmp_path, end, code, done):
+    """In order; where an exception ended it, as a death, after which the worker may come back."""
+    program = tmp_path / "ended.py"
+    program.write_text(
+        f"""
+import shardwell.torch, torch
+model = torch.nn.Linear(2, 1)
+plain = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer, _ = shardwell.torch.prepare(model, plain, name="ended")
+model(torch.ones(2)).backward()
+optimizer.step()
+{end}
+"""
+    )
+    running = cluster(1)
+    environment = {"SHARDWELL_SHARDS": running.target}
+    with Program(str(program), environment=environment, is_forked=True) as started:
+        assert started.end() == code, started.log[-5:]
+    found = connect(running, "reader").status()[0].parameters
+    assert {each.spec.name: each.done_worker_ids for each in found}["ended"] == done
