@@ -193,7 +193,7 @@ def test_the_last_hour_has_axes(scene, browser, is_dark) -> None:
         words = page.run("document.querySelector('#history figure').getAttribute('aria-label')")
         assert "encoder" in words
         assert "users" in words
-        assert "old-net" not in words  # which stood still all the time
+        assert "a-dead-net" not in words  # which closed no step
         # Something of each line and of both axes is drawn.
         drawn: Any = page.run(
             "[...document.querySelectorAll('#history canvas')].map(canvas => {"
