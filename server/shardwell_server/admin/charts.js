@@ -73,7 +73,7 @@ function draw(into, title, x, lines, shown, is_time = true) {
   charts.set(figure, { plot, made_for });
 }
 
-/** Takes away charts of a place whose titles are not among these. */
+/** Puts the charts of a place in the order of these titles, and takes away all others. */
 function keep_charts(into, titles) {
   for (const figure of [...into.children]) {
     if (titles.includes(figure.dataset.title)) continue;
@@ -82,4 +82,6 @@ function keep_charts(into, titles) {
     resized.unobserve(figure);
     figure.remove();
   }
+  const there = titles.map(title => [...into.children].find(each => each.dataset.title === title)).filter(each => each);
+  there.forEach((figure, place) => { if (into.children[place] !== figure) into.insertBefore(figure, into.children[place]); });
 }
