@@ -91,13 +91,14 @@ class KilledTraining:
         eventually(
             "steps have ended",
             lambda: killed.process.poll() is not None or self._versions() >= KILLED_AFTER,
+            timeout_s=END_TIMEOUT_S,  # a framework compiles its first step, slowed, beside others
         )
         assert killed.process.poll() is None, killed.log
         killed.process.kill()
         killed.end()
         assert self._versions() < step_count
         started = [self.start(workers[0]), *others]
-        while first_line and not re.fullmatch(first_line, started[0].read_line()):
+        while first_line and not re.fullmatch(first_line, started[0].read_line(END_TIMEOUT_S)):
             pass
         for proxy in self._proxies:
             proxy.slow_down()
