@@ -26,7 +26,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.connected import Connected
 from shardwell.specs.optimizers import Average
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, CodecName
+from shardwell.specs.parameter import BLOCK_SIZES, SAMPLE_COUNT_MAX, CodecName
 from shardwell.torch.buffers import check_tensor, copy_all
 from shardwell.training.gradient_sync import GradientSync, GroupSync, ServerSync
 
@@ -334,10 +334,10 @@ def _sync_of(
                 "and mean_gradients opens one",
                 parameter=through.name,
             )
-        if through.spec.codec == "int8":
+        if through.spec.codec in BLOCK_SIZES:
             raise ArgumentError(
-                f"parameter {through.name!r} has codec int8, which rounds away what workers say "
-                "beside their gradients; open one with fp16",
+                f"parameter {through.name!r} has codec {through.spec.codec}, which rounds away "
+                "what workers say beside their gradients; open one with fp16",
                 parameter=through.name,
             )
         return ServerSync(through, timeout_s)
