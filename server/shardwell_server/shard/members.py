@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardwell.errors import (
@@ -78,6 +78,9 @@ class Liveness(Protocol):
 
     def silent_for_s(self, number: int) -> float:
         """For how many seconds a session that attends was not heard of: by heartbeats."""
+
+    def attends_for_s(self, worker_ids: Container[str]) -> float | None:
+        """For how many seconds one of these workers has attended, the longest; None: none does."""
 
     def attends_as(self, worker_id: str) -> bool:
         """Whether any session of a worker attends."""
@@ -666,17 +669,23 @@ class Seats(ABC, Generic[SeatT]):
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
         """The workers that have ended in order, and under whose ids no session attends.
 
+        Workers that ended before any of those came who attend now are expected with them: a
+        training that is started again, its workers one after the other.
+
         Returns:
             Their ids, and for how many seconds more all of them may be expected back: 0 once one
             has been gone for RETURN_AFTER_END_S; math.inf: there are none.
         """
         found, rest_s = [], math.inf
+        attends_for_s = self._sessions.attends_for_s(self._seats) if self.ended else None
         for worker_id in worker_ids:
             number = self.ended.get(worker_id)
             if number is None or self._sessions.attends_as(worker_id):
                 continue
-            found.append(worker_id)
             gone_for_s = self._sessions.gone_for_s(number)
+            if attends_for_s is not None and attends_for_s < gone_for_s:
+                continue
+            found.append(worker_id)
             rest_s = min(rest_s, max(RETURN_AFTER_END_S - gone_for_s, 0.0))
         return found, rest_s
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from shardwell.errors import (
@@ -38,8 +38,12 @@ _CALL_COUNT_MAX = 4
 class _Attending:
     """A session that attends, and the calls by which it does."""
 
-    def __init__(self, worker_id: str, session: Session, software_version: str) -> None:
+    def __init__(
+        self, worker_id: str, session: Session, software_version: str, began_s: float
+    ) -> None:
         self.worker_id = worker_id
+        self.began_s = began_s
+        """When it began to attend."""
         self.session = session
         self.software_version = software_version
         self.transports: set[types_pb2.Transport] = set()
@@ -163,7 +167,7 @@ class Sessions:
                     )
                 _move_member(None, usage, worker_id)
                 found = self._attending[session.number] = _Attending(
-                    worker_id, session, software_version
+                    worker_id, session, software_version, self._now_s()
                 )
                 self._left_s.pop(session.number, None)
                 self._left_owners.pop(session.number, None)
@@ -269,6 +273,13 @@ class Sessions:
                 return 0.0
             left_s = self._left_s.get(number, self._others_left_s)
             return max(self._now_s() - left_s, 0.0)
+
+    def attends_for_s(self, worker_ids: Container[str]) -> float | None:
+        with self._lock:
+            began = [
+                each.began_s for each in self._attending.values() if each.worker_id in worker_ids
+            ]
+            return self._now_s() - min(began) if began else None
 
     def attends_as(self, worker_id: str) -> bool:
         with self._lock:

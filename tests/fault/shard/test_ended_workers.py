@@ -238,6 +238,34 @@ def test_who_comes_back_soon_is_waited_for(cluster, connect, monkeypatch) -> Non
     np.testing.assert_array_equal(waiting.result(PATIENCE_S), ones(-1))
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_training_that_all_have_left_begins_again_one_worker_after_the_other(
+    cluster, connect, is_table
+) -> None:
+    """The first to come back waits for the other, however much later that one is started."""
+    running = cluster(2, chunk_size_bytes=64)
+
+    def step(worker: shardwell.Client) -> Callable[[], Any]:
+        if not is_table:
+            net = opened(worker)
+            return lambda: net.exchange(ones(), timeout_s=LONG_S)
+        table = rows_of(worker)
+        return lambda: table.exchange_rows([1], np.ones((1, 4), np.float32), timeout_s=LONG_S)
+
+    crew = [connect(running, f"w{rank}") for rank in range(2)]
+    made = [in_background(step(worker)) for worker in crew]
+    for each in made:
+        each.result(PATIENCE_S)
+    for worker in crew:
+        worker.close()
+    first = in_background(step(connect(running, "w1")))
+    with pytest.raises(TimeoutError):
+        first.result(0.5)  # it waits, and does not fail
+    step(connect(running, "w0"))()
+    first.result(PATIENCE_S)
+
+
 def test_a_version_that_no_step_will_bring(cluster, connect) -> None:
     """All have ended: who waits for more than they made is given all their names."""
     running = cluster(2, chunk_size_bytes=64)

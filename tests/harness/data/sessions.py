@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Container
 from typing import Any
 
 from shardwell.rpc.session import Session
@@ -49,6 +50,9 @@ class AllAlive:
 
     def gone_for_s(self, number: int) -> float:
         return 0.0
+
+    def attends_for_s(self, worker_ids: Container[str]) -> float | None:
+        return math.inf
 
     def attends_as(self, worker_id: str) -> bool:
         return True
