@@ -248,7 +248,7 @@ def test_who_has_ended_is_expected_back_for_a_while_and_while_another_session_at
     assert steps.ended_among(everybody) == (["w0", "w1"], 0.0)
     assert steps.ended_among(["w2"]) == ([], math.inf)
     sessions.attend("w0", session_of("w0", 1), lambda: None)
-    # Nobody attends who saw w1 end: the training is started again, and w1 is expected, too.
+    # No worker attends that saw w1 end: the training is started again, and w1 is expected, too.
     assert steps.ended_among(everybody) == ([], math.inf)
     take(steps, "w0", 1)
     sessions.end(session_of("w0", 1).number)
