@@ -48,6 +48,7 @@ ELSEWHERE = {
     "sbatch --nodes 4 --ntasks-per-node 2 examples/slurm/train.sbatch python worker.py": (
         "test_train_sbatch.py, where there is Slurm"
     ),
+    "git clone URL shardwell && cd shardwell": "tests run in a clone",
     "python3 -m venv env": "tests run in an environment of their own",
     ". env/bin/activate": "the same",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "make test-torch",
@@ -61,7 +62,7 @@ ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
     "python worker.py w1": ONES,
     "python mine.py": ONES,
-    "python train.py w1": r"loss 0\.[0-4]\d*",
+    "python train.py w1": r"(step \d+: loss [\d.]+\n)+loss 0\.[0-4]\d*",
     "python slow_links.py w1": r"loss 0\.[0-4]\d*",
     "docs/jax.md 1": r"\['dense/bias', 'dense/kernel'\]\nloss 0\.\d+",
     "docs/parameters.md 2": "640",
