@@ -18,13 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSED = Path(".ci/passed")
 """A line a suite: its name, and the digest of its files."""
 FILES = {
-    "exhaustive": (
-        "client/shardwell/checkpoint",
-        "client/shardwell/numerics",
-        "client/shardwell/wire",
-        "server/shardwell_server/accumulator",
-        "server/shardwell_server/store",
-    ),
     "ray": (
         "client/shardwell/ray.py",
         "docs/ray.md",
