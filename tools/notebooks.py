@@ -41,6 +41,7 @@ def run(path: Path) -> list[str]:
         for each in gc.get_objects():
             if isinstance(each, subprocess.Popen) and each.poll() is None:
                 each.kill()
+                each.wait()
     return printed
 
 

@@ -384,7 +384,7 @@ class LockSamples:
         """Part of the samples in the blocks at which the lock was held; 0 without any."""
         if not self._busy or len(self._rest) < _LOCK_REST_COUNT_MIN:
             return 0.0
-        usual_s = statistics.quantiles(self._rest, n=20)[-1]
+        usual_s = statistics.quantiles(self._rest, n=20, method="inclusive")[-1]
         late = sum(late_s > usual_s for late_s in self._busy) / len(self._busy)
         return max(late - 0.05, 0.0) / 0.95  # one in twenty is later at rest, too
 
