@@ -28,7 +28,5 @@ with shardwell.connect(worker_id=worker_id) as client, shardwell.LeaveRequest() 
         weights = model.exchange(gradient, sample_count=len(inputs))
         assert model.outcome is not None
         if model.next_step % 50 == 0:
-            print(
-                f"step {model.next_step} had gradients of {', '.join(model.outcome.contributors)}"
-            )
+            print(f"step {model.next_step} has {', '.join(model.outcome.contributors)} so far")
     print(weights.round(3))

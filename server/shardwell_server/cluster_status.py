@@ -32,6 +32,7 @@ from shardwell.specs.optimizers import Optimizer
 
 Answer = tuple[str, ShardStatus | ShardwellError]
 """An address, and what came from there."""
+ENDED = "ended, all workers have left"
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for no worker in particular."""
 _STATES: tuple[MemberState, ...] = ("awaited", "seated", "draining", "lost", "over", "unknown")
@@ -86,6 +87,12 @@ def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
         f"shard {answer.shard_index} of {answer.shard_count} of cluster {answer.cluster_id!r}; "
         "give all addresses, in the order of the shards"
     )
+
+
+def faults_of(answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with shards: of each its own, and what they have lost."""
+    own = [verdict(index, answers)[1] for index in range(len(answers))]
+    return [*filter(None, own), *losses([status for _, status in given(answers)])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -315,11 +315,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         ]
         if self.next_step:
             _LOG.warning(
-                "worker %r goes on with parameter %r at step %d, with the cluster's weights; a new "
-                "training needs another name=",
+                "worker %r goes on with parameter %r at step %d, with the cluster's weights; for a "
+                "new training give another name=, or delete that one first: shardwell delete %s",
                 client.worker_id,
                 name,
                 self.next_step,
+                name,
             )
 
     def _close_earlier(self) -> None:

@@ -57,7 +57,7 @@ def delete(
                 has_failed = True
                 click.secho(f"shardwell: {error.message}", fg="red", err=True)
             else:
-                click.echo(f"deleted {name}: {size(freed_bytes)} are free")
+                click.echo(f"deleted {name}, {size(freed_bytes)}")
     if has_failed:
         raise click.exceptions.Exit(1)
 

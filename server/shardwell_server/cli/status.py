@@ -19,6 +19,7 @@ from shardwell.specs.optimizers import Average
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import (
+    ENDED,
     LONG_WAIT_S,
     Answer,
     abandoned,
@@ -27,9 +28,9 @@ from shardwell_server.cluster_status import (
     blockers,
     duration,
     ended_names,
+    faults_of,
     given,
     in_order,
-    losses,
     merged,
     size,
     told_troubles,
@@ -87,11 +88,10 @@ def status(
             answers.append(ask(channel, timeout_s))
         finally:
             channel.close()
-    faults = [verdict(index, answers)[1] for index in range(len(answers))]
-    lost = losses([status for _, status in given(answers)])
+    faults = faults_of(answers)
     if as_json:
-        for (address, answer), fault in zip(answers, faults, strict=True):
-            _print_json(address, answer, fault)
+        for index, (address, answer) in enumerate(answers):
+            _print_json(address, answer, verdict(index, answers)[1])
     else:
         screen = console()
         screen.print(_shard_table(answers))
@@ -115,16 +115,16 @@ def status(
             screen.print(_tables_table(answers, names))
         if ended:
             left = ", ".join(name for _, name in sorted(ended))
-            words = f"ended, all workers have left (--all lists them): {left}"
+            words = f"{ENDED} (--all lists them): {left}"
             screen.print(words, markup=False, soft_wrap=True)
         for blocker in blockers(status for _, status in given(answers)):
             if blocker.open_for_s >= LONG_WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
         for words in (*told_troubles(statuses), *unfinished(statuses), *abandoned(statuses)):
             screen.print(words, style="yellow", markup=False, soft_wrap=True)
-        for fault in (*filter(None, faults), *lost):
+        for fault in faults:
             screen.print(fault, style="red", markup=False, soft_wrap=True)
-    if any(faults) or lost:
+    if faults:
         raise click.exceptions.Exit(1)
 
 

@@ -24,14 +24,16 @@ from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cli.status import LEARNER_LEGEND
 from shardwell_server.cluster_status import (
+    ENDED,
     LONG_WAIT_S,
     Answer,
     ask,
     blockers,
     duration,
+    ended_names,
+    faults_of,
     given,
     in_order,
-    losses,
     merged,
     size,
     told_troubles,
@@ -65,7 +67,10 @@ _LEGEND = (
     "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For each shard's answer."
 )
 def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None:
-    """Watch a cluster: for whom everybody waits, steps and bytes a second; Ctrl-C ends it."""
+    """Watch a cluster: for whom everybody waits, steps and bytes a second; Ctrl-C ends it.
+
+    Exit code with --once: as of `shardwell status`.
+    """
     with usage_errors():
         credentials = Credentials.of()
         addresses = parse_target(target)
@@ -77,19 +82,23 @@ def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None
     rates, screen = _Rates(), console()
     with ThreadPoolExecutor(min(len(channels), 16)) as threads:
 
-        def look() -> Group:
+        def look() -> tuple[Group, list[str]]:
             answers = list(threads.map(partial(ask, timeout_s=timeout_s), channels))
-            return _picture(answers, rates)
+            faults = faults_of(answers)
+            return _picture(answers, faults, rates), faults
 
-        first = look()
+        first, _ = look()
         if once or not screen.is_terminal:
             time.sleep(interval_s)
-            screen.print(look())
+            last, faults = look()
+            screen.print(last)
+            if faults:
+                raise click.exceptions.Exit(1)
             return
         with Live(first, console=screen, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_s)
-                live.update(look(), refresh=True)
+                live.update(look()[0], refresh=True)
 
 
 class _Rates:
@@ -111,11 +120,10 @@ class _Rates:
         return (count - first) / (now_s - first_s) if now_s > first_s else 0.0
 
 
-def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
+def _picture(answers: Sequence[Answer], faults: Sequence[str], rates: _Rates) -> Group:
     """All that is shown."""
     statuses = [status for _, status in given(answers)]
-    faults = [verdict(index, answers)[1] for index in range(len(answers))]
-    lines = [Text(fault, style="red") for fault in (*filter(None, faults), *losses(statuses))]
+    lines = [Text(fault, style="red") for fault in faults]
     troubles = (*told_troubles(statuses), *unfinished(statuses))
     lines += [Text(words, style="yellow") for words in troubles]
     waits = [each for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
@@ -125,6 +133,8 @@ def _picture(answers: Sequence[Answer], rates: _Rates) -> Group:
     found = merged(status.parameters for status in statuses)
     shown: list[Table | Text] = [_shards(answers, rates), legend(_SHARD_LEGEND)]
     shown += [_names(statuses, found, rates), legend(_LEGEND)]
+    if ended := ended_names(statuses):
+        shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in sorted(ended))}")]
     if any(each["learners"] for each in found):
         shown += [_learners(found, rates), legend(LEARNER_LEGEND)]
     return Group(*lines, Text(), *shown)

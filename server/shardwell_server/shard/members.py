@@ -765,9 +765,17 @@ class Seats(ABC, Generic[SeatT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether every worker with a seat has left in order, and none is about to take one."""
-        seats = self.seats
-        return bool(seats) and all(seat.owner is None for seat in seats) and not self._newcomers()
+        """Whether every worker with a seat has left in order, and none is about to take one.
+
+        Of elastic members some may have been lost before the last one left.
+        """
+        left, lost = self.ended, [each.owner.number for each in self.seats if each.owner is not None]
+        if not left or self._newcomers():
+            return False
+        if not lost or self.elastic is None or self.awaited:
+            return not lost
+        gone_for_s = self._sessions.gone_for_s
+        return min(map(gone_for_s, left.values())) < min(map(gone_for_s, lost))
 
     @property
     def gone_for_s(self) -> float:
@@ -817,7 +825,7 @@ class Rest(NamedTuple):
     """Whether all workers have gone, so that no step waits for any."""
 
     has_ended: bool
-    """Every worker with a seat has left in order."""
+    """Every worker with a seat has left in order; see `Seats.has_ended`."""
     abandoned_for_s: float | None
     """For how long none has been connected, where not all left in order; None: not for long."""
 
@@ -831,7 +839,8 @@ def rest_of(seats: Seats[Any], abandoned_after_s: float) -> Rest:
     """Whether all members of a parameter or table have left, or are gone for long."""
     gone_for_s = seats.gone_for_s
     is_abandoned = gone_for_s >= abandoned_after_s > 0
-    return Rest(seats.has_ended, gone_for_s if is_abandoned else None)
+    has_ended = seats.has_ended
+    return Rest(has_ended, gone_for_s if is_abandoned and not has_ended else None)
 
 
 def step_wait(

@@ -8,6 +8,7 @@ were interrupted. Then one call more of each verb must work. Prints what it ends
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -32,6 +33,8 @@ DIM = 4
 CALL_TIMEOUT_S = 30.0
 AFTERWARDS_S = 20.0
 """A call after the last interrupt that takes longer than this hangs."""
+HANGS_S = 100.0
+"""Such a worker takes seconds, on a busy machine some ten."""
 SGD = shardwell.SGD(learning_rate=1.0)
 
 
@@ -256,6 +259,7 @@ KINDS = {
 if __name__ == "__main__":
     KIND, TARGET, SEED, COUNT = sys.argv[1:]
     act, delay_s_max = KINDS[KIND]
+    faulthandler.dump_traceback_later(HANGS_S)  # so that the test's report says where
     sender = Interrupts(int(SEED), delay_s_max)
     with shardwell.connect(TARGET, worker_id=f"w{SEED}", timeout_s=CALL_TIMEOUT_S) as connected:
         result = act(connected, sender, int(COUNT))

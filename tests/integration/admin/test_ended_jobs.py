@@ -51,16 +51,17 @@ def metric(running: LocalCluster, kind: str, name: str) -> float:
     return float(value)
 
 
-def status_of(running: LocalCluster, *flags: str) -> str:
-    arguments = ["status", "--shards", running.target, *flags]
+def status_of(running: LocalCluster, *flags: str, command: str = "status") -> str:
+    arguments = [command, "--shards", running.target, *flags]
     return CliRunner().invoke(commands, arguments, catch_exceptions=False).output
 
 
-def opened(client: shardwell.Client, kind: str, worker_count: int = 2) -> Any:
+def opened(client: shardwell.Client, kind: str, worker_count: int = 2, **options: Any) -> Any:
+    if not options:
+        options = {"worker_count": worker_count}
     if kind == "table":
-        options = {"row_count": 9, "dim": 2, "optimizer": SGD, "worker_count": worker_count}
-        return client.table("net", **options)
-    net = client.parameter("net", size=10, optimizer=SGD, worker_count=worker_count)
+        return client.table("net", row_count=9, dim=2, optimizer=SGD, **options)
+    net = client.parameter("net", size=10, optimizer=SGD, **options)
     net.init(np.zeros(10, np.float32))
     return net
 
@@ -107,6 +108,7 @@ def test_what_all_have_left_has_ended(start, connect, kind) -> None:
     assert metric(running, kind, "shardwell_step_missing_workers") == 0
     assert "ended, all workers have left (--all lists them): net" in status_of(running)
     assert "done: w0, w1" in " ".join(status_of(running, "--all").split())
+    assert "ended, all workers have left: net" in status_of(running, "--once", command="top")
     # A reader changes nothing; one that comes back to go on does.
     reader = connect(running, "reader")
     reader.parameter("net") if kind == "parameter" else reader.table("net")
@@ -114,6 +116,32 @@ def test_what_all_have_left_has_ended(start, connect, kind) -> None:
     opened(connect(running, "w1"), kind)
     found = eventually("it goes on", lambda: not (f := shown(running, kind))["ended"] and f)
     assert (found["step"], found["missing"]) == (1, ["w1"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_last_lost", [False, True])
+def test_the_last_of_elastic_members_says_whether_it_has_ended(
+    start, connect, kind, is_last_lost
+) -> None:
+    running = start(limits=SOON)
+    clients = [connect(running, f"w{number}") for number in range(2)]
+    crew = shardwell.Elastic(member_return_s=0.1)
+    parts = [opened(client, kind, members=crew) for client in clients]
+    for part in parts:
+        put(part)
+    if is_last_lost:
+        clients[0].close()
+        die(clients[1])
+        eventually("it is abandoned", lambda: shown(running, kind)["abandoned_for_s"])
+        assert not shown(running, kind)["ended"]
+        return
+    die(clients[0])
+    eventually("one is lost", lambda: shown(running, kind)["crew_words"].count("1 lost"))
+    clients[1].close()
+    found = eventually("it has ended", lambda: (f := shown(running, kind))["ended"] and f)
+    assert (found["missing"], found["lacking"], found["abandoned_for_s"]) == ([], "", None)
+    opened(connect(running, "w0"), kind, members=crew)
+    eventually("it goes on", lambda: not shown(running, kind)["ended"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
