@@ -90,7 +90,7 @@ def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
 
 
 def faults_of(answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with shards: of each its own, and what they have lost."""
+    """Faults of shards: each one's own, and parameters and tables that some of them lack."""
     own = [verdict(index, answers)[1] for index in range(len(answers))]
     return [*filter(None, own), *losses([status for _, status in given(answers)])]
 

@@ -769,13 +769,13 @@ class Seats(ABC, Generic[SeatT]):
 
         Of elastic members some may have been lost before the last one left.
         """
-        left, lost = self.ended, [each.owner.number for each in self.seats if each.owner is not None]
-        if not left or self._newcomers():
+        lost = [seat.owner.number for seat in self.seats if seat.owner is not None]
+        if not self.ended or self._newcomers():
             return False
         if not lost or self.elastic is None or self.awaited:
             return not lost
         gone_for_s = self._sessions.gone_for_s
-        return min(map(gone_for_s, left.values())) < min(map(gone_for_s, lost))
+        return min(map(gone_for_s, self.ended.values())) < min(map(gone_for_s, lost))
 
     @property
     def gone_for_s(self) -> float:
