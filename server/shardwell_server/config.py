@@ -236,8 +236,9 @@ class ShardConfig:
             self._check_closed(self.admin_listen)
         if self.cluster and len(self.cluster) != self.shard_count:
             raise ArgumentError(
-                f"cluster must have the addresses of all {self.shard_count} shards; got "
-                f"{len(self.cluster)}"
+                f"cluster (--cluster, $SHARDWELL_SHARDS) must have the addresses of all "
+                f"{self.shard_count} shards; got {', '.join(self.cluster)}; unset it where it is "
+                "another cluster's"
             )
         check_duration("session_lease_s", self.session_lease_s, 1, 86400)
         check_duration("grace_s", self.grace_s)

@@ -42,6 +42,7 @@ MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spe
 ELSEWHERE = {
     "shardwell members drain w1": "tests/integration/client/test_members.py, with members",
     "shardwell members remove w7 net": "the same",
+    "python train.py w0": "test_quickstarts.py",
     "make demo": "test_demo.py, and CI runs it",
     "pip install '.[ray]'": "make test-ray installs Ray",
     "python on_ray.py": "tests/integration/ray, as make test-ray runs it",
@@ -56,7 +57,7 @@ ELSEWHERE = {
 }
 """Lines that are not run here, and what does."""
 NEW_SHELL = "(a new shell)"
-"""What a heading is: whose certificates and token are set is another section's matter."""
+"""What a page and a heading begin with: whose certificates and token are set is another section's matter."""
 CREDENTIALS = ("SHARDWELL_TLS_", "SHARDWELL_TOKEN")
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
@@ -101,6 +102,7 @@ class Step(NamedTuple):
 def steps_of(page: str) -> Iterator[Step]:
     text = (ROOT / page).read_text()
     number, files = 0, dict[str, str]()
+    yield Step(page, NEW_SHELL)
     for found in re.finditer(
         r"^```(\w*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)|^(## .*?)$", text, re.M | re.S
     ):
@@ -140,6 +142,7 @@ class Reader:
             for name in [name for name in self._environment if name.startswith(CREDENTIALS)]:
                 del self._environment[name]
             self._environment.update(self._home)
+            self._addresses = []
             return
         if step.is_python:
             if step.saved_as:
@@ -163,16 +166,12 @@ class Reader:
                 name, _, value = setting.partition("=")
                 self._environment[name] = self._home[name] = value
             case ["shardwell", "serve", *_]:
-                address = f"127.0.0.1:{free_port()}"
-                given = {
-                    "0.0.0.0:7070": address,
-                    "127.0.0.1:7070": address,
-                    "/var/lib/shardwell": "shard-0",
-                }
-                shard = self._started([given.get(word, word) for word in words])
-                assert shard.read_line() == f"serving on {address}"
-                if "--data-dir" not in words:
-                    self._addresses.append(address)
+                self._environment.pop("SHARDWELL_SHARDS", None)  # that of another cluster
+                options = {"--listen": f"127.0.0.1:{free_port()}", "--admin-listen": "127.0.0.1:0"}
+                pairs = zip(["", *words], words, strict=False)
+                shard = self._started([options.get(before, word) for before, word in pairs])
+                assert shard.read_line() == f"serving on {options['--listen']}"
+                self._addresses.append(options["--listen"])
             case ["shardwell", "checkpoint", "restore", *_]:
                 with LocalCluster(3) as empty:
                     self._run(step.name, _arguments(words), SHARDWELL_SHARDS=empty.target)
