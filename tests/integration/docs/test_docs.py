@@ -57,7 +57,7 @@ ELSEWHERE = {
 }
 """Lines that are not run here, and what does."""
 NEW_SHELL = "(a new shell)"
-"""What a page and a heading begin with: whose certificates and token are set is another section's matter."""
+"""What begins a page and a section: certificates and tokens of the one before are not set."""
 CREDENTIALS = ("SHARDWELL_TLS_", "SHARDWELL_TOKEN")
 ONES = r"\[ *((1\.0*|0\.999\d*) *){3}\]"
 PRINTED = {
