@@ -7,8 +7,8 @@ before the one above it, so that the error which names the missing arrives befor
     worker      asks a shard, or rank 0, to wait for `wait_within(timeout_s)`
     shard       answers `SHARD_MARGIN_S` before the deadline of gRPC, and within its own limit
 
-How a request waits on a shard: `shard.deadline` of the service. What is left of a call on the
-worker, over all its attempts: `rpc.retry.Attempts`.
+`shard.deadline` of the service has how a request waits on a shard; `rpc.retry.Attempts` counts what
+its attempts have left of a call's time on the worker.
 """
 
 from __future__ import annotations

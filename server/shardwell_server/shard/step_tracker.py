@@ -27,8 +27,8 @@ Invariants:
 
 A worker that is killed between two chunks of a step has given some of them. Started again under its
 id, it gives all: the same values are DUPLICATE where they were counted, others SUPERSEDED, and the
-rest counts. Once `ShardSlice.look_for_lost` finds a member lost, `is_complete` awaits it no longer: what
-it gave stays counted, and the other chunks close without it.
+rest counts. Once `ShardSlice.look_for_lost` finds a member lost, `is_complete` awaits it no longer:
+what it gave stays counted, and the other chunks close without it.
 
 The caller holds the chunk's lock around `decide` and `record`, and the parameter's around the rest.
 """
