@@ -57,7 +57,8 @@ def delete(
                 has_failed = True
                 click.secho(f"shardwell: {error.message}", fg="red", err=True)
             else:
-                click.echo(f"deleted {name}, {size(freed_bytes)}")
+                few = f"{freed_bytes:,} bytes" if freed_bytes < 100_000 else size(freed_bytes)
+                click.echo(f"deleted {name}: {few} are free")
     if has_failed:
         raise click.exceptions.Exit(1)
 

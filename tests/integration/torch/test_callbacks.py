@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
+from harness.programs.commands import run_command
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
@@ -116,6 +118,63 @@ def test_steps_are_reported_and_saved(cluster, connect, tmp_path, name) -> None:
     eventually("the last step's figures came", lambda: {"loss", "samples_per_second"} <= {*means()})
     for figure in ("loss", "samples_per_second"):
         assert all(0 <= step < STEPS and value > 0 for step, value in means()[figure])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_ends_at_a_step_of_the_cluster(cluster, connect, tmp_path, name) -> None:
+    """Not of the worker, which was started again; what the shards have is saved then."""
+    client = connect(cluster(1), "w0")
+    end, make = STEPS - 2, getattr(shardwell.torch, name)
+    model, optimizer = prepared(client)
+    for _ in range(3):
+        model(**EXAMPLES[0])["loss"].backward()
+        optimizer.step()
+    RUNS[name](model, optimizer, tmp_path / "run", [make(tmp_path / "{step}", max_steps=end)])
+    assert optimizer.next_step == end
+    assert (tmp_path / str(end)).exists()
+    with pytest.raises(shardwell.ArgumentError, match=f"is at step {end}, and max_steps={end} "):
+        RUNS[name](model, optimizer, tmp_path / "run", [make(max_steps=end)])
+
+
+PROGRAM = """
+import os, signal, sys, transformers
+rank, trains_alone = os.environ["RANK"], sys.argv[1] == "alone"
+if trains_alone:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+import shardwell, shardwell.torch, torch
+from integration.torch.test_callbacks import EXAMPLES, Line, by_trainer
+from pathlib import Path
+
+class Dies(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if trains_alone and rank == "1" and os.environ["SHARDWELL_RESTART"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with shardwell.connect(worker_id=f"w{rank}") as client:
+    model, crew = Line(), shardwell.Elastic(member_return_s=0.1)
+    rule = shardwell.SGD(0.001)
+    options = {"name": sys.argv[1], "members": crew}
+    optimizer = shardwell.torch.ServerOptimizer(model, client, rule, **options)
+    callbacks = [shardwell.torch.TrainerCallback(max_steps=8), Dies()]
+    if optimizer.next_step < 8:
+        by_trainer(model, optimizer, Path("run"), callbacks)
+    print("ends at", optimizer.next_step)
+"""
+
+
+def test_under_a_launcher(cluster, tmp_path, monkeypatch) -> None:
+    """Without the launcher's variables a killed rank comes back; with them the log warns of DDP."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(PROGRAM)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {"SHARDWELL_SHARDS": cluster(1).target, "PYTHONPATH": path}
+    run = ("run", "--elastic", "-n", "2", "--", sys.executable, "train.py")
+    code, output, log = run_command(*run, "alone", environment=environment)
+    assert code == 0, (output, log)
+    assert "ends at 8" in output
+    code, output, log = run_command(*run, "by-ddp", environment=environment)
+    assert "torch.distributed has 2 ranks here" in output + log
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -28,12 +28,15 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
     Args:
         checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
             default: nowhere.
-        every: Steps of the cluster between two checkpoints.
+        every: Steps of the cluster between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; default: all.
+        max_steps: The cluster's step at which training ends, after restarts and with elastic
+            members, too; the framework's own `max_steps` counts this worker's steps since its start
+            and may be as large. Default: the framework alone decides.
 
     Raises:
         ArgumentError: an argument can't be; or, as training begins, none of the module's optimizers
-            is a ServerOptimizer.
+            is a ServerOptimizer, or the cluster is at max_steps.
 
     Examples:
         >>> callback = shardwell.torch.LightningCallback("runs/{step}", every=100, keep=3)
@@ -46,9 +49,10 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
         *,
         every: int = 100,
         keep: int | None = None,
+        max_steps: int | None = None,
     ) -> None:
         super().__init__()
-        self._progress = StepProgress(checkpoint, every, keep)
+        self._progress = StepProgress(checkpoint, every, keep, max_steps)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins to count steps."""
@@ -61,7 +65,7 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         figures = {} if loss is None else {"loss": float(loss)}
         self._progress.end_batch(_sample_count(batch), figures)
-        trainer.should_stop |= self._progress.is_leaving
+        trainer.should_stop |= self._progress.is_over
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends reporting."""

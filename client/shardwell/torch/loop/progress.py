@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
@@ -13,18 +16,25 @@ from shardwell.specs.parameter import STEP_MAX
 from shardwell.torch.optimizer import ServerOptimizer
 from shardwell.training.leave_request import EXIT_CODE
 
+_LOG = logging.getLogger("shardwell")
+
 
 class StepProgress:
     """Of one worker; for one thread.
 
     Args:
         checkpoint: Where the first worker saves, with `{step}` in its name; None: nowhere.
-        every: Steps between two checkpoints.
+        every: Steps between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; None: all.
+        max_steps: The cluster's step at which training ends; None: the framework alone decides.
     """
 
     def __init__(
-        self, checkpoint: str | os.PathLike[str] | None, every: int, keep: int | None
+        self,
+        checkpoint: str | os.PathLike[str] | None,
+        every: int,
+        keep: int | None,
+        max_steps: int | None,
     ) -> None:
         if checkpoint is not None and "{step}" not in os.fspath(checkpoint):
             raise ArgumentError(
@@ -33,6 +43,9 @@ class StepProgress:
         self._checkpoint = checkpoint
         self._every = check_integer("every", every, 1, STEP_MAX)
         self._keep = keep
+        self._max_steps = max_steps
+        if max_steps is not None:
+            check_integer("max_steps", max_steps, 1, STEP_MAX)
         self._optimizer: ServerOptimizer | None = None
         self._step = 0
         self._began_s = 0.0
@@ -44,7 +57,7 @@ class StepProgress:
         """Training begins, with one of these.
 
         Raises:
-            ArgumentError: none of them is a ServerOptimizer.
+            ArgumentError: none of them is a ServerOptimizer; or the cluster is at max_steps.
         """
         # Accelerate's and Lightning's wrappers have the optimizer.
         given = [getattr(each, "optimizer", each) for each in optimizers]
@@ -52,6 +65,8 @@ class StepProgress:
             if isinstance(each, ServerOptimizer):
                 self._optimizer, self._step = each, each.next_step
                 self._began_s = time.monotonic()
+                self._check_rest()
+                _warn_of_ranks()
                 return
         raise ArgumentError(
             "the callback needs a shardwell.torch.ServerOptimizer, and training has "
@@ -59,11 +74,22 @@ class StepProgress:
             "that shardwell.torch.prepare returns"
         )
 
+    def _check_rest(self) -> None:
+        if self._is_done:
+            raise ArgumentError(
+                f"parameter {self._begun.parameter.name!r} is at step {self._step}, and "
+                f"max_steps={self._max_steps} ends its training there: raise max_steps, or train "
+                "only while optimizer.next_step is below it"
+            )
+
     @property
     def _begun(self) -> ServerOptimizer:
-        if self._optimizer is None:
-            raise ArgumentError("training has not begun, and the callback knows no optimizer")
+        assert self._optimizer is not None
         return self._optimizer
+
+    @property
+    def _is_done(self) -> bool:
+        return self._max_steps is not None and self._step >= self._max_steps
 
     def end_batch(
         self, sample_count: int, figures: Mapping[str, float] | None = None, *, reports: bool = True
@@ -87,23 +113,25 @@ class StepProgress:
         self._step, self._began_s, self._sample_count = step, now_s, 0
         if (
             self._checkpoint is not None
-            and step // self._every > before // self._every
+            and (step // self._every > before // self._every or self._is_done)
             and optimizer.client.rank == 0
         ):
             name = optimizer.parameter.name
             optimizer.client.save_checkpoint(self._checkpoint, [name], keep=self._keep)
 
     def report(self, figures: Mapping[str, float]) -> None:
-        """Reports figures of the step that ended last."""
+        """Reports figures of the step that ended last; before training, none."""
+        if self._optimizer is None:
+            return
         parameter, speed = self._begun.parameter, self._speed
         if speed is not None:
             figures, self._speed = {**figures, "samples_per_second": speed}, None
         parameter.report(step=max(parameter.next_step - 1, 0), **dict(figures))
 
     @property
-    def is_leaving(self) -> bool:
+    def is_over(self) -> bool:
         """Whether this worker is to end its training after the step."""
-        return self._begun.is_leaving
+        return self._begun.is_leaving or self._is_done
 
     def end(self) -> None:
         """Training ends.
@@ -113,3 +141,18 @@ class StepProgress:
         """
         if self._begun.is_leaving:
             raise SystemExit(EXIT_CODE)
+
+
+def _warn_of_ranks() -> None:
+    """Warns of a process group beneath, which a launcher's variables have frameworks set up."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        count = distributed.get_world_size()
+        if count > 1:
+            _LOG.warning(
+                "torch.distributed has %d ranks here, as a launcher's RANK, LOCAL_RANK and "
+                "WORLD_SIZE ask for: DDP averages what the shards average again, and one lost rank "
+                "ends all; remove them from os.environ before the framework is imported, and give "
+                "worker_id=",
+                count,
+            )

@@ -20,7 +20,7 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             arguments,
             train_dataset=data,
             optimizers=(optimizer, schedule),  # of a ServerOptimizer
-            callbacks=[shardwell.torch.TrainerCallback("runs/{step}", every=100, keep=3)],
+            callbacks=[shardwell.torch.TrainerCallback("runs/{step}", max_steps=1000)],
         )
 
     `shardwell top` and the status page show loss and samples per second of all workers. Loss comes
@@ -30,12 +30,15 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     Args:
         checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
             default: nowhere.
-        every: Steps of the cluster between two checkpoints.
+        every: Steps of the cluster between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; default: all.
+        max_steps: The cluster's step at which training ends, after restarts and with elastic
+            members, too; the framework's own `max_steps` counts this worker's steps since its start
+            and may be as large. Default: the framework alone decides.
 
     Raises:
         ArgumentError: an argument can't be; or, as training begins, its optimizer is no
-            ServerOptimizer.
+            ServerOptimizer, or the cluster is at max_steps (a Trainer makes one step at least).
 
     Examples:
         >>> callback = shardwell.torch.TrainerCallback("runs/{step}", every=100, keep=3)
@@ -48,8 +51,9 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         *,
         every: int = 100,
         keep: int | None = None,
+        max_steps: int | None = None,
     ) -> None:
-        self._progress = StepProgress(checkpoint, every, keep)
+        self._progress = StepProgress(checkpoint, every, keep, max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins to count steps."""
@@ -59,7 +63,7 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         """Counts a step, and stops the training when this worker is to leave."""
         count = args.train_batch_size * args.gradient_accumulation_steps
         self._progress.end_batch(count, reports=not control.should_log)  # else with the loss
-        control.should_training_stop |= self._progress.is_leaving
+        control.should_training_stop |= self._progress.is_over
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
