@@ -51,7 +51,7 @@ OTHERS = frozenset(
         *("equinox", "lax", "nnx", "optax", "value_and_grad", "clip_by_global_norm"),  # with JAX
         "flatten_dict",
         *("JaxRuntimeError", "loss_fn"),
-        *("env_vars", "runtime_env", "max_retries"),  # Ray
+        *("load_best_model_at_end", "env_vars", "runtime_env", "max_retries"),  # Ray
         *("max_connection_age", "allow_indirect_imports"),  # gRPC, import-linter
         *("credentials_file", "tls_config", "ca_file"),  # Prometheus
         *("hvd", "skip_synchronize", "broadcast_optimizer_state", "backward_passes_per_step"),

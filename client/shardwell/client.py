@@ -136,7 +136,10 @@ def connect(
     if target is None:
         target = variable(TARGET_VARIABLE)
         if not target:
-            raise ArgumentError(f"no target was given, and ${TARGET_VARIABLE} is not set")
+            raise ArgumentError(
+                f"no target was given, and ${TARGET_VARIABLE} is not set: paste the line that "
+                "`shardwell cluster` prints, or give the shards' addresses"
+            )
     if worker_id is None:
         worker_id = variable(WORKER_ID_VARIABLE) or unique_worker_id()
     if keep_freed_memory:

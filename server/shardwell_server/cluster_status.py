@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -264,6 +265,23 @@ def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
     }
 
 
+def reported(parts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What workers have reported last, a line for each name; ended ones are left out.
+
+    Args:
+        parts: What `merged` returns of parameters.
+    """
+    lines = []
+    for each in parts:
+        if each["figures"] and not each["ended"]:
+            figures = [
+                f"{name} {'not finite' if value is None else format(value, '.4g')}"
+                for name, value in sorted(each["figures"].items())
+            ]
+            lines.append(f"reported of {each['name']}: {', '.join(figures)}")
+    return lines
+
+
 def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
@@ -344,6 +362,7 @@ def _whole_family(family: Family) -> dict[str, Any]:
         "abandoned_for_s": None if None in gone else min(gone),
         "marked": any(each["marked"] for each in by_fragment),
         "late": sum(each["late"] for each in by_fragment),
+        "figures": {k: v for each in by_fragment for k, v in each["figures"].items()},
         "fragments": family.names,
         "fragment_count": family.count,
         "versions": family.versions,
@@ -386,6 +405,7 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
     )
     whole["abandoned_for_s"] = min(filter(None, gone), default=None) if is_abandoned else None
     whole["marked"] = any(part.marked for part in parts)
+    whole["figures"] = {}
     whole["fragments"] = []
     whole["new_name"] = next((part.new_name for part in parts if part.new_name), "")
     if isinstance(first, ParameterStatus):
@@ -393,6 +413,8 @@ def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[st
         whole["elements"] = first.spec.size
         whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
         whole["learners"] = []
+        for part in parts:
+            whole["figures"] |= as_json(part.figures) if isinstance(part, ParameterStatus) else {}
     else:
         whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
         whole["dim"] = first.spec.dim
@@ -489,9 +511,16 @@ def size(count: float) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Fields by name; of what comes in kinds, such as optimizers, the kind's name too."""
+    """Fields by name; of what comes in kinds, such as optimizers, the kind's name too.
+
+    Numbers that are not finite, which JSON has no words for, are None.
+    """
     if isinstance(value, tuple):
         return [as_json(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: as_json(one) for name, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if not dataclasses.is_dataclass(value):
         return value
     kind = {"kind": type(value).__name__} if isinstance(value, (Optimizer, Initializer)) else {}

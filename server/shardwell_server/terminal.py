@@ -43,7 +43,8 @@ class _Output(io.FileIO):
                 return super().write(data)
             except OSError as error:
                 self.is_lost = True
-                if self.fileno() != _STDERR_FD:
+                # Who ends first in a pipe, as `head` does, has read what it wanted.
+                if self.fileno() != _STDERR_FD and not isinstance(error, BrokenPipeError):
                     self._tell(error)
         return memoryview(data).nbytes
 

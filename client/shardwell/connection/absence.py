@@ -57,7 +57,10 @@ def _look(host: str, port: int, timeout_s: float, *, speaks_tls: bool) -> str:
             connection.settimeout(timeout_s / 4)
             return BUSY if speaks_tls else _listener(connection)
     except ConnectionRefusedError:
-        return f"nothing listens on port {port} of {host}; start the shard, or check the port"
+        return (
+            f"nothing listens on port {port} of {host}; start the shard, or check the port: that "
+            "of `shardwell cluster` is another one each time"
+        )
     except TimeoutError:
         return (
             f"no answer came from {host}; check that the machine runs, and that no firewall is in "

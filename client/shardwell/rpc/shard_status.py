@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwell.errors import CorruptChunkError, WrongShardError
@@ -254,6 +254,9 @@ class ParameterStatus:
     learners: tuple[LearnerStatus, ...]
     """What learners in outer training said of themselves last, by worker, on shard 0 of their
     family's fragment 0; of very many, some."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Of each figure that workers `report`, such as a loss, the mean of the newest step that has
+    it, on shard 0."""
 
     @staticmethod
     def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
@@ -290,6 +293,7 @@ class ParameterStatus:
             marked=message.marked,
             new_name=message.new_name,
             learners=tuple(map(LearnerStatus.from_proto, message.learners)),
+            figures={each.name: each.value for each in message.figures},
         )
 
 

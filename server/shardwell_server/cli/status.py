@@ -32,6 +32,7 @@ from shardwell_server.cluster_status import (
     given,
     in_order,
     merged,
+    reported,
     size,
     told_troubles,
     unfinished,
@@ -113,6 +114,8 @@ def status(
             screen.print(legend(LEARNER_LEGEND))
         if any(("table", t.spec.name) not in ended for status in statuses for t in status.tables):
             screen.print(_tables_table(answers, names))
+        for words in reported(merged(status.parameters for status in statuses)):
+            screen.print(words, markup=False, soft_wrap=True)
         if ended:
             left = ", ".join(name for _, name in sorted(ended))
             words = f"{ENDED} (--all lists them): {left}"

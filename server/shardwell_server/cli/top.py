@@ -35,6 +35,7 @@ from shardwell_server.cluster_status import (
     given,
     in_order,
     merged,
+    reported,
     size,
     told_troubles,
     unfinished,
@@ -133,6 +134,7 @@ def _picture(answers: Sequence[Answer], faults: Sequence[str], rates: _Rates) ->
     found = merged(status.parameters for status in statuses)
     shown: list[Table | Text] = [_shards(answers, rates), legend(_SHARD_LEGEND)]
     shown += [_names(statuses, found, rates), legend(_LEGEND)]
+    shown += [Text(words) for words in reported(found)]
     if ended := ended_names(statuses):
         shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in sorted(ended))}")]
     if any(each["learners"] for each in found):

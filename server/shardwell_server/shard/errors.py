@@ -204,7 +204,8 @@ def _check_ended(
         cure = f"a worker with worker_id {named}" if one else "workers with those worker_ids"
         raise WorkersMissingError(
             f"{what} waits for {named}, which ended in order ({cause}), and can't close without; "
-            f"start {cure} and make this call again",
+            f"start {cure} and make this call again, or give all workers the same number of "
+            "steps",
             missing_worker_ids=tuple(ended),
             **where,
         )

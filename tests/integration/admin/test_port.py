@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -443,6 +444,34 @@ def test_top(open_cluster, connect) -> None:
     assert shown.count("serving") == 2
     assert "1 never seen" in shown
     assert "lag: how long after the first worker" in " ".join(shown.split())
+
+
+def test_the_newest_figures_are_shown_in_a_terminal(open_cluster, connect) -> None:
+    running = open_cluster(2)
+    client = connect(running, "w0")
+    net = client.parameter("net", size=10, optimizer=SGD)
+    net.init(ONES)
+    net.put_gradient(ONES)
+
+    def has(figure: str) -> bool:
+        return figure in client.status()[0].parameters[0].figures
+
+    net.report(step=0, loss=3.0, accuracy=0.25)
+    eventually("the first came", lambda: has("accuracy"))
+    net.report(step=1, loss=1.5, worst=math.nan)
+    eventually("the second came", lambda: has("worst"))
+    first, second = (shard.parameters[0].figures for shard in client.status())
+    assert (first["loss"], first["accuracy"], second) == (1.5, 0.25, {})
+    words = "reported of net: accuracy 0.25, loss 1.5, worst not finite"
+    shards = ["--shards", running.target]
+    for command in (["top", *shards, "--once", "--interval-s", "0.1"], ["status", *shards]):
+        assert words in CliRunner().invoke(commands, command, env={"COLUMNS": "120"}).output
+    lines = CliRunner().invoke(commands, ["status", *shards, "--json"]).output.splitlines()
+    (shown,) = json.loads(lines[0])["parameters"]
+    assert shown["figures"] == {"accuracy": 0.25, "loss": 1.5, "worst": None}
+    client.close()
+    eventually("it has ended", lambda: view(running)["parameters"][0]["ended"])
+    assert words not in CliRunner().invoke(commands, ["status", *shards]).output
 
 
 @pytest.mark.parametrize("kind", ["parameter", "table"])

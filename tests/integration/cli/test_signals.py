@@ -199,13 +199,12 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
         assert program.lines == ["goes on", "stopped by SIGTERM"]
 
 
-def test_what_has_the_names_of_a_shards_sockets_by_then_stays(tmp_path) -> None:
+def test_others_files_stay(tmp_path) -> None:
+    """By a short name, for the sockets' paths: those that have the names of a shard's sockets."""
     with ServingShard(f"--same-host={tmp_path}") as shard:
         shard.address()
-        # For memory, and for streams.
-        sockets = eventually(
-            "both are there", lambda: pair if len(pair := [*tmp_path.iterdir()]) == 2 else None
-        )
+        sockets = list(tmp_path.iterdir())
+        assert len(sockets) == 2, sockets  # for memory, and for streams
         for each in sockets:
             each.unlink()
             each.write_text("notes")

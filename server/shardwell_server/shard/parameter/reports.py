@@ -61,6 +61,12 @@ class Reports:
                 for name, kept in self._sums.items()
             }
 
+    def newest(self) -> dict[str, float]:
+        """By figure: the mean of what was reported of the last step that has it."""
+        with self._lock:
+            last = {name: kept[max(kept)] for name, kept in self._sums.items()}
+        return {name: total / count for name, (total, count) in last.items()}
+
     def note_learner(self, worker_id: str, progress: LearnerProgress) -> None:
         """Keeps what a learner in outer training says of itself, instead of what it said before."""
         with self._lock:

@@ -889,6 +889,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 status, oldest, name_count_max, attending
             )
             status.learners.extend(self.reports.learners(name_count_max))
+            for name, value in self.reports.newest().items():
+                status.figures.add(name=name, value=value)
             status.contributed_worker_count = contributed_count
             status.missing_worker_count = missing_count
             return status
