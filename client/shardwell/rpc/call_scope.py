@@ -20,10 +20,13 @@ from shardwell.process.telemetry import call_span
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.heartbeat import TakesPart
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_status import missing_words
 from shardwell.specs.deadlines import check_timeout
 from shardwell.threads.calls import current_call
 
 _LOG = logging.getLogger("shardwell")
+_ASK_TIMEOUT_S = 5.0
+"""For each answer of a shard that is asked for whom a call waits."""
 _TURN_LOOK_INTERVAL_S = 0.1
 """How often a call that waits for its turn looks whether it was cancelled."""
 
@@ -156,17 +159,24 @@ class CallScope:
         self._shards.threads.cancel_scope(self)
 
     def _tell_wait(self, verb: str, timeout_s: float, waited_s: float) -> None:
-        """Logs that a call takes long."""
+        """Logs, in a moment, that a call takes long, and for whom it waits. Does not wait."""
+        with contextlib.suppress(ShardwellError):  # so many calls wait, or the client was closed
+            self._shards.threads.start(
+                partial(self._tell, verb, timeout_s, waited_s), 2 * _ASK_TIMEOUT_S
+            )
+
+    # On a thread of the client's.
+
+    def _tell(self, verb: str, timeout_s: float, waited_s: float) -> None:
+        missing = missing_words(self._shards.channels, _ASK_TIMEOUT_S, **self._where)
         _LOG.warning(
-            "%s of %s has taken %.0f s, and gives up after %g s (timeout_s); for whom or what it "
-            "waits: shardwell status",
+            "%s of %s has taken %.0f s, and gives up after %g s (timeout_s); it waits for %s",
             verb,
             self._what,
             waited_s,
             timeout_s,
+            missing or "what shardwell status may say",
         )
-
-    # On a thread of the client's.
 
     def _attempted(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwell.errors import CorruptChunkError, WrongShardError
+from shardwell.errors import CorruptChunkError, ShardwellError, WrongShardError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.specs.learner import LearnerProgress
@@ -596,3 +597,36 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         troubles=tuple(map(Trouble.from_proto, shard.troubles)),
         resources=Resources.from_proto(shard.resources),
     )
+
+
+def missing_words(
+    channels: Sequence[ShardChannel], timeout_s: float, *, parameter: str = "", table: str = ""
+) -> str:
+    """For whom the open step of a parameter or table waits, as shards say that answer now.
+
+    Args:
+        channels: The shards.
+        timeout_s: For each answer.
+        parameter: Its name; or
+        table: its name.
+
+    Returns:
+        Workers with their places, and how many more; empty: for no worker.
+    """
+    workers: dict[str, MissingWorker] = {}
+    unknown_count = 0
+    for channel in channels if parameter or table else ():
+        with contextlib.suppress(ShardwellError):
+            parts: Sequence[pb.ParameterStatus | table_pb2.TableStatus] = (
+                ask_tables(channel, timeout_s, table)
+                if table
+                else ask_parameters(channel, timeout_s, parameter).parameters
+            )
+            for part in parts:
+                waits = StepWait.from_proto(part.wait)
+                workers |= {worker.worker_id: worker for worker in waits.workers}
+                unknown_count = max(unknown_count, part.unknown_worker_count)
+    words = [str(workers[worker_id]) for worker_id in sorted(workers)]
+    if unknown_count:
+        words.append(f"{unknown_count} worker{'s' * (unknown_count > 1)} never seen")
+    return ", ".join(words)

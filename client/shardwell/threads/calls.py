@@ -44,7 +44,7 @@ from shardwell.process.ending import closed_text, named
 from shardwell.process.owner import OwnerProcess
 
 _LOG = logging.getLogger("shardwell")
-_LONG_PART = 0.25
+_LONG_PART = 0.1
 """Of a call's time, after which it takes long: who has slow steps gives them more time."""
 _LONG_S_MIN = 10.0
 """Nothing that takes less does."""

@@ -135,6 +135,8 @@ def cluster(
             for shard in watched:
                 shard.look()
             time.sleep(_LOOK_INTERVAL_S)
+        if data_dir is not None:
+            click.echo("# the same command goes on from these files, on other ports", err=True)
 
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
@@ -197,8 +199,15 @@ class _WatchedShard:
     def _died(self, code: int) -> None:
         self._death_count += 1
         if self._data_dir is None or self._death_count > _DEATH_COUNT_MAX:
+            cause = ""
+            if self._data_dir is None:
+                cause = (
+                    ", and its part of the weights is lost: with --data-dir it is started again on "
+                    "its files"
+                )
             raise click.ClickException(
-                f"shard {self._index} has ended with exit code {code}; the others are stopped"
+                f"shard {self._index} has ended with exit code {code}; the others are "
+                f"stopped{cause}"
             )
         if self._last_code is not None:
             self._failed_start_count += code not in _CODES_OF_OTHERS

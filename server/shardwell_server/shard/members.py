@@ -593,8 +593,10 @@ class Seats(ABC, Generic[SeatT]):
         if self.is_sync and len(self._seats) >= self._worker_count:
             raise SeatsTakenError(
                 f"worker_count={self._worker_count} workers contribute already: "
-                f"{_names(self._seats)}; {worker_id!r} would be one more; a replacement must "
-                "use the worker_id of the worker that it replaces",
+                f"{_names(self._seats)}{self._gone_words()}; {worker_id!r} would be one more; a "
+                "replacement must use the worker_id of the worker that it replaces (worker_id=, "
+                "$SHARDWELL_WORKER_ID); if more are to take part, give all of them a greater "
+                "worker_count=, or members=",
                 worker_id=worker_id,
             )
         if len(self._seats) < self._worker_count_max:
@@ -619,6 +621,11 @@ class Seats(ABC, Generic[SeatT]):
             f"many; {advice}; or raise the limit",
             worker_id=worker_id,
         )
+
+    def _gone_words(self) -> str:
+        """Which workers with seats are not connected, for a message."""
+        gone = [each for each in self._seats if not self._sessions.attends_as(each)]
+        return f" (not connected: {_names(gone)})" if gone else ""
 
     def _spare_in_s(self, seat: SeatT) -> float:
         assert seat.owner is not None

@@ -6,6 +6,7 @@ Method: small programs in processes of their own, whose standard error is read.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_without_a_further_thread_a_call_waits_as_well(cluster, connect, monkeyp
 
 
 def test_a_call_that_takes_long_says_so_once(cluster, connect, monkeypatch, caplog) -> None:
-    """A quarter of its time, and no less than some seconds: a user of slow steps sets more."""
+    """A tenth of its time, and no less than some seconds: a user of slow steps sets more."""
     monkeypatch.setattr(calls, "_LONG_S_MIN", 0.2)
     net = connect(cluster(1), "w0", timeout_s=4.0).parameter(
         "net", size=10, optimizer=shardwell.SGD(0.1), worker_count=2
@@ -137,10 +138,30 @@ def test_a_call_that_takes_long_says_so_once(cluster, connect, monkeypatch, capl
     net.init(np.zeros(10, np.float32))
     with pytest.raises(shardwell.WorkersMissingError):
         net.exchange(np.ones(10, np.float32), timeout_s=2.0)
-    (line,) = [record.getMessage() for record in caplog.records if "taken" in record.getMessage()]
+    taken = [record.getMessage() for record in caplog.records if "taken" in record.getMessage()]
+    (line,) = taken
     assert line.startswith("exchange of parameter 'net' has taken")
     assert "gives up after 2 s (timeout_s)" in line
-    assert "shardwell status" in line
+    assert line.endswith("it waits for 1 worker never seen")
+
+
+def test_a_call_that_takes_long_names_for_whom_it_waits(
+    cluster, connect, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(calls, "_LONG_S_MIN", 0.2)
+    target = cluster(2)
+    clients = [connect(target, f"w{number}", timeout_s=4.0) for number in range(2)]
+    rule = shardwell.SGD(0.1)
+    tables = [
+        each.table("rows", row_count=9, dim=1, optimizer=rule, worker_count=2) for each in clients
+    ]
+    tables[1].put_row_gradients([1], np.ones((1, 1), np.float32))
+    tables[0].put_row_gradients([1], np.ones((1, 1), np.float32))
+    clients[1]._shards.close()  # as kill -9 does
+    with pytest.raises(shardwell.WorkersMissingError):
+        tables[0].exchange_rows([2], np.ones((1, 1), np.float32), [2], timeout_s=3.0)
+    (line,) = [each.getMessage() for each in caplog.records if "has taken" in each.getMessage()]
+    assert re.search(r"waits for 'w1' \(process \d+ on '.*', not connected any more\)$", line), line
 
 
 def test_who_does_not_wait_long_reads_nothing(cluster, free_address: str) -> None:
