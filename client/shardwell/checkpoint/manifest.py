@@ -146,7 +146,7 @@ def read_manifest(directory: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StorageError(
             f"{path.parent} is no checkpoint: reading {path} failed: {error.strerror}; give the "
-            "directory that a save made"
+            "directory that a save made, or of several the newest: 'ckpt/{step}'"
         ) from None
     except OSError as error:
         raise file_error(path, error, "reading it") from None

@@ -26,6 +26,8 @@ from shardwell.process.local_paths import local_path
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
+_SLIP = re.compile(r"\{\W*steps?\W*\}", re.IGNORECASE)
+"""What is meant for it."""
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
@@ -72,8 +74,16 @@ class StepPaths:
 
     @staticmethod
     def of(path: Path) -> StepPaths | None:
-        """The checkpoints of a path; None if it has no `{step}`."""
-        return StepPaths(path) if _FIELD in str(path) else None
+        """The checkpoints of a path; None if it has no `{step}`.
+
+        Raises:
+            ArgumentError: it has what looks like `{step}`.
+        """
+        if _FIELD in str(path):
+            return StepPaths(path)
+        if slip := _SLIP.search(str(path)):
+            raise ArgumentError(f"write {_FIELD} in place of {slip[0]}; got {str(path)!r}")
+        return None
 
     def at(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -113,7 +123,9 @@ class StepPaths:
             except StorageError as error:
                 _LOG.warning("passed over a checkpoint that can't be used: %s", error.message)
                 damaged.append(error)
-        why = f"; of the newest: {damaged[0].message}" if damaged else ""
+        why = "; check the path: it has none of that name"
+        if damaged:
+            why = f"; of the newest: {damaged[0].message}"
         raise StorageError(f"there is no checkpoint that can be used at {self._path}{why}")
 
     def make_way(self, made: Checkpoint) -> Checkpoint | None:

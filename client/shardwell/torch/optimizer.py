@@ -315,9 +315,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         ]
         if self.next_step:
             _LOG.warning(
-                "worker %r goes on with parameter %r at step %d, with the cluster's weights; for a "
-                "new training give another name=, or delete that one first: shardwell delete %s",
+                "worker %r %s parameter %r at step %d, with the cluster's weights; for a new "
+                "training give another name=, or delete that one first: shardwell delete %s",
                 client.worker_id,
+                "goes on with" if members is None else "joins the training of",
                 name,
                 self.next_step,
                 name,

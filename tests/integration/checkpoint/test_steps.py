@@ -145,6 +145,14 @@ def test_none_is_whole(model, tmp_path) -> None:
         shardwell.inspect_checkpoint(tmp_path / "{step}")
 
 
+@pytest.mark.parametrize("name", ["{steps}", "run-{ Step }"])
+def test_what_looks_like_the_step_is_no_name(model, tmp_path, name) -> None:
+    client, _ = model
+    with pytest.raises(shardwell.ArgumentError, match=r"write \{step\} in place of \{"):
+        client.save_checkpoint(tmp_path / name)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["{step}/{step}", "{step}/a", "{step}-{step}"])
 def test_where_the_step_may_be(model, tmp_path, name) -> None:
     client, _ = model
