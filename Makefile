@@ -25,7 +25,11 @@ TORCH := torch==2.13.0+cpu
 FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6 expecttest==0.3.0
 # What depends on who computes and who carries: NumPy in place of native code, gRPC in place of shared memory.
 NUMPY_TESTS := tests/unit/numerics tests/unit/shard tests/unit/store tests/contract tests/integration/parameter \
-  tests/integration/table tests/integration/group tests/fault/wire/test_flipped_bits.py tests/fault/store/test_killed.py
+  tests/integration/table tests/integration/group tests/fault/wire/test_flipped_bits.py tests/fault/store/test_killed.py \
+  $(addprefix --ignore=, tests/unit/numerics/test_native.py tests/unit/shard/test_members_machine.py \
+  tests/unit/shard/table/test_slice_machine.py tests/integration/parameter/test_threads.py \
+  tests/integration/group/test_core_threads.py tests/integration/group/test_arenas.py \
+  tests/integration/group/test_group_cluster.py)
 # Those that open clusters, of which each shard asks for tokens; four threads work on each step.
 TOKEN_TESTS := tests/integration/admin tests/integration/checkpoint tests/integration/client tests/integration/outer \
   tests/integration/shard tests/integration/trace tests/integration/training tests/integration/wire \
@@ -41,6 +45,9 @@ HELM := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
 HELM_TESTS := tests/integration/deploy/test_helm.py
 CONTAINER_TESTS := tests/integration/deploy/test_chart_container.py tests/integration/deploy/test_compose_containers.py
 JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples/test_examples.py
+# Four workers of pytest share the cores: more threads of OpenMP in each would spin, a quarter of the time.
+test test-numpy test-tokens test-exhaustive test-torch test-jax: export OMP_NUM_THREADS ?= 1
+test test-numpy test-tokens test-exhaustive test-torch test-jax: export OPENBLAS_NUM_THREADS ?= 1
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The tests start hundreds of processes: not one of them is to compile every module again.

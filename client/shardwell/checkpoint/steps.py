@@ -27,7 +27,7 @@ from shardwell.process.local_paths import local_path
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
 _SLIP = re.compile(r"\{\W*steps?\W*\}", re.IGNORECASE)
-"""What is meant for it."""
+"""A slip of the pen for it."""
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
