@@ -47,11 +47,17 @@ OTHERS = frozenset(
         *("clock_getcpuclockid", "mpirun_rsh"),  # the C library, MPI
         *("Python.h", "random.py"),  # files of Python, and such as hide a module of its library
         *("accelerator", "lightning", "transformers", "ddp_backend", "process_group_backend"),
-        *("monitored_barrier", "max_epochs", "test_ddp_comm_hook", "test_merge_weights"),
+        *(
+            "monitored_barrier",
+            "max_epochs",
+            "load_best_model_at_end",
+            "test_ddp_comm_hook",
+            "test_merge_weights",
+        ),
         *("equinox", "lax", "nnx", "optax", "value_and_grad", "clip_by_global_norm"),  # with JAX
         "flatten_dict",
         *("JaxRuntimeError", "loss_fn"),
-        *("load_best_model_at_end", "env_vars", "runtime_env", "max_retries"),  # Ray
+        *("env_vars", "runtime_env", "max_retries"),  # Ray
         *("max_connection_age", "allow_indirect_imports"),  # gRPC, import-linter
         *("credentials_file", "tls_config", "ca_file"),  # Prometheus
         *("hvd", "skip_synchronize", "broadcast_optimizer_state", "backward_passes_per_step"),

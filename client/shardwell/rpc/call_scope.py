@@ -26,7 +26,7 @@ from shardwell.threads.calls import current_call
 
 _LOG = logging.getLogger("shardwell")
 _ASK_TIMEOUT_S = 5.0
-"""For each answer of a shard that is asked for whom a call waits."""
+"""For the answers of shards that are asked for whom a call waits."""
 _TURN_LOOK_INTERVAL_S = 0.1
 """How often a call that waits for its turn looks whether it was cancelled."""
 

@@ -255,7 +255,7 @@ class ParameterStatus:
     learners: tuple[LearnerStatus, ...]
     """What learners in outer training said of themselves last, by worker, on shard 0 of their
     family's fragment 0; of very many, some."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of each figure that workers `report`, such as a loss, the mean of the newest step that has
     it, on shard 0."""
 
@@ -606,7 +606,7 @@ def missing_words(
 
     Args:
         channels: The shards.
-        timeout_s: For each answer.
+        timeout_s: For all answers together.
         parameter: Its name; or
         table: its name.
 
@@ -614,13 +614,14 @@ def missing_words(
         Workers with their places, and how many more; empty: for no worker.
     """
     workers: dict[str, MissingWorker] = {}
-    unknown_count = 0
+    unknown_count, deadline_s = 0, time.monotonic() + timeout_s
     for channel in channels if parameter or table else ():
+        rest_s = max(deadline_s - time.monotonic(), TIMEOUT_S_MIN)
         with contextlib.suppress(ShardwellError):
             parts: Sequence[pb.ParameterStatus | table_pb2.TableStatus] = (
-                ask_tables(channel, timeout_s, table)
+                ask_tables(channel, rest_s, table)
                 if table
-                else ask_parameters(channel, timeout_s, parameter).parameters
+                else ask_parameters(channel, rest_s, parameter).parameters
             )
             for part in parts:
                 waits = StepWait.from_proto(part.wait)
@@ -628,5 +629,5 @@ def missing_words(
                 unknown_count = max(unknown_count, part.unknown_worker_count)
     words = [str(workers[worker_id]) for worker_id in sorted(workers)]
     if unknown_count:
-        words.append(f"{unknown_count} worker{'s' * (unknown_count > 1)} never seen")
+        words.append(f"{unknown_count} more worker{'s' * (unknown_count > 1)}")
     return ", ".join(words)

@@ -136,6 +136,17 @@ def test_training_ends_at_a_step_of_the_cluster(cluster, connect, tmp_path, name
         RUNS[name](model, optimizer, tmp_path / "run", [make(max_steps=end)])
 
 
+def test_a_trainer_evaluates_before_it_trains(tmp_path) -> None:
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", prediction_loss_only=True
+    )
+    callback = shardwell.torch.TrainerCallback()
+    trainer = transformers.Trainer(Line(), arguments, eval_dataset=EXAMPLES, callbacks=[callback])
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 PROGRAM = """
 import os, signal, sys, transformers
 rank, trains_alone = os.environ["RANK"], sys.argv[1] == "alone"
@@ -152,7 +163,7 @@ class Dies(transformers.TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 with shardwell.connect(worker_id=f"w{rank}") as client:
-    model, crew = Line(), shardwell.Elastic(member_return_s=0.1)
+    model, crew = Line(), shardwell.Elastic(min_count=2, member_return_s=0.1)
     rule = shardwell.SGD(0.001)
     options = {"name": sys.argv[1], "members": crew}
     optimizer = shardwell.torch.ServerOptimizer(model, client, rule, **options)
@@ -172,7 +183,8 @@ def test_under_a_launcher(cluster, tmp_path, monkeypatch) -> None:
     run = ("run", "--elastic", "-n", "2", "--", sys.executable, "train.py")
     code, output, log = run_command(*run, "alone", environment=environment)
     assert code == 0, (output, log)
-    assert "ends at 8" in output
+    assert output.count("ends at 8") == 2
+    assert "signal 9" in log or "SIGKILL" in log or "-9" in log, log
     code, output, log = run_command(*run, "by-ddp", environment=environment)
     assert "torch.distributed has 2 ranks here" in output + log
 
