@@ -205,7 +205,9 @@ class ElasticShard:
         session: Session | None = None,
         timeout_s: float = 0.0,
     ) -> str:
-        """Sends one chunk of a gradient: "counted", "duplicate", "late" or "over".
+        """Sends one chunk of a gradient, and says what became of it.
+
+        "counted", "duplicate", "superseded", "late", "over" where its tenure is, or "unknown".
 
         Raises:
             NotYet: it waits, with a `timeout_s`.
@@ -217,6 +219,10 @@ class ElasticShard:
         )
         sender: Contributor[Any] = Contributor(worker_id, session or session_of(worker_id), tenure)
         is_new = self.part.contribute(sender, message.gradient, payload, deadline(timeout_s))
+        if sender.may_have_counted:
+            return "unknown"
+        if chunk_index in sender.superseded:
+            return "superseded"
         if chunk_index in sender.late:
             return "over" if sender.is_over else "late"
         return "counted" if is_new else "duplicate"

@@ -79,6 +79,10 @@ class Gradient:
     """Whether a shard refused a part of the step's gradient before, and this is another one."""
     has_carried: bool = False
     """Whether it has what did not count of the gradients before."""
+    own: Pieces | None = None
+    """The gradient without that; None: `values` are."""
+    is_again: bool = False
+    """Whether an attempt has failed that may have sent some of it."""
     is_clipped: bool = False
     """Whether the worker has scaled it down to its largest norm, or found that it need not."""
     has_effect: bool = True
@@ -199,6 +203,8 @@ class Transfer(StepTransfer[ShardSlice]):
         """What this worker holds of the weights, where shards send what changes it."""
         self.late: set[Slice] = set()
         """Ranges whose step had closed, or that were of a tenure that is over; the same."""
+        self.unknown: set[Slice] = set()
+        """Those of them that may have counted when an earlier attempt or call sent them."""
         self.outcomes: dict[int, pb.StepOutcome] = {}
         """What each shard says of the last step, where sets are open; the same."""
         self.superseded: set[Slice] = set()
@@ -631,6 +637,12 @@ class Transfer(StepTransfer[ShardSlice]):
             )
         self.superseded.update(part.chunks[index] for index in indexes)
 
+    def forget_outcome(self) -> None:
+        """Makes room for what the shards say of another gradient."""
+        self.late.clear()
+        self.unknown.clear()
+        self.outcomes.clear()
+
     def _note_outcome(self, part: ShardSlice, found: pb.StepOutcome) -> None:
         """Notes what a shard says has become of a gradient.
 
@@ -645,7 +657,10 @@ class Transfer(StepTransfer[ShardSlice]):
                 f"answered for {self._spec.name!r} what it counted, and the answer is damaged; "
                 "call again",
             )
-        self.late.update(part.chunks[index] for index in indexes)
+        late = [part.chunks[index] for index in indexes]
+        self.late.update(late)
+        if found.late_may_have_counted:
+            self.unknown.update(late)
         self.outcomes[part.channel.shard_index] = found
 
     def _decode(

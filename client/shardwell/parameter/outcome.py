@@ -34,6 +34,10 @@ class Outcome:
     late: tuple[Slice, ...] = ()
     """Ranges of elements, in order, whose step had closed before this gradient came, or that a
     member gave whose tenure was over. What it has there was not counted."""
+    unknown: tuple[Slice, ...] = ()
+    """Ranges of elements, in order, that were sent again by a member that was away for so long that
+    no shard knows any more whether they had counted before. They do not count again, and are not
+    carried over."""
     contributors: tuple[str, ...] = ()
     """Workers whose gradients the step has in any chunk, sorted, where steps may close without a
     worker; else empty. Of a step that is still open, those so far."""
@@ -42,9 +46,10 @@ class Outcome:
         def words(ranges: tuple[Slice, ...]) -> str:
             return ", ".join(f"{where.offset} to {where.stop - 1}" for where in ranges)
 
-        names = ("step", "counted", "superseded", "late", "contributors")
-        rest = (words(self.superseded), words(self.late), ", ".join(self.contributors))
-        return html_table("what counted of a gradient", names, [(self.step, self.counted, *rest)])
+        names = ("step", "counted", "superseded", "late", "unknown", "contributors")
+        ranges = map(words, (self.superseded, self.late, self.unknown))
+        row = (self.step, self.counted, *ranges, ", ".join(self.contributors))
+        return html_table("what counted of a gradient", names, [row])
 
     @property
     def counted(self) -> str:
@@ -55,7 +60,8 @@ class Outcome:
     @property
     def counted_elements(self) -> int:
         """Elements of the gradient that counted."""
-        return self.size - sum(where.size for where in (*self.superseded, *self.late))
+        ranges = (*self.superseded, *self.late, *self.unknown)
+        return self.size - sum(where.size for where in ranges)
 
 
 def merged(ranges: Iterable[Slice]) -> tuple[Slice, ...]:

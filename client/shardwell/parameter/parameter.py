@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from shardwell.numerics.arguments import check_integer, finite_peak
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, ShardSlice, Transfer
+from shardwell.parameter.feedback import NOTHING_LOST, Ended, Feedback
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
 from shardwell.parameter.membership import ParameterOpening
 from shardwell.parameter.open_exchange import OpenExchange, Piece
@@ -60,9 +61,6 @@ from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 from shardwell.v1 import parameter_server_pb2 as pb
 
-_TRIED_COUNT_MAX = 3
-"""How many gradients of a step are kept apart by what rounding takes off them. With more it is
-unknown which of them was counted, as it is of two beside the one that ends the step."""
 _REPORT_S = 10.0
 """After so long a report is given up."""
 _REPORT_ERROR_COUNT = 10
@@ -133,15 +131,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self.is_draining = False
         """Whether an operator wants this elastic member to leave after its step, as `shardwell
         members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
-        self._carried: Float32 | None = None
-        """What did not count of earlier gradients, to be added to the next: (size,)."""
-        self._residual: Float32 | None = None
-        """What rounding took off earlier gradients, with int8, to be added to the next: (size,)."""
-        self._tried: list[Float32] = []
-        """With int8, what rounding takes off each gradient that calls for a step have tried, and
-        failed with: parts of them may be counted."""
-        self._tried_step = -1
-        """The step of those gradients."""
+        self._feedback = Feedback(
+            spec.size,
+            block_codec(spec.codec_name) if spec.has_image else None,
+            carries=self.late == "carry",
+        )
+        """What the next gradient adds of earlier ones."""
+        self._sent_step = -1
+        """The step of which a call has failed that may have sent something."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
@@ -403,7 +400,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             except BaseException as error:
                 self._note_failure(work, error)
                 raise
-            self._end_step(work)
+            self._end_step(work, attempts)
             return work.step
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_gradient")
@@ -503,7 +500,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def abandon(attempts: Attempts) -> int:
             work = self._without_gradient(None, attempts)
             self._put(work, attempts)  # of which no value is new to the shards
-            self._end_step(work)
+            self._end_step(work, attempts)
             return work.step
 
         return self._calls.run(abandon, timeout_s, in_turn=True, verb="abandon_step")
@@ -545,7 +542,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def exchange(piece: Piece, attempts: Attempts) -> None:
             own = replace(work, peaks={})  # what is not finite may be mended in between
-            self._exchange_chunks(own, room.pieces, attempts, piece.progress, piece.ranges)
+            try:
+                self._exchange_chunks(own, room.pieces, attempts, piece.progress, piece.ranges)
+            except BaseException:
+                work.is_again = True
+                raise
+            work.is_again |= attempts.is_again
 
         def start(body: Callable[[Attempts], None]) -> Future[None]:
             def ahead(attempts: Attempts) -> None:
@@ -562,9 +564,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
                 work.peaks.clear()
-                if not work.has_carried and (
-                    self._carried is not None or self._residual is not None
-                ):
+                if self._feedback.keeps and self._feedback.is_due and not work.has_carried:
                     self._transfer.check_finite(work)  # what is not may be mended, where it lies
                     self._add_carried(work)
                 self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
@@ -826,7 +826,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         on with the same bits after a restart; without it, each element loses less than half a
         rounding step, once.
         """
-        return None if self._residual is None else self._residual.copy()
+        residual = self._feedback.residual
+        return None if residual is None else residual.copy()
 
     def load_residual(self, residual: Any) -> None:
         """Goes on with the `residual` of an earlier process of this worker, or with None.
@@ -835,7 +836,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ArgumentError: the codec is not int8, or it is not (size,) finite values.
         """
         if residual is None:
-            self._residual = None
+            self._feedback.residual = None
             return
         if not self.spec.has_image:
             raise ArgumentError(
@@ -850,18 +851,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 f"residual of parameter {self.name!r} must be ({self.size},) finite values; got "
                 f"{given.dtype} of {given.shape}"
             )
-        self._residual = values
+        self._feedback.residual = values
 
     # What the verbs share, on a thread of the client's.
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
-        if self._tried and self.next_step != self._tried_step:
-            if not self.spec.has_open_sets and self.next_step == self._tried_step + 1:
-                # All of it is counted, and it was one of these.
-                self._residual = self._tried[0] if len(self._tried) == 1 else None
-            self._tried = []
+        if not self.spec.has_open_sets:
+            self._feedback.reopened(self.next_step)
         self._transfer.incarnation = self._opening.incarnation
         self._is_in_step = self._opening.has_seat
         self._closed_version = 0
@@ -956,42 +954,39 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             except BaseException:
                 self._note_failure(work, error)
                 raise
-            self._end_step(work)
+            self._end_step(work, attempts)
             raise
         except BaseException as error:
             self._note_failure(work, error)
             raise
-        self._end_step(work)
+        self._end_step(work, attempts)
 
     def _note_failure(self, work: Gradient, error: BaseException) -> None:
-        """Lets the step end with other values, if a shard has refused a part of these.
-
-        With int8, notes what rounding takes off them, as parts of them may be counted.
-        """
+        """Lets the step end with other values, if a shard has refused a part of these."""
         if isinstance(error, NonFiniteError):
             if error.shard_index is None:
                 return  # nothing has left
             self._refused_step = work.step
-        if not self.spec.has_image or not work.has_effect:
-            return
-        if self._tried_step != work.step:
-            self._tried, self._tried_step = [], work.step
-        if len(self._tried) < _TRIED_COUNT_MAX:
-            found = self._rounded_off(work)
-            if not any(np.array_equal(found, each) for each in self._tried):
-                self._tried.append(found)
+        self._sent_step = work.step
+        if work.has_effect:
+            self._feedback.tried(work.step, work.values)
 
-    def _end_step(self, work: Gradient) -> None:
+    def _end_step(self, work: Gradient, attempts: Attempts) -> None:
         """Goes on to the next step: all of this one is counted."""
+        transfer, ended = self._transfer, NOTHING_LOST
         superseded: tuple[Slice, ...] = ()
-        if self._transfer.superseded:
-            superseded = merged(self._transfer.superseded)
-            self._transfer.superseded.clear()
-        if self.spec.has_image:
-            self._keep_residual(work, superseded)
-        self.next_step, self._is_in_step = work.step + 1, False
+        if transfer.superseded or transfer.late:
+            is_again = work.is_again or attempts.is_again or self._sent_step == work.step
+            unknown = transfer.unknown if is_again else ()
+            ended = Ended({*transfer.late} - {*unknown}, {*transfer.superseded}, {*unknown})
+            superseded = merged(ended.superseded)
+            transfer.superseded.clear()
+        if self._feedback.keeps:
+            sent = work.values if work.has_effect else None
+            self._feedback.end(work.step, sent, work.own, ended)
+        self.next_step, self._is_in_step, self._sent_step = work.step + 1, False, -1
         if self.spec.has_open_sets:
-            self.outcome = self._end_open_step(work, superseded)
+            self.outcome = self._end_open_step(work, ended)
         else:
             version = max(self.version, work.step)
             size = self.spec.size
@@ -1009,31 +1004,40 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 self.size,
             )
 
-    def _end_open_step(self, work: Gradient, superseded: tuple[Slice, ...]) -> Outcome:
+    def _end_open_step(self, work: Gradient, ended: Ended) -> Outcome:
         """What became of a gradient whose step may have closed without it."""
         transfer = self._transfer
-        late = merged(transfer.late) if transfer.late else ()
+        is_late = bool(transfer.late)
         outcomes = list(transfer.outcomes.values())
-        transfer.late.clear()
-        transfer.outcomes.clear()
+        if outcomes:
+            transfer.forget_outcome()
         names = {name for each in outcomes for name in each.contributor_ids}
         version = min((int(each.version) for each in outcomes), default=work.step)
         is_over = any(each.tenure_is_over for each in outcomes)
         if self._member is not None:
-            self._member.is_settled |= not late
+            self._member.is_settled |= not is_late
             if is_over:
                 self._member.lose()
         self.is_draining = any(each.is_draining for each in outcomes)
         # It may give the step again in its next tenure alone; what it gave counts once.
-        self.next_step = max(version, work.step + (not is_over))
-        if self.late == "carry":
-            self._carry(work, late)
+        self.next_step = max(version, work.step + (not is_over or not is_late))
+        if ended.unknown:
+            _LOG.warning(
+                "parameter %r: worker %r was away for so long that no shard knows whether step %d "
+                "had counted, for %d of %d elements; they do not count again; see `outcome`",
+                self.name,
+                self._worker_id,
+                work.step,
+                sum(where.size for where in ended.unknown),
+                self.size,
+            )
         return Outcome(
             step=work.step,
             size=self.spec.size,
             version=version,
-            superseded=superseded,
-            late=late,
+            superseded=merged(ended.superseded),
+            late=merged(ended.late),
+            unknown=merged(ended.unknown),
             contributors=tuple(sorted(names)),
         )
 
@@ -1044,53 +1048,20 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if self._clips:  # what is added was clipped before
             self._clip(work)
         values: Float32 = work.values.whole().astype(np.float32, copy=False)
-        with np.errstate(all="ignore"):  # what is not finite is found where it is looked at
-            for more in (self._carried, self._residual):
-                values = values if more is None else values + more
-        work.values = Pieces(values)
+        work.own, work.values = work.values, Pieces(self._feedback.added(values))
         work.peaks.clear()
         work.has_carried = True
 
-    def _rounded_off(self, work: Gradient) -> Float32:
-        """What rounding takes off a gradient as it is sent: (size,), new."""
-        values: Float32 = work.values.whole().astype(np.float32, copy=False)
-        return block_codec(self.spec.codec_name).residual(values)
+    def _end_tried(self, attempts: Attempts) -> None:
+        """Asks what became of a step that calls have failed with, and that has closed since.
 
-    def _keep_residual(self, work: Gradient, superseded: Sequence[Slice]) -> None:
-        """Keeps what rounding took off what the shards have counted of a step, for the next one.
-
-        Where this gradient was late it keeps what it had, unless all of it is carried over. Where
-        another gradient of the step was counted before, what rounding took off that one; or
-        nothing, if it is unknown which it was.
+        A contribution without values joins what was counted of it, and changes nothing.
         """
-        before, tried = self._residual, self._tried if self._tried_step == work.step else []
-        self._tried = []
-        if not work.has_effect and not superseded:
-            return
-        if work.has_effect:
-            residual = self._rounded_off(work)
-            tried = [each for each in tried if not np.array_equal(each, residual)]
-            for where in self._transfer.late:
-                part = slice(where.offset, where.stop)
-                residual[part] = 0 if before is None or self.late == "carry" else before[part]
-        else:
-            residual = np.zeros(self.size, np.float32) if before is None else before.copy()
-        for where in superseded:
-            part = slice(where.offset, where.stop)
-            residual[part] = tried[0][part] if len(tried) == 1 else 0
-        self._residual = residual
-
-    def _carry(self, work: Gradient, late: Sequence[Slice]) -> None:
-        """Keeps what did not count of a gradient for the next one."""
-        if not work.has_effect:  # it had no values, and took none with it
-            return
-        if not late:
-            self._carried = None
-            return
-        carried: Float32 = np.zeros(self.size, np.float32)
-        for where in late:
-            carried[where.offset : where.stop] = work.values.read(where.offset, where.stop)
-        self._carried = carried
+        work = Gradient(self._zeros(), self._feedback.tried_step, 0, None)
+        work.has_effect, work.after_refusal, work.is_clipped = False, True, True
+        self._transfer.forget_outcome()
+        self._put(work, attempts)
+        self._end_step(work, attempts)
 
     def _exchange_chunks(
         self,
@@ -1162,10 +1133,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """A contribution of the weight 0, which joins what was counted of the step."""
         if learning_rate is not None:
             self.spec.check_rate(learning_rate)
-        zeros = Pieces(np.broadcast_to(np.float32(0), (self.spec.size,)))
-        work = self._contribution(zeros, 0, learning_rate, attempts, has_effect=False)
+        work = self._contribution(self._zeros(), 0, learning_rate, attempts, has_effect=False)
         work.after_refusal = work.is_clipped = True
         return work
+
+    def _zeros(self) -> Pieces:
+        return Pieces(np.broadcast_to(np.float32(0), (self.spec.size,)))
 
     def _contribution(
         self,
@@ -1178,12 +1151,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         has_effect: bool = True,
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
+        if self._feedback.keeps and self._feedback.is_open(self.next_step):
+            self._end_tried(attempts)
         work = Gradient(values, self.next_step, count, learning_rate)
         work.has_effect = has_effect and (count > 0 or self.spec.mode == "async")
-        if is_whole and (self._carried is not None or self._residual is not None):
+        if is_whole and self._feedback.keeps and self._feedback.is_due:
             self._add_carried(work)
-        self._transfer.late.clear()  # of a call that failed
-        self._transfer.outcomes.clear()
+        if self._transfer.outcomes:
+            self._transfer.forget_outcome()  # of a call that failed
         member = self._member
         if self._has_seat if member is None else member.takes_part:
             self._is_in_step = True

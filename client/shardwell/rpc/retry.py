@@ -82,6 +82,8 @@ class Attempts:
         self._attempt_began_s = self._began_s
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
+        self.is_again = False
+        """Whether an attempt has failed, and another one is or was made."""
         self.trace_parent = ""
         """Id of the call's span, for the shards: see `process.telemetry`."""
 
@@ -171,6 +173,7 @@ class Attempts:
         raise self._with_wait(lost) from None
 
     def _next_pause_s(self) -> float:
+        self.is_again = True
         bound_s = self._pause_bound_s
         self._pause_bound_s = min(2 * bound_s, PAUSE_S_MAX)
         return self._surroundings.jitter() * bound_s

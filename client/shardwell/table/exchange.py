@@ -73,6 +73,8 @@ class RowPut:
         """Shards that have confirmed all of the step."""
         self.is_sent = False
         """Whether any of it may have reached a shard."""
+        self.is_again = False
+        """Whether some of it may have reached a shard in an earlier attempt."""
         self.outcomes: dict[int, pb.RowsOutcome] = {}
         """What became of it on each shard that has counted it, with elastic members."""
         self._row_count_max = row_count_max
@@ -262,6 +264,7 @@ class RowTransfer(StepTransfer[Asked]):
         kind, step = SPAN_KIND_GET, _step_of(put, fetch)
         if put is not None:
             kind = SPAN_KIND_PUT if fetch is None else SPAN_KIND_EXCHANGE
+            put.is_again |= put.is_sent
         with self._lines(stretches, attempts, span_kind=kind, step=step) as lines:
             wait_ms = wait_milliseconds(attempts.rest_s)
             for line in lines:

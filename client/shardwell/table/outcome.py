@@ -34,11 +34,14 @@ class RowOutcome:
     superseded_row_count: int = 0
     """Rows of messages for which others of the step had been counted before, that an earlier
     process of this worker, or an earlier tenure of it, had sent. They were not counted."""
+    unknown_row_count: int = 0
+    """Rows of which no shard knows any more whether they had counted when they came before: see
+    `Outcome.unknown`. They were not counted again."""
     contributors: tuple[str, ...] = ()
     """Workers in the step's set on any shard, sorted; so far, where it is open still."""
 
     def _repr_html_(self) -> str:
-        names = ("step", "rows", "counted", "late", "superseded", "contributors")
-        late, superseded = self.late_row_count, self.superseded_row_count
-        rest = (self.counted, late, superseded, ", ".join(self.contributors))
+        names = ("step", "rows", "counted", "late", "superseded", "unknown", "contributors")
+        counts = (self.late_row_count, self.superseded_row_count, self.unknown_row_count)
+        rest = (self.counted, *counts, ", ".join(self.contributors))
         return html_table("what counted of rows", names, [(self.step, self.row_count, *rest)])

@@ -228,6 +228,7 @@ class TableSteps:
                 f"some may be counted; {way}end the step with abandon_step()",
                 table=self._spec.name,
             )
+        put.is_again = True
         if self._member is None:
             put.counted_shards |= begun.counted_shards
 
@@ -277,13 +278,17 @@ def _next_step(put: RowPut) -> int:
 
 def _outcome(put: RowPut, shard_count: int) -> RowOutcome:
     """What became of an elastic member's step, on all shards."""
-    late_count = superseded_count = part_count = lost_part_count = 0
+    late_count = superseded_count = unknown_count = part_count = lost_part_count = 0
     for shard_index in range(shard_count):
         parts, found = put.parts(shard_index), put.outcomes[shard_index]
         late, superseded = found.late_part_indexes, found.superseded_part_indexes
         part_count += len(parts)
         lost_part_count += len(late) + len(superseded)
-        late_count += sum(parts[index].stop - parts[index].start for index in late)
+        row_count = sum(parts[index].stop - parts[index].start for index in late)
+        if found.late_may_have_counted and put.is_again:
+            unknown_count += row_count
+        else:
+            late_count += row_count
         superseded_count += sum(parts[index].stop - parts[index].start for index in superseded)
     outcomes = put.outcomes.values()
     return RowOutcome(
@@ -297,5 +302,6 @@ def _outcome(put: RowPut, shard_count: int) -> RowOutcome:
         else "none",
         late_row_count=late_count,
         superseded_row_count=superseded_count,
+        unknown_row_count=unknown_count,
         contributors=tuple(sorted({name for each in outcomes for name in each.contributor_ids})),
     )

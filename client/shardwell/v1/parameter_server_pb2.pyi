@@ -152,13 +152,14 @@ class InitWeightsResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class StepOutcome(_message.Message):
-    __slots__ = ("step", "late_chunk_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "crc32c")
+    __slots__ = ("step", "late_chunk_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "late_may_have_counted", "crc32c")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LATE_CHUNK_INDEXES_FIELD_NUMBER: _ClassVar[int]
     TENURE_IS_OVER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTOR_IDS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LATE_MAY_HAVE_COUNTED_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     step: int
     late_chunk_indexes: _containers.RepeatedScalarFieldContainer[int]
@@ -166,8 +167,9 @@ class StepOutcome(_message.Message):
     version: int
     contributor_ids: _containers.RepeatedScalarFieldContainer[str]
     is_draining: bool
+    late_may_have_counted: bool
     crc32c: int
-    def __init__(self, step: _Optional[int] = ..., late_chunk_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., late_chunk_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., late_may_have_counted: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ConfirmInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "epoch", "incarnation", "crc32c")

@@ -193,7 +193,7 @@ class RowsFetch(_message.Message):
     def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., min_version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., max_version: _Optional[int] = ..., unless_late: bool = ...) -> None: ...
 
 class RowsOutcome(_message.Message):
-    __slots__ = ("step", "late_part_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "superseded_part_indexes", "crc32c")
+    __slots__ = ("step", "late_part_indexes", "tenure_is_over", "version", "contributor_ids", "is_draining", "superseded_part_indexes", "late_may_have_counted", "crc32c")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LATE_PART_INDEXES_FIELD_NUMBER: _ClassVar[int]
     TENURE_IS_OVER_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class RowsOutcome(_message.Message):
     CONTRIBUTOR_IDS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_PART_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    LATE_MAY_HAVE_COUNTED_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     step: int
     late_part_indexes: _containers.RepeatedScalarFieldContainer[int]
@@ -209,8 +210,9 @@ class RowsOutcome(_message.Message):
     contributor_ids: _containers.RepeatedScalarFieldContainer[str]
     is_draining: bool
     superseded_part_indexes: _containers.RepeatedScalarFieldContainer[int]
+    late_may_have_counted: bool
     crc32c: int
-    def __init__(self, step: _Optional[int] = ..., late_part_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., superseded_part_indexes: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., late_part_indexes: _Optional[_Iterable[int]] = ..., tenure_is_over: bool = ..., version: _Optional[int] = ..., contributor_ids: _Optional[_Iterable[str]] = ..., is_draining: bool = ..., superseded_part_indexes: _Optional[_Iterable[int]] = ..., late_may_have_counted: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class RowsCounted(_message.Message):
     __slots__ = ("step", "counted_part_count", "duplicate_part_count", "superseded_part_count", "crc32c")

@@ -367,7 +367,8 @@ def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
     crc = _with_numbers(context, *head)
     if late:
         crc = extended(crc, *late)
-    return int(crc32.iscsi(_listed(tuple(found.contributor_ids)), crc))
+    crc = int(crc32.iscsi(_listed(tuple(found.contributor_ids)), crc))
+    return extended(crc, True) if found.late_may_have_counted else crc
 
 
 def weights(context: int, version: int, image: parameter_server_pb2.Image | None = None) -> int:
@@ -421,7 +422,8 @@ def rows_outcome(context: int, found: table_pb2.RowsOutcome) -> int:
     superseded = found.superseded_part_indexes
     head = (found.step, found.tenure_is_over, found.version, found.is_draining)
     indexes = (len(late), *late, len(superseded), *superseded)
-    return extended(context, *head, *indexes, len(names), *names)
+    crc = extended(context, *head, *indexes, len(names), *names)
+    return extended(crc, True) if found.late_may_have_counted else crc
 
 
 def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:

@@ -217,7 +217,8 @@ class ParameterStream(StepStream[ParameterSlice]):
     def _outcome(self, contributor: Contributor[Seat]) -> Callable[[], pb.StepOutcome]:
         """What makes the outcome of the step that ends now, once its chunks have closed it."""
         late, contributor.late = contributor.late, set()
-        return partial(_outcome, self._slice, self._step, late, contributor)
+        may_have, contributor.may_have_counted = contributor.may_have_counted, False
+        return partial(_outcome, self._slice, self._step, late, may_have, contributor)
 
     def _asked(self, request: pb.ExchangeRequest) -> Handling:
         """Serves the message's request besides gradients."""
@@ -304,7 +305,11 @@ class ParameterStream(StepStream[ParameterSlice]):
 
 
 def _outcome(
-    parameter: ParameterSlice, step: int, late: set[int], contributor: Contributor[Seat]
+    parameter: ParameterSlice,
+    step: int,
+    late: set[int],
+    may_have_counted: bool,
+    contributor: Contributor[Seat],
 ) -> pb.StepOutcome:
     found = pb.StepOutcome(
         step=step,
@@ -313,6 +318,7 @@ def _outcome(
         version=parameter.version_min,
         is_draining=contributor.seat is not None and contributor.seat.is_draining,
         contributor_ids=names_that_fit(parameter.contributors(step)),
+        late_may_have_counted=may_have_counted,
     )
     context = checksum.outcome_context(parameter.spec.name)
     found.crc32c = checksum.outcome(context, found)

@@ -99,8 +99,14 @@ class RowStream(StepStream[TableSlice]):
             response = pb.ExchangeRowsResponse(counted=self._counted, version=table.version)
             if table.spec.has_open_sets:
                 late, contributor.late = sorted(contributor.late), set()
+                may_have, contributor.may_have_counted = contributor.may_have_counted, False
                 self._ended = _Ended(
-                    gradient.step, late, self._superseded, contributor.is_over, contributor.seat
+                    gradient.step,
+                    late,
+                    may_have,
+                    self._superseded,
+                    contributor.is_over,
+                    contributor.seat,
                 )
                 response.outcome.CopyFrom(_outcome(table, self._ended))
             response.counted.crc32c = checksum.rows_counted(
@@ -124,6 +130,8 @@ class _Ended(NamedTuple):
     step: int
     late: list[int]
     """Parts that were."""
+    may_have_counted: bool
+    """Whether these may have counted when they came before."""
     superseded: list[int]
     """Parts for which others count."""
     is_over: bool
@@ -143,6 +151,7 @@ def _outcome(table: TableSlice, ended: _Ended) -> pb.RowsOutcome:
         contributor_ids=names_that_fit(table.contributors(ended.step)),
         is_draining=ended.seat is not None and ended.seat.is_draining,
         superseded_part_indexes=ended.superseded,
+        late_may_have_counted=ended.may_have_counted,
     )
     found.crc32c = checksum.rows_outcome(checksum.rows_outcome_context(table.spec.name), found)
     return found

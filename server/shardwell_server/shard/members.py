@@ -137,6 +137,9 @@ class Seat(ABC):
         """Of an elastic member: the first step that awaits it; None: none does yet."""
         self.is_draining = False
         """Of an elastic member: whether it is to leave after its step."""
+        self.given_at: int | None = None
+        """Of an elastic member whose seat was another worker's: the newest version at that time.
+        Everything of that worker's is in steps before it."""
         self.is_lost = False
         """Whether the tenure is over because the shard found the member to be gone."""
         self.counted_count = 0
@@ -169,6 +172,20 @@ class Seat(ABC):
     @abstractmethod
     def forget_checksums(self) -> None:
         """Forgets what the owner's last payloads were: those of another session may differ."""
+
+    def begin_at(self, version: int, *, is_restored: bool = False) -> None:
+        """Forgets what another worker contributed, whose seat it was up to a version.
+
+        Args:
+            version: The version.
+            is_restored: Whether the worker itself may have contributed since.
+        """
+        self.given_at = version
+        self._forget_marks(is_restored)
+
+    @abstractmethod
+    def _forget_marks(self, is_restored: bool) -> None:
+        """Forgets the marks of steps before `given_at`, some of which may be its own."""
 
     def contributed(self, session: Session, now_s: float, begun_s: float | None) -> None:
         """Notes that something of a session's, which may have lost the seat meanwhile, counted.
@@ -249,6 +266,8 @@ class Contributor(Generic[SeatT]):
         """Parts of its last step that were late."""
         self.is_over = False
         """Whether its tenure was found to be over, of an elastic member."""
+        self.may_have_counted = False
+        """Whether a late part of its last step may have counted before: nothing here knows it."""
 
 
 # Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
@@ -262,6 +281,8 @@ def seat_event(seat: Seat) -> Event:
         event["from_step"] = seat.from_step
     if seat.is_over:
         event["is_over"] = True
+    if seat.given_at is not None:
+        event["given_at"] = seat.given_at
     return event
 
 
@@ -332,6 +353,11 @@ class Seats(ABC, Generic[SeatT]):
         self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure
     ) -> SeatT:
         """The same seat in a later tenure, with what the storage has of that."""
+
+    @property
+    @abstractmethod
+    def newest_version(self) -> int:
+        """The most updates that anything of it has seen."""
 
     @abstractmethod
     def restore_seat(self, event: Event, stored: Any) -> SeatT:
@@ -457,23 +483,33 @@ class Seats(ABC, Generic[SeatT]):
                 worker_id=worker_id,
             )
         was_over, seat.is_over = seat.is_over, True
-        tenure = Tenure(contributor.tenure)
+        tenure, given_at = Tenure(contributor.tenure), seat.given_at
         try:
             self.come_to_rest()
             if seat.worker_id != worker_id:
                 self.give_on(seat)
-            facts = _facts(worker_id, session, tenure)
-            note({"kind": "tenure", "seat_index": seat.index, **facts})
+                given_at = self.newest_version
+            event = {"kind": "tenure", "seat_index": seat.index}
+            event |= _facts(worker_id, session, tenure)
+            note(event if given_at is None else event | {"given_at": given_at})
         except BaseException:
             seat.is_over = was_over
             raise
-        return self._replace(seat, worker_id, session, tenure)
+        made = self._replace(seat, worker_id, session, tenure)
+        made.given_at = given_at
+        if given_at is not None and seat.worker_id != worker_id:
+            made.begin_at(given_at)
+        return made
+
+    def seat_in(self, worker_id: str, tenure: int) -> SeatT | None:
+        """The seat of an elastic member in a tenure, which may be over; None: it has another."""
+        seat = None if self.elastic is None else self._seats.get(worker_id)
+        return seat if seat is not None and seat.tenure.number == tenure else None
 
     def member(self, worker_id: str, tenure: int) -> SeatT | None:
         """An elastic member's seat, if its tenure is that, and not over."""
-        seat = None if self.elastic is None else self._seats.get(worker_id)
-        is_it = seat is not None and seat.tenure.number == tenure and not seat.is_over
-        return seat if is_it else None
+        seat = self.seat_in(worker_id, tenure)
+        return None if seat is None or seat.is_over else seat
 
     def await_from(self, worker_id: str, tenure: int, step: int, note: TakesNote) -> bool:
         """Open steps await an elastic member from a step on; whether that was another one before.
@@ -570,7 +606,9 @@ class Seats(ABC, Generic[SeatT]):
             IndexError, KeyError, TypeError: there is no such seat, or the event is another's.
         """
         seat = self.seats[event["seat_index"]]
-        self._replace(seat, event["worker_id"], owner_of(event), tenure_of(event))
+        made = self._replace(seat, event["worker_id"], owner_of(event), tenure_of(event))
+        if "given_at" in event:
+            made.begin_at(event["given_at"], is_restored=True)
 
     def _replace(self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure) -> SeatT:
         made = self._seat_after(seat, worker_id, owner, tenure)

@@ -5,8 +5,10 @@ also the number of its open step) and `last` the last step that the worker contr
 
     step <= last               DUPLICATE   acknowledge, do not count
     the same, step = last, with another CRC than was counted:
-        by the seat's owner    StepOrderError; SUPERSEDED after a refusal of another chunk
-        by an earlier owner    SUPERSEDED  acknowledge, do not count, and say so
+        by the seat's owner    StepOrderError; SUPERSEDED after a refusal of another chunk, and
+                               where the tenure is over
+        by an earlier owner, or in an earlier tenure of the worker
+                               SUPERSEDED  acknowledge, do not count, and say so
     sync:  step == v           COUNT
            step == v + 1       WAIT        if last == v: the worker is one ahead of the others
            step < v            StepOrderError: closed without this worker
@@ -14,6 +16,8 @@ also the number of its open step) and `last` the last step that the worker contr
     open sets, where a step may close without a worker:
            step < v, or the tenure is over, or the step is full     LATE
            step == v + 1, and step v is full                        WAIT
+           of a tenure whose seat has another one by now: as the step's set says, see
+           `decide_past`; UNKNOWN where nothing tells any more
     async: step == last + 1    COUNT
            otherwise           StepOrderError: a step was skipped
 
@@ -57,6 +61,8 @@ class Decision(enum.Enum):
     """A duplicate, of which another gradient was counted."""
     LATE = enum.auto()
     """Its step has closed without it, or its worker's tenure is over."""
+    UNKNOWN = enum.auto()
+    """As late, but it may have counted when it came before: nothing tells any more."""
 
 
 class Seat(members.Seat):
@@ -84,6 +90,9 @@ class Seat(members.Seat):
         """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""
         self.earlier_crc32c = array("q", self.last_crc32c)
         """The same of an earlier owner, where the owner's is not known."""
+        self.doubtful_step: list[int] | None = None
+        """After a restart, where the seat was another worker's: the marks per chunk that are of
+        either of them."""
 
     @property
     def unused_step(self) -> int:
@@ -94,6 +103,15 @@ class Seat(members.Seat):
         for index, crc32c in enumerate(self.last_crc32c):
             if crc32c != -1:
                 self.earlier_crc32c[index], self.last_crc32c[index] = crc32c, -1
+
+    def _forget_marks(self, is_restored: bool) -> None:
+        assert self.given_at is not None
+        self.doubtful_step = self.last_step if is_restored else None
+        self.last_step = [step if step >= self.given_at else -1 for step in self.last_step]
+
+    def restore_mark(self, chunk_index: int, step: int) -> None:
+        """Goes on from a contribution that the set of a step says to be this worker's."""
+        self.last_step[chunk_index] = max(step, self.last_step[chunk_index])
 
 
 class StepTracker(Seats[Seat]):
@@ -139,13 +157,23 @@ class StepTracker(Seats[Seat]):
         self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
     ) -> Seat:
         stored = [seat.stored(step) for step in seat.last_step]
-        return Seat(worker_id, seat.index, stored, owner, tenure)
+        made = Seat(worker_id, seat.index, stored, owner, tenure)
+        if self.elastic is not None and seat.worker_id == worker_id:  # whose marks go on
+            seat.forget_checksums()
+            made.earlier_crc32c = array("q", seat.earlier_crc32c)
+        return made
 
     def restore_seat(self, event: Event, stored_steps: list[int]) -> Seat:
         index, owner, tenure = len(self._seats), owner_of(event), tenure_of(event)
         seat = Seat(event["worker_id"], index, stored_steps, owner, tenure)
         seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
+        if "given_at" in event:
+            seat.begin_at(event["given_at"], is_restored=True)
         return self._sit(seat)
+
+    @property
+    def newest_version(self) -> int:
+        return self.version_max()
 
     def _is_spent(self, seat: Seat) -> bool:
         return all(
@@ -170,12 +198,9 @@ class StepTracker(Seats[Seat]):
         """
         last, version = seat.last_step[chunk_index], self.records[chunk_index].version
         if step <= last:
-            counted, earlier = seat.last_crc32c[chunk_index], seat.earlier_crc32c[chunk_index]
-            if step < last or crc32c is None or crc32c == counted:
-                return Decision.DUPLICATE
-            if counted == -1:
-                return Decision.DUPLICATE if earlier in (-1, crc32c) else Decision.SUPERSEDED
-            if not after_refusal:
+            counted = seat.last_crc32c[chunk_index]
+            is_own = step == last and counted != -1
+            if is_own and crc32c not in (None, counted) and not (after_refusal or seat.is_over):
                 raise StepOrderError(
                     f"worker {seat.worker_id!r} sent step {step} of chunk {chunk_index} again, and "
                     f"its gradient is another than was counted (crc32c {crc32c:#010x}, counted "
@@ -184,11 +209,13 @@ class StepTracker(Seats[Seat]):
                     "part, connect anew",
                     worker_id=seat.worker_id,
                 )
-            return Decision.SUPERSEDED
+            return self._decide_again(seat, chunk_index, step, crc32c)
         if self.has_open_sets and (
             step < version or seat.is_over or (step == version and self.is_full(chunk_index))
         ):
-            return Decision.LATE
+            doubtful = seat.doubtful_step
+            is_doubtful = doubtful is not None and step <= doubtful[chunk_index]
+            return Decision.UNKNOWN if is_doubtful else Decision.LATE
         # One that was late for a set that is decided, and has not closed, gives the next step.
         is_decided = self.has_open_sets and self.is_full(chunk_index)
         expected = max(last + 1, version + is_decided) if self.is_sync else last + 1
@@ -200,6 +227,42 @@ class StepTracker(Seats[Seat]):
                 worker_id=seat.worker_id,
             )
         return Decision.COUNT if not self.is_sync or step == version else Decision.WAIT
+
+    def _decide_again(
+        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None
+    ) -> Decision:
+        """What to do with a gradient of a step that a seat has contributed."""
+        counted = seat.last_crc32c[chunk_index]
+        known = seat.earlier_crc32c[chunk_index] if counted == -1 else counted
+        is_same = step < seat.last_step[chunk_index] or crc32c is None or known in (-1, crc32c)
+        return Decision.DUPLICATE if is_same else Decision.SUPERSEDED
+
+    def decide_past(
+        self,
+        worker_id: str,
+        chunk_index: int,
+        step: int,
+        crc32c: int,
+        contributors: Sequence[str] | None,
+    ) -> Decision:
+        """What to do with an elastic worker's gradient of a tenure that its seat has no longer.
+
+        Args:
+            worker_id: The worker, which may have another tenure by now, or no seat.
+            chunk_index: The chunk.
+            step: Its step.
+            crc32c: CRC of its payload.
+            contributors: The set that the step closed with; None: it is not known any more.
+        """
+        seat = self._seats.get(worker_id)
+        gave = seat is not None and seat.last_step[chunk_index] == step
+        if contributors is None and step < self.records[chunk_index].version and not gave:
+            return Decision.UNKNOWN
+        if not gave:
+            is_in = contributors is not None and worker_id in contributors
+            return Decision.DUPLICATE if is_in else Decision.LATE
+        assert seat is not None
+        return self._decide_again(seat, chunk_index, step, crc32c)
 
     def is_full(self, chunk_index: int) -> bool:
         """Whether the set of a chunk's step, which is open still, is decided."""

@@ -393,7 +393,10 @@ def test_what_came_too_late_for_a_part(cluster, connect, late: str) -> None:
     assert_ranges(last.residual, last.outcome.late, kept, offered - rounded(offered))
 
 
-def test_what_was_tried_in_a_step_that_closed_without_it_is_forgotten(cluster, connect) -> None:
+def test_what_was_tried_in_a_step_that_closed_without_it_has_counted_in_part(
+    cluster, connect
+) -> None:
+    """What counted of it has taken the residual with it, and has left its own."""
     running = cluster(3)
     fast, slow = (
         opened(
@@ -405,15 +408,19 @@ def test_what_was_tried_in_a_step_that_closed_without_it_is_forgotten(cluster, c
         for rank in range(2)
     )
     slow.exchange(gradient_of(1, 0))
-    begun_in_part(slow, 1)
+    before, left = begun_in_part(slow, 1)
     while fast.next_step < 2:
         fast.exchange(np.zeros(SIZE, np.float32))
     slow.get_weights(min_version=2)
     assert slow.next_step == 2
-    before, tried = begun_in_part(slow, 2)
+    counted = [where for where, names in fast.contributions(1) if "w1" in names]
     slow.exchange(gradient_of(5, 2))
+    assert slow.outcome.counted == "all"
+    assert 0 < sum(where.size for where in counted) < SIZE
+    for where in counted:
+        before[where.offset : where.stop] = left[where.offset : where.stop]
     offered = gradient_of(5, 2) + before
-    assert_ranges(slow.residual, slow.outcome.superseded, tried, offered - rounded(offered))
+    assert_bits(slow.residual, offered - rounded(offered))
 
 
 @pytest.mark.parametrize("late", ["drop", "carry"])

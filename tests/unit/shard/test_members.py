@@ -170,8 +170,104 @@ def test_who_comes_back_keeps_what_counted() -> None:
     shard.part.end_tenure("w0", 1)
     assert shard.give("w0", 1, 1, 0) == "over"
     member(shard, "w0", 2)
-    assert shard.give("w0", 2, 0, 0, 5.0) == "duplicate"
+    assert shard.give("w0", 2, 0, 0) == "duplicate"
+    assert shard.give("w0", 2, 0, 0, 5.0) == "superseded"
     assert shard.give("w0", 2, 1, 0) == "counted"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_counted_is_a_duplicate_though_its_tenure_is_over(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """Its worker heard nothing of it, and sends it again: before the step closes, and after."""
+    spec = elastic_spec()
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    member(shard, "w0", 1)
+    member(shard, "w1", 2)
+    assert shard.give("w0", 1, 0, 0) == "counted"
+    shard.part.end_tenure("w0", 1)
+    if is_restarted:
+        shard = ElasticShard(spec, store=stored_at(tmp_path))
+    assert shard.give("w0", 1, 0, 0) == "duplicate"
+    assert shard.give("w0", 1, 1, 0) == "over"
+    for step in range(40):
+        for chunk in range(2):
+            assert shard.give("w1", 2, chunk, step) == "counted"
+    assert shard.give("w0", 1, 0, 0) == "duplicate"
+    assert shard.give("w0", 1, 1, 0) == "over"
+    if not is_restarted:  # else nothing is left that tells the two gradients apart
+        assert shard.give("w0", 1, 0, 0, 5.0) == "superseded"
+
+
+def test_what_counted_is_a_duplicate_though_another_process_has_the_tenure() -> None:
+    shard = begun(min_count=2)
+    member(shard, "w0", 1)
+    member(shard, "w1", 2)
+    assert shard.give("w0", 1, 0, 0) == "counted"
+    shard.part.end_tenure("w0", 1)
+    shard.vanish("w0")
+    shard.ask("w0", 3, session=(later := session_of("w0", 1)))
+    shard.ask("w0", 3, session=later, from_step=0)
+    assert shard.give("w0", 1, 0, 0) == "duplicate"
+    assert shard.give("w0", 1, 0, 0, 5.0) == "superseded"
+    assert shard.give("w0", 1, 1, 0) == "over"
+    shard.give("w1", 2, 0, 0)
+    for step in range(1, 4):
+        for worker_id, tenure, session in (("w0", 3, later), ("w1", 2, None)):
+            assert shard.give(worker_id, tenure, 0, step, session=session) == "counted"
+    assert shard.give("w0", 1, 0, 0) == "duplicate"  # by the set of step 0
+
+
+def test_what_no_set_tells_of_any_more_is_unknown() -> None:
+    """The seat has gone to another worker, and later to the same one again."""
+    shard = begun(max_count=1)
+    member(shard, "w0", 1)
+    for chunk in range(2):
+        assert shard.give("w0", 1, chunk, 0) == "counted"
+    for number in range(1, 5):
+        shard.part.end_tenure(f"w{number - 1}", number)
+        member(shard, f"w{number}", number + 1, from_step=1)
+    assert "w0" not in shard.part._tracker._seats
+    assert shard.give("w0", 1, 0, 0) == "duplicate"
+    assert shard.give("w9", 1, 0, 0) == "over"
+    for step in range(1, 20):
+        for chunk in range(2):
+            assert shard.give("w4", 5, chunk, step) == "counted"
+    assert shard.give("w0", 1, 0, 0) == "unknown"
+    assert shard.give("w0", 1, 0, 25) == "over"
+    shard.part.end_tenure("w4", 5)
+    member(shard, "w0", 6, from_step=20)
+    assert shard.give("w0", 1, 0, 0) == "unknown"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_newcomer_has_given_nothing_of_what_the_seat_had_before(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """Its first gradient is of weights that it has had for a while."""
+    spec = elastic_spec(max_count=1)
+    shard = ElasticShard(spec, store=stored_at(tmp_path))
+    shard.initialize()
+    for number in range(3):
+        member(shard, f"w{number}", number + 1, from_step=2 * number)
+        if number == 2:
+            break
+        for step in range(2 * number, 2 * number + 2):
+            for chunk in range(2):
+                assert shard.give(f"w{number}", number + 1, chunk, step) == "counted"
+        shard.part.end_tenure(f"w{number}", number + 1)
+    if is_restarted:
+        shard = ElasticShard(spec, store=stored_at(tmp_path))
+    assert {seat.worker_id for seat in shard.part._tracker.seats} == {"w1", "w2"}
+    # After a restart a mark may be of either worker: the answer does not say that it counted.
+    doubtful = "unknown" if is_restarted else "late"
+    assert shard.give("w2", 3, 0, 1) == doubtful
+    assert shard.give("w2", 3, 0, 3) == "late"
+    assert shard.give("w2", 3, 0, 4) == "counted"
+    if is_restarted:
+        shard = ElasticShard(spec, store=stored_at(tmp_path))
+    assert shard.give("w2", 3, 0, 4) == "duplicate"
 
 
 def test_members_are_looked_after_where_a_hand_over_failed() -> None:

@@ -49,6 +49,7 @@ from shardwell_server.shard.parameter.averaging import (
     add_to_sum,
     close_full_step,
 )
+from shardwell_server.shard.step_tracker import Seat
 from shardwell_server.store import ChunkRecord
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -159,6 +160,8 @@ class MembersMachine(RuleBasedStateMachine):
         self.open_steps: dict[tuple[int, int], list[Given]] = {place: [] for place in PLACES}
         self.versions = dict.fromkeys(PLACES, 0)
         self.closed: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {p: {} for p in PLACES}
+        self.given: dict[tuple[int, int], dict[tuple[str, int], Given]] = {p: {} for p in PLACES}
+        """What counted, by worker and step."""
         self.weights = {place: np.zeros(CHUNK_ELEMENT_COUNT, np.float32) for place in PLACES}
         self.slots = {place: np.zeros(CHUNK_ELEMENT_COUNT, np.float32) for place in PLACES}
         self.norms: dict[int, float] = {}
@@ -236,6 +239,7 @@ class MembersMachine(RuleBasedStateMachine):
                 if is_its and message is not None and found == sets[1] != sets[0]:
                     assert message.step == version
                     self.open_steps[place] = added
+                    self.note_given(place, message)
             else:
                 assert version == self.versions[place] + 1
                 assert found == ()
@@ -243,6 +247,8 @@ class MembersMachine(RuleBasedStateMachine):
                 if named is None:
                     named = sets[0]
                 assert named in sets, (named, sets)
+                if is_its and message is not None and named == sets[1] != sets[0]:
+                    self.note_given(place, message)
                 self.close(place, added if named == sets[1] else now)
             record = tracker.records[chunk]
             if self.full.get(place, (-1, ()))[0] == version:
@@ -266,6 +272,11 @@ class MembersMachine(RuleBasedStateMachine):
             )
             for step, named in self.closed[place].items():
                 assert shard.part.contributions.of_step(step).get(chunk, named) == named
+
+    def note_given(self, place: tuple[int, int], message: Message) -> None:
+        of_step = message.given.worker_id, message.step
+        assert of_step not in self.given[place], message
+        self.given[place][of_step] = message.given
 
     def close(self, place: tuple[int, int], given: list[Given]) -> None:
         """A chunk's step closes with these, in this order."""
@@ -562,6 +573,13 @@ class MembersMachine(RuleBasedStateMachine):
             )
         except NotYet:
             return None
+        counted = self.given[message.place].get((given.worker_id, message.step))
+        if answer in ("late", "over", "superseded"):
+            assert counted is not given, (answer, message)
+        elif answer == "counted":
+            assert counted is given, message
+        elif answer == "duplicate":  # or another gradient of the step, before a restart
+            assert counted is not None, message
         return answer
 
     @precondition(lambda self: bool(self.sent))
@@ -582,7 +600,7 @@ class MembersMachine(RuleBasedStateMachine):
         counted = [p for p in PLACES if client.answers[p] in ("counted", "duplicate")]
         if (waits or self.clip_norm) and any(self.versions[p] <= step for p in counted):
             return
-        is_over = "over" in client.answers.values()
+        is_over = bool({"over", "unknown"} & set(client.answers.values()))
         is_late = "late" in client.answers.values() or is_over
         version = min(self.versions.values())
         client.next_step = max(version, step + (not (is_late and is_over)))
@@ -608,15 +626,26 @@ class MembersMachine(RuleBasedStateMachine):
         if index in self.paths:
             before = self.seats_of(index)
             self.recover(index)
-            assert self.seats_of(index) == before
+            assert [seat[:-1] for seat in self.seats_of(index)] == [seat[:-1] for seat in before]
+            for seat, (*_, marks) in zip(self.seats_in(index), before, strict=True):
+                if seat.doubtful_step is None:
+                    assert seat.last_step == marks
+                else:  # marks from before the last closed step may be another worker's
+                    for now, was, doubt in zip(
+                        seat.last_step, marks, seat.doubtful_step, strict=True
+                    ):
+                        assert now == was or now == -1 < was <= doubt
             self.observe(index, None)
 
     def seats_of(self, index: int) -> list[tuple[object, ...]]:
         """What a restart must keep of each seat."""
         return [
             (s.worker_id, s.owner, s.tenure, s.is_over, s.from_step, s.last_step)
-            for s in self.shards[index].part._tracker.seats
+            for s in self.seats_in(index)
         ]
+
+    def seats_in(self, index: int) -> tuple[Seat, ...]:
+        return tuple(self.shards[index].part._tracker.seats)
 
     # Steps that close by their norm.
 

@@ -407,31 +407,38 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             with self._register.lock:
                 contributor.seat = self._contributing_seat(contributor)
         seat = contributor.seat
-        if seat is None:
-            return self._late(contributor, index, step, begin_ns)
         rate = None
         if gradient.HasField("learning_rate") or gradient.rate_factors:
             rate = self._brought_rate(gradient)
-        if rate is not None and self._tracker.is_sync:
+        if rate is not None and seat is not None and self._tracker.is_sync:
             self._register.bring_learning_rate(seat, contributor, step, rate)
         with chunk.changed.lock:
-            if seat.is_over and self._tracker.elastic is not None:
-                return self._late(contributor, index, step, begin_ns)
-            seat.check(contributor)  # another one may take it over at any time
-            decision = self._tracker.decide(
-                seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
-            )
+            if seat is None or (seat.is_over and self._tracker.elastic is not None):
+                contributor.is_over = True
+            else:
+                seat.check(contributor)  # another one may take it over at any time
+            if seat is None:
+                found = self.contributions.of_step(step).get(index)
+                decision = self._tracker.decide_past(
+                    contributor.worker_id, index, step, header.crc32c, found
+                )
+            else:
+                decision = self._tracker.decide(
+                    seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
+                )
             if decision is Decision.WAIT:
                 look_s = refusals.check_ended(self.spec, self._tracker, index)
                 deadline.wait(chunk.changed, look_s=look_s)
                 raise workers_missing(self.spec, self._tracker, index, step, deadline)
-            if decision is Decision.LATE:
+            if decision in (Decision.LATE, Decision.UNKNOWN):
+                contributor.may_have_counted |= decision is Decision.UNKNOWN
                 return self._late(contributor, index, step, begin_ns)
             if decision is not Decision.COUNT:
                 chunk.duplicate_count += 1
                 if decision is Decision.SUPERSEDED:
                     contributor.superseded.append(index)
                 return False
+            assert seat is not None
             summed = contribution
             if self._codec.codec is not self._summed:
                 summed = contribution.summed(self._codec.codec)
@@ -475,7 +482,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             return True
 
     def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
-        """The seat of a worker that contributes; None: its tenure is over. The lock is held.
+        """The seat of a worker that contributes; None: it has another tenure. The lock is held.
 
         Raises:
             ShardwellError: see `MembershipLog.seat`.
@@ -483,16 +490,13 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         if self._tracker.elastic is None:
             return self._seat(contributor)
         self._register.check_initialized()
-        return self._tracker.member(contributor.worker_id, contributor.tenure)
+        return self._tracker.seat_in(contributor.worker_id, contributor.tenure)
 
     def _late(self, contributor: Contributor[Seat], index: int, step: int, begin_ns: int) -> bool:
         """Notes that a chunk of a worker's does not count, and is to be answered all the same."""
-        seat = contributor.seat
         contributor.late.add(index)
-        if self._tracker.elastic is not None and (seat is None or seat.is_over):
-            contributor.is_over = True
-        if seat is not None:
-            seat.late_count += 1
+        if contributor.seat is not None:
+            contributor.seat.late_count += 1
         self._chunks[index].late_count += 1
         worker_id = contributor.worker_id
         self._spans.add(SPAN_KIND_LATE, self.spec.name, step, index, worker_id, begin_ns)
@@ -711,6 +715,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if len(kept) < count:  # of files of an earlier version
                 kept = array("H", [s.index for s in seats if s.last_step[index] == record.version])
             found = [seats[each] for each in set(kept[:count]) if each < len(seats)]
+            for seat in found:
+                if seat.doubtful_step is not None:
+                    seat.restore_mark(index, seat.doubtful_step[index])
             if [s.last_step[index] for s in found] != [record.version] * count:
                 raise StorageError(
                     f"parameter {self.spec.name!r}: what is kept of step {record.version} of chunk "
@@ -721,6 +728,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             tracker.open_sets[index] = [seats[each] for each in kept[:count]]
             closed = array("H", self.storage.kept(index, record.version - 1) or b"")
             if closed:  # a kill may have come before it was noted
+                for seat in [seats[each] for each in closed if each < len(seats)]:
+                    if seat.doubtful_step is not None:
+                        seat.restore_mark(index, min(seat.doubtful_step[index], record.version - 1))
                 names = [seats[each].worker_id for each in closed if each < len(seats)]
                 self.contributions.note(record.version - 1, index, names)
 

@@ -4,6 +4,9 @@ Events beside those of membership_log.py:
 
     {"kind": "load", "load_id": N}                           rows of that load are coming, or came;
                                                              the rate is the spec's again
+    {"kind": "cut_off", "seat_index": I, "step": N, "part_count": C}
+                                                             its member's tenure is over, and has
+                                                             ended step N: C parts are counted
 """
 
 from __future__ import annotations
@@ -87,10 +90,36 @@ class TableRegister(MembershipLog[Seat]):
         self.load_id = load_id
         self.rates = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
 
+    def cut_off(self, seat: Seat) -> None:
+        """Notes how much of its open step a member has given whose tenure is over.
+
+        Its position says only that the step has ended, once it has.
+
+        Raises:
+            StorageError: it can't be noted.
+        """
+        _, step, part_count = seat.position
+        self._storage.log(_cut_off_event(seat.index, step, part_count))
+        seat.cut_off_at = step, part_count
+        self._storage.compact(self._events())
+
     def _own_events(self) -> list[Event]:
-        return [{"kind": "load", "load_id": self.load_id}] if self.load_id else []
+        events: list[Event] = [
+            _cut_off_event(seat.index, *seat.cut_off_at)
+            for seat in self._tracker.seats
+            if seat.cut_off_at is not None
+        ]
+        return [*events, {"kind": "load", "load_id": self.load_id}] if self.load_id else events
 
     def _restore_own(self, event: Event) -> None:
+        if event["kind"] == "cut_off":
+            given = event["step"], event["part_count"]
+            self._tracker.seats[event["seat_index"]].cut_off_at = given
+            return
         if event["kind"] != "load":
             raise KeyError(event["kind"])
         self._load_began(event["load_id"])
+
+
+def _cut_off_event(seat_index: int, step: int, part_count: int) -> Event:
+    return {"kind": "cut_off", "seat_index": seat_index, "step": step, "part_count": part_count}

@@ -260,25 +260,27 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             seat = contributor.seat
             if seat is None:
                 seat = contributor.seat = self._contributing_seat(contributor)
-            if seat is None:
-                return self._late(contributor, header)
-            if not (seat.is_over and self._tracker.elastic is not None):
+            if seat is None or (seat.is_over and self._tracker.elastic is not None):
+                contributor.is_over = True
+            else:
                 seat.check(contributor)  # another one may take it over at any time
-            decision = self._decide(seat, header)
+            decision = self._decide(contributor, header)
             if decision is Decision.WAIT:
                 self._settle()
-                decision = self._decide(seat, header)
+                decision = self._decide(contributor, header)
             if decision is Decision.WAIT:
                 look_s = check_table_ended(self.spec, self._tracker)
                 deadline.wait(self._changed, look_s=look_s)
                 raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
-            if decision is Decision.LATE:
+            if decision in (Decision.LATE, Decision.UNKNOWN):
+                contributor.may_have_counted |= decision is Decision.UNKNOWN
                 return self._late(contributor, header)
             if decision is not Decision.COUNT:
                 self._duplicate_part_count += not header.abandons
                 if decision is Decision.SUPERSEDED:
                     contributor.superseded.append(header.part_index)
                 return False
+            assert seat is not None
             self._check_sample_count(seat, header)
             version = self.storage.record.version
             begun_s = self._count(seat, part)
@@ -297,26 +299,32 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             return True
 
     def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
-        """The seat of a worker that contributes; None: its tenure is over. The lock is held.
+        """The seat of a worker that contributes; None: it has another tenure. The lock is held.
 
         Raises:
             ShardwellError: see `MembershipLog.seat`.
         """
         if self._tracker.elastic is None:
             return self._seat(contributor)
-        return self._tracker.member(contributor.worker_id, contributor.tenure)
+        return self._tracker.seat_in(contributor.worker_id, contributor.tenure)
 
     def _late(self, contributor: Contributor[Seat], header: pb.RowGradients) -> bool:
         """Notes that a part of a member's does not count, and is to be answered all the same."""
-        seat = contributor.seat
         contributor.late.add(header.part_index)
         self._late_part_count += 1
-        contributor.is_over |= seat is None or seat.is_over
-        if seat is not None:
-            seat.late_count += 1
+        if contributor.seat is not None:
+            contributor.seat.late_count += 1
         return False
 
-    def _decide(self, seat: Seat, header: pb.RowGradients) -> Decision:
+    def _decide(self, contributor: Contributor[Seat], header: pb.RowGradients) -> Decision:
+        seat, step = contributor.seat, header.step
+        if seat is None and header.abandons:
+            return Decision.LATE
+        if seat is None:
+            found = self.contributors(step) if step >= self.version else self._closed_sets.get(step)
+            return self._tracker.decide_past(
+                contributor.worker_id, step, header.part_index, header.rows.crc32c, found
+            )
         if header.abandons:
             return self._tracker.decide_end(seat, header.step)
         return self._tracker.decide(
@@ -476,6 +484,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         """
         for seat in self._tracker.cut_off:
             record, ended = self.storage.record, self._tracker.following(seat, ends_step=True)
+            self.register.cut_off(seat)
             following = record._replace(contribution_count=record.contribution_count + 1)
             self._rows.settle(following, seat.stored_position(ended))
             self._tracker.record(seat, ended)

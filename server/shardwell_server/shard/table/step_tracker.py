@@ -25,7 +25,9 @@ Elastic members, whose steps may close without them (docs/adr/0036):
     part (s, k) of a member at (o, c)
     the tenure is over, s < v, or the set of v is decided         LATE, unless it was counted
     of a step that an earlier tenure of the worker gave           SUPERSEDED, unless it was counted
-    the tenure is over, o = v and c > 0: `cut_off`                to be ended: (v + 1, 0)
+    of a tenure that the seat has no longer                       see `decide_past`
+    the tenure is over, o = v and c > 0: `cut_off`                to be ended: (v + 1, 0), and the
+                                                                  log says that c parts were counted
     no worker is awaited, min_count at v + 1                         complete: the set is decided
 
 Awaited is whose tenure is not over and who has not ended v, if it has begun v, or its `from` is v
@@ -41,6 +43,8 @@ The caller holds the table's lock around all of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
@@ -73,6 +77,8 @@ class Seat(members.Seat):
         self.earlier_step = -1
         self.earlier_crc32cs: dict[int, int] = {}
         """The same of `earlier_step`, and an earlier owner's."""
+        self.cut_off_at: tuple[int, int] | None = None
+        """The step that the end of its tenure has ended, and how many parts of it had counted."""
 
     def stored_position(self, position: Position) -> Position:
         """What a position of the worker is in the storage."""
@@ -88,6 +94,17 @@ class Seat(members.Seat):
                 self.earlier_step, self.earlier_crc32cs = self.last_step, {}
             self.earlier_crc32cs.update(self.part_crc32cs)
         self.last_step, self.part_crc32cs = -1, {}
+
+    def _forget_marks(self, is_restored: bool) -> None:
+        assert self.given_at is not None
+        if self.position[1:] <= (self.given_at, 0):
+            self.position = Position(self.index)
+
+    def has_given(self, step: int, part_index: int) -> bool:
+        """Whether a part of a step has counted, as the position says of the seat's own tenure."""
+        if self.cut_off_at is not None and self.cut_off_at[0] == step:
+            return part_index < self.cut_off_at[1]
+        return (step, part_index) < self.position[1:]
 
 
 class TableStepTracker(Seats[Seat]):
@@ -143,7 +160,13 @@ class TableStepTracker(Seats[Seat]):
         assert stored.seat_index == len(self._seats)
         seat = Seat(event["worker_id"], stored, owner_of(event), tenure_of(event))
         seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
+        if "given_at" in event:
+            seat.begin_at(event["given_at"], is_restored=True)
         return self._sit(seat)
+
+    @property
+    def newest_version(self) -> int:
+        return self.version
 
     def _is_spent(self, seat: Seat) -> bool:
         return seat.position[1:] <= (self.version, 0)
@@ -213,6 +236,30 @@ class TableStepTracker(Seats[Seat]):
             return Decision.LATE
         return self._turn(seat, step)
 
+    def decide_past(
+        self,
+        worker_id: str,
+        step: int,
+        part_index: int,
+        crc32c: int,
+        contributors: Container[str] | None,
+    ) -> Decision:
+        """What to do with an elastic worker's part of a tenure that its seat has no longer.
+
+        Args:
+            worker_id: The worker, which may have another tenure by now, or no seat.
+            step: Its step.
+            part_index: The part.
+            crc32c: CRC of its payload.
+            contributors: The step's set, so far if it is open; None: it is not known any more.
+        """
+        seat = self._seats.get(worker_id)
+        if seat is not None and step in (seat.last_step, seat.earlier_step):
+            crc32cs = seat.part_crc32cs if step == seat.last_step else seat.earlier_crc32cs
+            return Decision.DUPLICATE if crc32cs.get(part_index) == crc32c else Decision.LATE
+        is_out = contributors is not None and worker_id not in contributors
+        return Decision.LATE if step > self.version or is_out else Decision.UNKNOWN
+
     def _is_late(self, seat: Seat, step: int, part_index: int, crc32c: int | None) -> bool:
         """Whether a part of an elastic member's comes too late to count, and has not counted."""
         is_known = step == seat.last_step
@@ -221,7 +268,7 @@ class TableStepTracker(Seats[Seat]):
             return False  # it has counted, whatever became of the step since
         if not self._has_closed_to(seat, step):
             return False
-        return seat.is_over or is_known or (step, part_index) >= seat.position[1:]
+        return is_known or not seat.has_given(step, part_index)
 
     def _has_closed_to(self, seat: Seat, step: int) -> bool:
         """Whether nothing more of an elastic member's counts for a step."""

@@ -127,3 +127,70 @@ def test_who_left_and_the_first_step_outlive_a_restart() -> None:
     for seat in tracker.seats:
         again.restore_seat(seat_event(seat), seat.stored_position(seat.position))
     assert [(seat.worker_id, seat.from_step) for seat in again.awaited] == [("w0", 3)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_counted_before_a_member_was_cut_off_is_a_duplicate(is_known: bool) -> None:
+    """A restart forgets checksums, and not how many parts of the step had counted."""
+    tracker = tracker_of(min_count=2)
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11, ends=False)
+    tracker.end_tenure("w0", 1, noted)
+    (cut_off,) = tracker.cut_off
+    cut_off.cut_off_at = (0, 1)
+    tracker.record(cut_off, tracker.following(cut_off, ends_step=True))
+    if not is_known:
+        seat.last_step, seat.part_crc32cs = -1, {}
+    assert tracker.decide(seat, 0, 0, ends_step=False, crc32c=11) is Decision.DUPLICATE
+    assert tracker.decide(seat, 0, 1, ends_step=True, crc32c=13) is Decision.LATE
+
+
+def test_a_step_that_was_ended_before_a_restart_has_counted() -> None:
+    tracker = tracker_of(min_count=2)
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11, ends=False)
+    give(tracker, seat, 12)
+    tracker.end_tenure("w0", 1, noted)
+    seat.last_step, seat.part_crc32cs = -1, {}
+    for part, crc32c in enumerate((11, 12)):
+        found = tracker.decide(seat, 0, part, ends_step=part == 1, crc32c=crc32c)
+        assert found is Decision.DUPLICATE
+
+
+def test_a_part_of_a_tenure_that_its_seat_has_no_longer() -> None:
+    tracker = tracker_of(min_count=2)
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11)
+    tracker.end_tenure("w0", 1, noted)
+    member(tracker, "w0", 2, 0)
+    assert tracker.decide_past("w0", 0, 0, 11, ["w0"]) is Decision.DUPLICATE
+    assert tracker.decide_past("w0", 0, 0, 12, ["w0"]) is Decision.LATE
+    for worker_id, step, contributors, expected in (
+        ("w9", 0, ["w9"], Decision.UNKNOWN),
+        ("w9", 0, ["w0"], Decision.LATE),
+        ("w9", 0, None, Decision.UNKNOWN),
+        ("w9", 1, None, Decision.LATE),
+    ):
+        assert tracker.decide_past(worker_id, step, 0, 11, contributors) is expected
+
+
+def test_a_newcomer_has_given_nothing_of_what_the_seat_had_before() -> None:
+    tracker = TableStepTracker(
+        0,
+        worker_count=1,
+        worker_count_max=100,
+        sessions=AllAlive(),
+        elastic=Elastic(min_count=1, max_count=1),
+    )
+    for number in range(3):
+        seat = member(tracker, f"w{number}", number + 1, 2 * number)
+        if number < 2:
+            for _ in range(2):
+                give(tracker, seat, 11)
+                tracker.close()
+            tracker.end_tenure(f"w{number}", number + 1, noted)
+    (event,) = [seat_event(each) for each in tracker.seats if each is seat]
+    assert event["given_at"] == 4
+    assert tracker.decide(seat, 1, 0, ends_step=True, crc32c=11) is Decision.LATE
+    assert tracker.decide(seat, 3, 0, ends_step=True, crc32c=11) is Decision.LATE
+    assert tracker.decide(seat, 4, 0, ends_step=True, crc32c=11) is Decision.COUNT

@@ -1,0 +1,220 @@
+"""What a worker's next gradient adds of earlier ones: what did not count, and what rounding took.
+
+Pure. A step may be tried by several calls: one that fails may have been counted in part. When the
+step has ended, an element's state is, by what became of it there,
+
+    of a gradient                                  carried               residual
+    counted                                        0                     what rounding took off it
+    late                                           late="drop": as it    as it was
+                                                   was; "carry": all     "carry": 0
+                                                   that was sent
+    superseded, by what an earlier outcome of      as late               as late
+      this step has said to be counted
+    superseded, by what a failed call has sent,    the gradient alone    what rounding took off that
+      which had carried and residual in it                               one; 0 if it is one of many
+    superseded, by an earlier process              the gradient, and     0
+                                                   what was carried
+    unknown: it may have counted                   0                     0
+
+    of a contribution without values
+    superseded, by what a failed call has sent     0                     as above
+    superseded, by an earlier process              as it was             0
+    unknown                                        0                     0
+    otherwise                                      as it was             as it was
+
+with "carry" alone in the column "carried": with "drop" nothing is. So whatever is kept has not
+counted, and is lost rather than doubled where nothing tells which gradient has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from fastcrc import crc32
+
+from shardwell.numerics.codec import BlockCodec, Float32
+from shardwell.parameter.pieces import Pieces
+from shardwell.placement.slices import Slice
+
+_TRIED_COUNT_MAX = 3
+"""How many gradients of a step are kept apart by what rounding takes off them. With more it is
+unknown which of them was counted, as it is of two beside the one that ends the step."""
+
+
+@dataclass
+class Ended:
+    """What became of a worker's contribution to a step, by chunk."""
+
+    late: Collection[Slice] = ()
+    superseded: Collection[Slice] = ()
+    unknown: Collection[Slice] = ()
+    """Late chunks that may have counted when an earlier call or attempt had sent them."""
+
+
+NOTHING_LOST = Ended()
+
+
+class Feedback:
+    """See the module. For one thread at a time.
+
+    Args:
+        size: Elements of the parameter.
+        codec: The codec whose rounding is made up for; None: there is none.
+        carries: Whether late="carry".
+    """
+
+    def __init__(self, size: int, codec: BlockCodec | None, *, carries: bool) -> None:
+        self._size = size
+        self._codec = codec
+        self._carries = carries
+        self.keeps = carries or codec is not None
+        """Whether anything is ever kept."""
+        self.carried: Float32 | None = None
+        """What did not count of earlier gradients: (size,)."""
+        self.residual: Float32 | None = None
+        """What rounding took off earlier gradients that counted: (size,)."""
+        self._tried: dict[int, Float32 | None] = {}
+        """By their checksums, the gradients that calls for `tried_step` have failed with: what
+        rounding takes off each."""
+        self.tried_step = -1
+        self._uncounted: Collection[Slice] = ()
+        """What an earlier outcome of `_ended_step` has said not to be counted."""
+        self._ended_step = -1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next gradient adds anything."""
+        return self.carried is not None or self.residual is not None
+
+    def is_open(self, next_step: int) -> bool:
+        """Whether a call has failed in a step before that, and may have counted in part."""
+        return bool(self._tried) and self.tried_step < next_step
+
+    def added(self, values: Float32) -> Float32:
+        """A gradient with what it is to make up for: new, unless there is nothing."""
+        with np.errstate(all="ignore"):  # what is not finite is found where it is looked at
+            for more in (self.carried, self.residual):
+                values = values if more is None else values + more
+        return values
+
+    def tried(self, step: int, sent: Pieces) -> None:
+        """Notes a gradient that a call has failed with, parts of which may be counted."""
+        if not self.keeps:
+            return
+        if self.tried_step != step:
+            self._tried, self.tried_step = {}, step
+        if len(self._tried) < _TRIED_COUNT_MAX:
+            self._tried.setdefault(_crc_of(sent), self._rounded_off(sent))
+
+    def reopened(self, next_step: int) -> None:
+        """Goes on at the step that shards with fixed sets say: those before it have counted."""
+        if self._tried and next_step != self.tried_step:
+            if next_step == self.tried_step + 1:
+                self.residual = self._only(self._tried)
+            self._tried = {}
+
+    def end(self, step: int, sent: Pieces | None, own: Pieces | None, ended: Ended) -> None:
+        """Goes on behind a step.
+
+        Args:
+            step: The step.
+            sent: The gradient as it was sent; None: a contribution without values.
+            own: The gradient without what was added to it; None: nothing was.
+            ended: What became of it.
+        """
+        tried = self._tried if step == self.tried_step else {}
+        uncounted = self._uncounted if step == self._ended_step else None
+        self._tried, self.tried_step = {}, -1
+        as_late = [*ended.late]
+        superseded: list[Slice] = []
+        for where in ended.superseded:
+            was_told = uncounted is not None and where not in uncounted
+            (as_late if was_told else superseded).append(where)
+        if sent is None:
+            self._end_without(tried, superseded, ended.unknown)
+            return
+        self._ended_step, self._uncounted = (
+            step,
+            {
+                where
+                for where in (*ended.late, *ended.superseded)
+                if uncounted is None or where in uncounted
+            },
+        )
+        if tried:
+            tried = {crc: each for crc, each in tried.items() if crc != _crc_of(sent)}
+        carried = None
+        if self._carries and (as_late or superseded):
+            carried = np.zeros(self._size, np.float32)
+        residual = self._rounded_off(sent)
+        for where in as_late:
+            part = slice(where.offset, where.stop)
+            if carried is not None:
+                carried[part] = sent.read(where.offset, where.stop)
+            if residual is not None:
+                kept = None if self._carries else self.residual
+                residual[part] = 0 if kept is None else kept[part]
+        only, alone = self._only(tried), sent if own is None else own
+        for where in superseded:
+            part = slice(where.offset, where.stop)
+            if carried is not None:
+                carried[part] = alone.read(where.offset, where.stop)
+                if self.carried is not None and not tried:
+                    carried[part] += self.carried[part]
+            if residual is not None:
+                residual[part] = 0 if only is None else only[part]
+        self.carried, self.residual = carried, residual
+        self._forget(ended.unknown)
+
+    def _end_without(
+        self,
+        tried: dict[int, Float32 | None],
+        superseded: Collection[Slice],
+        unknown: Collection[Slice],
+    ) -> None:
+        only = self._only(tried)
+        if self.residual is not None or only is not None:
+            residual = np.zeros(self._size, np.float32)
+            if self.residual is not None:
+                residual[:] = self.residual
+            for where in superseded:
+                part = slice(where.offset, where.stop)
+                residual[part] = 0 if only is None else only[part]
+            self.residual = residual
+        self._forget(unknown)
+        if tried and self.carried is not None:
+            self._forget_carried(superseded)
+
+    def _forget(self, unknown: Collection[Slice]) -> None:
+        """Drops what may have counted."""
+        self._forget_carried(unknown)
+        if self.residual is not None:
+            for where in unknown:
+                self.residual[where.offset : where.stop] = 0
+
+    def _forget_carried(self, ranges: Collection[Slice]) -> None:
+        if self.carried is not None:
+            for where in ranges:
+                self.carried[where.offset : where.stop] = 0
+
+    def _rounded_off(self, sent: Pieces) -> Float32 | None:
+        """What rounding takes off a gradient as it is sent: (size,), new."""
+        if self._codec is None:
+            return None
+        return self._codec.residual(sent.whole().astype(np.float32, copy=False))
+
+    @staticmethod
+    def _only(tried: dict[int, Float32 | None]) -> Float32 | None:
+        """What rounding took off the one gradient that was tried; None: it may be any of several.
+
+        Or none was tried.
+        """
+        return next(iter(tried.values())) if len(tried) == 1 else None
+
+
+def _crc_of(sent: Pieces) -> int:
+    """Tells a gradient from others that calls for its step have tried."""
+    values = np.ascontiguousarray(sent.whole(), np.float32)
+    return int(crc32.iscsi(values.view(np.uint8).data))
