@@ -24,6 +24,7 @@ from harness.threads import in_background
 from shardwell_server import LocalCluster
 
 SIZE = 3000
+CHUNKS_OF_A_SHARD = -(-SIZE // 2 // 64)
 HASTY_S = 1.0
 """Of calls that are to fail."""
 
@@ -233,7 +234,7 @@ def test_what_another_gradient_has_superseded_is_carried_over(cluster, connect) 
 
         def look() -> bool:
             (found,) = [each for each in ops.members("net") if each.worker_id == "w0"]
-            return found.counted_chunk_count > before
+            return found.counted_chunk_count == before + CHUNKS_OF_A_SHARD
 
         eventually("the first shard has counted it", look)
         proxy.cut(refuse=True)

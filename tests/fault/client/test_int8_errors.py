@@ -443,7 +443,7 @@ def test_elastic_members_come_and_go(cluster, connect, late: str) -> None:
         net = nets[1]
         try:
             for number in range(12):
-                carried = net._carried
+                carried = net._feedback.carried
                 net.exchange(gradient_of(1, number), sample_count=2**20)
                 counted = {"all": 1, "none": 0}[net.outcome.counted]
                 given[:] += counted * gradient_of(1, number).astype(np.float64)
