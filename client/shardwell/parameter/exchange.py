@@ -401,7 +401,7 @@ class Transfer(StepTransfer[ShardSlice]):
             return 0
         size_of = self._codec.codec.encoded_bytes
         chunks = part.chunks[first:stop]
-        if self._rotates:  # any of them may be the first
+        if self._rotates and chunks:  # any of them may be the first
             return wanted_bytes([size_of(chunks[0].size)] * len(chunks))
         return wanted_bytes([size_of(each.size) for each in chunks])
 

@@ -265,7 +265,18 @@ class ParameterSpec(TrainingSpec):
             )
 
     def _check_quorum(self) -> None:
-        check_whole_number("min_contributors", self.min_contributors, 0, self.worker_count)
+        check_whole_number("min_contributors", self.min_contributors, 0, WORKER_COUNT_MAX)
+        if self.min_contributors and self.mode != "sync":
+            raise ArgumentError(
+                "min_contributors needs mode='sync': async steps wait for no worker; got mode="
+                f"{self.mode!r}"
+            )
+        if self.min_contributors > self.worker_count:
+            most = "worker_count" if self.members is None else "max_count of members"
+            raise ArgumentError(
+                f"min_contributors must be at most {most}={self.worker_count}; got "
+                f"{self.min_contributors}"
+            )
         check_number("grace_s", self.grace_s, low=0.0, below=BOUND_S_MAX)
         if self.grace_s and not self.min_contributors:
             raise ArgumentError(

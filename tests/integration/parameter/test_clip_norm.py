@@ -143,6 +143,32 @@ def test_frozen_tensors_do_not_count(cluster, connect, worker_count) -> None:
     assert (found["b"] == 1).all()
 
 
+@pytest.mark.parametrize("how", ["exchange", "put_gradient", "begin_exchange"])
+@pytest.mark.parametrize(
+    "crew",
+    [
+        {"min_contributors": 1},
+        {"min_contributors": 1, "grace_s": 0.05},
+        {"members": shardwell.Elastic(), "min_contributors": 1},
+        {"members": shardwell.Elastic(), "min_contributors": 2, "grace_s": 0.05},
+        {"members": shardwell.Elastic(max_count=1), "min_contributors": 1},
+    ],
+    ids=str,
+)
+def test_a_step_that_closes_without_others_is_clipped(cluster, connect, crew, how) -> None:
+    client = connect(cluster(2, chunk_size_bytes=64), "w0")
+    if "members" in crew:
+        crew = {"worker_count": crew["members"].max_count, **crew}
+    net, weights = opened(client, **crew), FIRST.copy()
+    for each in gradients(4, 1)[:, 0]:
+        given = getattr(net, how)(each)
+        if how == "begin_exchange":
+            given.finish()
+        weights -= RATE * clipped(each.astype(float))
+        found = net.get_weights(min_version=net.next_step)
+        np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
+
+
 def test_who_is_missing_is_named_and_the_step_goes_on(cluster, connect) -> None:
     first, second = pair(cluster(2), connect)
     given = gradients(1)[0]

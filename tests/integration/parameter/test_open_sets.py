@@ -183,7 +183,7 @@ def test_a_begun_exchange_has_an_outcome(running: Callable[[str], shardwell.Clie
         ({"members": shardwell.Elastic(), "worker_count": 2}, "worker_count= and members= both"),
         ({"members": 3}, "members must be shardwell.Elastic; got 3"),
         ({"members": shardwell.Elastic(), "mode": "async"}, "members= needs mode='sync'"),
-        ({"min_contributors": 3}, "min_contributors must be an integer from 0 to 2; got 3"),
+        ({"min_contributors": 3}, "min_contributors must be at most worker_count=2; got 3"),
         ({"grace_s": float("nan")}, "grace_s must be a finite number"),
         ({"grace_s": -1.0}, "grace_s must be a finite number"),
         ({"min_contributors": 0, "grace_s": 1.0}, "give min_contributors, too"),
