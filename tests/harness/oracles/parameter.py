@@ -71,7 +71,8 @@ class ModelParameter:
             if self.version == 1:
                 m = g
             else:
-                m = rule.momentum * self._state["m"] + (1 - rule.dampening) * g
+                before = self._state.get("m", np.zeros_like(g))  # none, after a step of no samples
+                m = rule.momentum * before + (1 - rule.dampening) * g
             self._state["m"] = m
             g = g + rule.momentum * m if rule.nesterov else m
         self.weights = self.weights - self.learning_rate * g
