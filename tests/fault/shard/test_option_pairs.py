@@ -198,6 +198,7 @@ class Training:
         members = self.options.get("members")
         if before and self.row["rule"] == "average":  # of which nothing is kept
             self.first_round = ROUNDS
+            self.weights.forget()
         if members is not None:
             for index, net in enumerate(
                 self.nets

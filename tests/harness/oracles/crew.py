@@ -105,6 +105,10 @@ class CrewWeights:
             for model in self._models
         ]
 
+    def forget(self) -> None:
+        """Of an Average: goes on with what a checkpoint has of it, which is nothing."""
+        self._means = [m and Int8Means(m.rest.size) for m in self._means]
+
     @property
     def weights(self) -> npt.NDArray[np.float64]:
         """(size,), new."""

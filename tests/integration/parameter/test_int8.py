@@ -224,6 +224,50 @@ def test_an_average_loses_nothing(cluster, connect, mode: str, shard_count: int)
     np.testing.assert_allclose(taken + left, given, atol=1e-3 * np.abs(given).max() / 127)
 
 
+def none(net: Any) -> Any:
+    return net.exchange(None)
+
+
+def no_samples(net: Any) -> Any:
+    return net.exchange(gradient_of(0, 9), sample_count=0)
+
+
+def no_samples_put(net: Any) -> Any:
+    return net.get_weights(min_version=net.put_gradient(gradient_of(0, 9), sample_count=0) + 1)
+
+
+@pytest.mark.parametrize("give", [none, no_samples, no_samples_put])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"worker_count": 2},
+        {"worker_count": 2, "optimizer": shardwell.Average(clip_value=0.7, clip_norm=1e9)},
+        {"worker_count": 2, "min_contributors": 2},
+        {"members": shardwell.Elastic(min_count=2)},
+    ],
+    ids=str,
+)
+def test_an_average_of_no_samples_is_zeros(cluster, connect, options: Any, give: Any) -> None:
+    """As with any codec; what rounding has left is in the next mean that has samples."""
+    running, options = cluster(2), {"optimizer": shardwell.Average(clip_value=0.7), **options}
+    count = 2 if "members" in options else options.get("worker_count", 1)
+    nets = [opened(connect(running, f"w{rank}"), **options) for rank in range(count)]
+    worker, means = Int8Worker(SIZE), Int8Means(SIZE)
+    for step in range(4):
+        if step % 2:
+            calls = [lambda net=net: give(net) for net in nets]
+            expected = np.zeros(SIZE, np.float32)
+        else:
+            given = gradient_of(0, step)
+            calls = [lambda net=net, given=given: net.exchange(given) for net in nets]
+            expected = means.update(np.clip(worker.sent(given), -0.7, 0.7))
+            assert means.rest.any()
+        for found in together(calls):
+            assert_bits(found, expected)
+    assert_bits(connect(running, "reader").parameter("net").get_weights(), expected)
+
+
 OPTIMIZERS = {
     "momentum": shardwell.SGD(RATE, momentum=0.9),
     "nesterov": shardwell.SGD(RATE, momentum=0.9, nesterov=True, weight_decay=0.01),

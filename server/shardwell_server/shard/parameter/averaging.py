@@ -258,7 +258,7 @@ def close_step(
         first = _first_payload(chunk.gradient_sum, codec)
         reads, summed = codec.reads(TEMPORARY, _FIRST, 1.0), TEMPORARY
     mean: Operations
-    if sample_total == 0 and is_closed_alike:
+    if sample_total == 0:
         mean = (Operation(Code.FILL, GRADIENT, factor=0.0),)
     elif total_factor == 0.0 or chunk.gradient_sum is None:
         mean = codec.reads(GRADIENT, _PAYLOAD, factor)
@@ -277,6 +277,7 @@ def close_step(
         change,
         update_count=update_count,
         learning_rate=learning_rate,
+        has_samples=sample_total > 0,
     )
 
 
@@ -289,11 +290,12 @@ def _update(
     *,
     update_count: int,
     learning_rate: float,
+    has_samples: bool,
 ) -> None:
     """Updates weights and state with what `mean` computes into GRADIENT."""
     image = chunk.image
     if image is not None:
-        image.begin()
+        image.begin(has_samples=has_samples)
     for start, stop in change.blocks(chunk.weights.size):
         for part, updates in rules.operations(
             chunk.offset + start,
@@ -361,6 +363,7 @@ def close_full_step(
         change,
         update_count=record.version + 1,
         learning_rate=learning_rate,
+        has_samples=record.sample_total > 0,
     )
 
 

@@ -3,7 +3,7 @@
 Of weights: the image, which all hold who have taken a version. An update brings it as near to
 the weights as its codec can; the next one starts from there, so what rounding took off one
 change is in the next. Of an Average: what rounding took off its means, which is added to the
-next one; the weights are then what all decode.
+next one; the weights are then what all decode. A step without samples gives zeros, and no rest.
 
 The array lies in the storage beside the optimizer's, is changed by the same transition, and so is
 whole after a kill. The last changes are in memory alone: after a restart the image is sent whole.
@@ -47,6 +47,7 @@ class ChunkImage:
         """A version, and its CRC."""
         self._payload: Bytes | None = None
         self._is_finite = True
+        self._has_samples = True
 
     @property
     def sent(self) -> Float32:
@@ -72,9 +73,9 @@ class ChunkImage:
 
     # An update: begin, block by block, end.
 
-    def begin(self) -> None:
-        """The weights are about to change."""
-        self._crc = None
+    def begin(self, *, has_samples: bool = True) -> None:
+        """The weights are about to change; without samples a mean is 0."""
+        self._crc, self._has_samples = None, has_samples
         self._payload = np.empty(self._codec.encoded_bytes(self.values.size), np.uint8)
         self._is_finite = True
 
@@ -85,13 +86,16 @@ class ChunkImage:
         arithmetic, payload = self._codec.arithmetic, self._payload
         with np.errstate(all="ignore"):  # what overflows is found where weights are encoded
             wanted = weights + values if self.is_mean else weights - values
+            if not self._has_samples:
+                wanted = weights.copy()
             peak = arithmetic.quantize(wanted, payload, start)
             if not np.isfinite(peak):
                 self._is_finite = False
                 values[:] = 0 if self.is_mean else weights
             elif self.is_mean:
                 arithmetic.dequantize(payload, weights, start)
-                np.subtract(wanted, weights, out=values)
+                if self._has_samples:
+                    np.subtract(wanted, weights, out=values)
             else:
                 arithmetic.dequantize(payload, wanted, start)
                 np.add(values, wanted, out=values)
