@@ -48,7 +48,8 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import Ring, Strategy, Tree
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import Average, Optimizer
-from shardwell.specs.parameter import GROUP_CODECS
+from shardwell.specs.parameter import BLOCK_SIZES, GROUP_CODECS
+from shardwell.wire import images
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 HEADER_FACTOR = 1514 / 1448
@@ -269,11 +270,14 @@ def least_share(worker_count: int, spare_count: int) -> float:
 def shard_bytes(job: Job) -> int:
     """Memory of the shard with the longest slice: float32 weights, gradient sums, optimizer state.
 
+    With int8 the image, too, and what changed it last.
+
     As `shardwell status` reports it; what the process itself takes (about 70 MB) and buffers of
     messages come to it.
     """
     slice_size = math.ceil(job.element_count / job.shard_count)
-    return _FLOAT32_BYTES * slice_size * (2 + len(job.optimizer.slot_names))
+    array_count = 2 + len(job.optimizer.slot_names) + (job.codec in BLOCK_SIZES)  # with an image
+    return _FLOAT32_BYTES * slice_size * array_count + images.kept_bytes(job.codec, slice_size)
 
 
 def _server(

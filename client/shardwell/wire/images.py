@@ -13,6 +13,7 @@ from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.codec import CODECS, Bytes, Float32
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
+from shardwell.specs.parameter import BLOCK_SIZES
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec, check_chunk
@@ -23,6 +24,15 @@ WHOLE = ChunkCodec(CODECS["fp32"])
 """Of IMAGE_FORM_WHOLE."""
 CHANGE_COUNT_MAX = 3
 """Changes that one message has: those of int8 take fewer bytes than what is whole."""
+
+
+def kept_bytes(codec_name: str, count: int) -> int:
+    """Returns the bytes of the changes that a shard keeps of so many elements, in memory.
+
+    0 with a codec that writes one by one: its weights have no image.
+    """
+    is_of_blocks = codec_name in BLOCK_SIZES
+    return CHANGE_COUNT_MAX * CODECS[codec_name].encoded_bytes(count) if is_of_blocks else 0
 
 
 def whole_message(

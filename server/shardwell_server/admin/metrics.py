@@ -127,7 +127,7 @@ class _ShardCollector(Collector):
         yield traffic
         yield from _with_limit(
             "stored_bytes",
-            "Bytes of weights, sums and optimizer state.",
+            "Bytes of weights, sums, optimizer state and images.",
             shard.stored_bytes,
             limits.stored_bytes_max,
         )

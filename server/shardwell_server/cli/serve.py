@@ -40,7 +40,7 @@ _LIMITS = {
     "parameter_count_max": "Parameters on this shard.",
     "table_count_max": "Tables on this shard.",
     "table_row_count_max": "Rows of one table on this shard; a table keeps what it was made with.",
-    "stored_bytes_max": "Bytes of weights, sums and optimizer state of all parameters and tables.",
+    "stored_bytes_max": "Bytes of weights, sums, optimizer state and images of what is stored.",
     "worker_count_max": "Workers that have a seat in one parameter or table.",
     "session_count_max": "Clients connected at once.",
     "stream_count_max": "Streams open at once, one for each call of a worker. Idle ones give way.",

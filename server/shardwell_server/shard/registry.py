@@ -38,6 +38,7 @@ from shardwell.specs.fragments import first_fragment
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2, types_pb2
+from shardwell.wire import images
 from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
@@ -768,7 +769,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         )
 
     def _size_beforehand(self, layout: Layout) -> int:
-        return layout.size_bytes
+        spec = self._spec_of(layout.description["spec"])
+        return layout.size_bytes + images.kept_bytes(spec.codec_name, layout.slice_size)
 
     def _size_of(self, storage: ParameterStorage) -> int:
         return 0

@@ -91,11 +91,12 @@ def test_what_can_t_be_planned(arguments, words) -> None:
 @pytest.mark.parametrize(
     "optimizer", [shardwell.SGD(0.1), shardwell.SGD(0.1, momentum=0.9), shardwell.AdamW(0.1)]
 )
-def test_a_shard_holds_what_is_predicted(cluster, connect, optimizer) -> None:
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_a_shard_holds_what_is_predicted(cluster, connect, optimizer, codec) -> None:
     """Within 5 %: the shard counts what it keeps of each chunk, too."""
     size = 1_000_000
     client = connect(cluster(2), "w0")
-    model = client.parameter("model", size=size, optimizer=optimizer, worker_count=2)
+    model = client.parameter("model", size=size, optimizer=optimizer, worker_count=2, codec=codec)
     model.init(np.zeros(size, np.float32))
     job = step_time.Job(
         element_count=size,
@@ -103,6 +104,7 @@ def test_a_shard_holds_what_is_predicted(cluster, connect, optimizer) -> None:
         shard_count=2,
         link_bytes_per_s=1e8,
         optimizer=optimizer,
+        codec=codec,
     )
     for shard in client.status():
         assert shard.stored_bytes == pytest.approx(step_time.shard_bytes(job), rel=0.05)

@@ -15,7 +15,7 @@ from harness.tokens import bearing
 from harness.wire_client.worker import WireWorker, error_detail, sgd, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server import Limits
+from shardwell_server import Limits, LocalCluster
 
 SGD = shardwell.SGD(learning_rate=0.5)
 
@@ -52,6 +52,29 @@ def test_stored_bytes_max(cluster, connect, optimizer, worker_count, arrays) -> 
     assert client.status()[0].stored_bytes == limit
     with pytest.raises(shardwell.LimitError, match=f"stored_bytes_max={limit}.*{limit} in use"):
         client.parameter("more", size=1, **fits)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, shardwell.Average()], ids=["sgd", "average"])
+def test_stored_bytes_max_counts_images_and_what_changed_them(tmp_path, connect, optimizer) -> None:
+    """Also after a restart."""
+    size, blocks = 5000, 2
+    limit = 4 * size * 3 + 3 * (size + 4 * blocks)  # weights, sums, image; three changes
+    fits = {"size": size, "optimizer": optimizer, "worker_count": 2, "codec": "int8"}
+    for has_it in (False, True):
+        with LocalCluster(1, tmp_path, limits=Limits(stored_bytes_max=limit)) as running:
+            client = connect(running, "w0")
+            if not has_it:
+                with pytest.raises(shardwell.LimitError, match=f"{limit + 15} bytes here"):
+                    client.parameter("large", **{**fits, "size": size + 1})
+                assert not client.status()[0].parameters
+            client.parameter("fits", **fits)
+            assert client.status()[0].stored_bytes == limit
+            with pytest.raises(shardwell.LimitError, match=f"stored_bytes_max={limit}.*in use"):
+                client.parameter("more", **{**fits, "size": 1})
+            client.close()
+    with LocalCluster(1, tmp_path) as running, shardwell.connect(running.target) as client:
+        assert client.delete("fits") == limit
+        assert client.status()[0].stored_bytes == 0
 
 
 def test_worker_count_max(cluster, connect) -> None:
