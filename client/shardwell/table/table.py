@@ -262,8 +262,8 @@ class Table(Handle[TableSpec]):
             ids: See `get_rows`.
             gradients: (*ids.shape, dim) float32; float64 and float16 are converted. Read until the
                 call returns.
-            sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). Has no
-                effect in asynchronous mode.
+            sample_count: Weight in the step's mean, 0 to 2^24: sum(n_i * g_i) / sum(n_i). With 0
+                no row counts. Has no effect in asynchronous mode.
             timeout_s: See `Client`.
 
         Returns:

@@ -63,13 +63,15 @@ class ModelRows:
         values = np.array(gradients, np.float64).reshape(-1, self._dim)
         for key, gradient in zip(_keys(ids), values, strict=True):
             batch[key] = batch.get(key, 0.0) + gradient
+        if self._is_sync and not sample_count:
+            batch = {}
         self._open_step.append((batch, sample_count if self._is_sync else 1))
         if len(self._open_step) == self._worker_count:
             total = sum(count for _, count in self._open_step)
             step, self._open_step = self._open_step, []
             for key in {key for batch, _ in step for key in batch}:
                 found = sum(count * batch[key] for batch, count in step if key in batch)
-                self._update(key, found / total if total else np.zeros(self._dim))
+                self._update(key, found / total)
                 self._last_steps[key] = self.version
             self.version += 1
 

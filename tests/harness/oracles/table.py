@@ -69,7 +69,8 @@ class ModelTable:
         step, count = self.next_part(worker)
         if self.worker_count and first:
             self.samples[worker] = samples
-        for row_id, gradient in gradients.items():
+        weighs = samples > 0 or not self.worker_count
+        for row_id, gradient in gradients.items() if weighs else ():
             if row_id not in self.rows:
                 self.rows[row_id], self.state[row_id] = self.value(row_id), {}
                 self.counts[row_id] = 0
@@ -88,7 +89,7 @@ class ModelTable:
     def _close(self) -> None:
         total = sum(self.samples.values())
         for row_id, value in self.sums.items():
-            self._apply(row_id, value / (total or 1))
+            self._apply(row_id, value / total)
         self.sums, self.samples, self.ended = {}, {}, set()
         self.version += 1
 

@@ -361,8 +361,6 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         stored = seat.stored_position(position)
         if not self._sums:
             following = record._replace(version=record.version + ends)
-            if self._tracker.is_sync and not header.sample_count:
-                gradients.fill(0.0)
         else:
             total = record.sample_total
             is_elastic = self._tracker.elastic is not None
@@ -375,8 +373,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 else shift_for(header.sample_count, self.spec.step_size_max),
                 is_closing=is_elastic and ends and self._tracker.completes(seat),
             )
-        if not ids.size:
-            self._rows.settle(following, stored)
+        if not ids.size or (self._tracker.is_sync and not header.sample_count):
+            self._rows.settle(following, stored)  # of no weight: as if it had no rows
         elif not self._sums:
             rate = self.register.rates.at(record.version)
             self._rows.apply(ids, gradients, rate, following, stored)
