@@ -75,6 +75,7 @@ NOT_GIVEN = NotGiven.NOT_GIVEN
 SpecT = TypeVar("SpecT", bound=TrainingSpec)
 
 ResultT = TypeVar("ResultT")
+OpenT = TypeVar("OpenT", bound=Handle[Any])
 
 
 def connect(
@@ -421,7 +422,7 @@ class Client(Connected, Closing):
         if known is not None and known.spec == spec:
             known.late = checked_late(late)
             known.reopen()
-            return known
+            return self._gone_on_with(known)
         made = Parameter[Any](
             spec,
             self._shards,
@@ -431,7 +432,7 @@ class Client(Connected, Closing):
             idle_streams=self._idle_streams,
             late=late,
         )
-        return self._parameters.keep(name, made)
+        return self._gone_on_with(self._parameters.keep(name, made))
 
     def table(
         self,
@@ -525,7 +526,7 @@ class Client(Connected, Closing):
                     f"{known.caching}; got {caching}; close it first"
                 )
             known.reopen()
-            return known
+            return self._gone_on_with(known)
         made = Table(
             spec,
             self._shards,
@@ -535,7 +536,16 @@ class Client(Connected, Closing):
             idle_streams=self._idle_row_streams,
             caching=caching,
         )
-        return self._tables.keep(name, made)
+        return self._gone_on_with(self._tables.keep(name, made))
+
+    def _gone_on_with(self, opened: OpenT) -> OpenT:
+        """Has what this worker was a step ahead with when it was killed go back to that step."""
+        others: list[Handle[Any]] = [*self._parameters.all(), *self._tables.all()]
+        for other in others:
+            for ahead, behind in ((opened, other), (other, opened)):
+                if ahead.is_step_ahead_of(behind):
+                    ahead.give_again(behind)
+        return opened
 
     def _spec(
         self, kind: _Kind[SpecT], other: _Kind[Any], name: str, given: dict[str, Any]
@@ -999,9 +1009,6 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
             **where,
         )
     return stored
-
-
-OpenT = TypeVar("OpenT", bound=Handle[Any])
 
 
 class _Opened(Generic[OpenT]):

@@ -55,8 +55,6 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     )
     oldest_version = 0
     """The fewest updates that a chunk had seen when this worker joined as an elastic member."""
-    has_seat = False
-    """Whether this worker had a seat when it opened: an earlier process of it contributed."""
 
     def open(self, attempts: Attempts, *, is_known: bool = False) -> tuple[list[ShardSlice], int]:
         """Creates or joins the parameter on all shards.

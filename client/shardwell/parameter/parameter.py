@@ -314,7 +314,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             incarnation=self._opening.incarnation,
         )
         version = attempts.run(first_weights.settle)
-        if self.spec.mode == "sync" and self.next_step < version:  # a checkpoint was restored
+        known_step = self.next_step + self._gives_again
+        if self.spec.mode == "sync" and known_step < version:  # a checkpoint was restored
             self._open(attempts, is_known=True)
         return Settled(version, first_weights.is_own)
 
@@ -855,9 +856,20 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     # What the verbs share, on a thread of the client's.
 
+    @property
+    @override
+    def _keeps_step(self) -> bool:
+        return super()._keeps_step and self.spec.fragment is None  # whose schedule is `Outer`'s
+
+    @override
+    def _go_back(self) -> None:
+        self.next_step -= 1
+        self._is_in_step = True
+
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        self._gives_again = False
         if not self.spec.has_open_sets:
             self._feedback.reopened(self.next_step)
         self._transfer.incarnation = self._opening.incarnation
@@ -1151,6 +1163,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         has_effect: bool = True,
     ) -> Gradient:
         """A gradient of this worker's next step, for which it has a seat."""
+        self._shards.given.add(self._what)
         if self._feedback.keeps and self._feedback.is_open(self.next_step):
             self._end_tried(attempts)
         work = Gradient(values, self.next_step, count, learning_rate)

@@ -93,6 +93,8 @@ class Shards:
         """One a shard, by index."""
         self.heartbeats = Heartbeats(self.channels)
         """What elastic members say to the shards."""
+        self.given: set[str] = set()
+        """Parameters and tables, "table 'x'", to which this client has given a gradient."""
         self.threads = threads
         """What calls run on."""
         self._number = next(_NUMBERS)

@@ -24,6 +24,7 @@ from shardwell.rpc.shard_status import (
     ask_status,
     ask_tables,
 )
+from shardwell.rpc.take_over import CrewSteps
 from shardwell.specs.names import check_name
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import session_pb2 as pb
@@ -60,6 +61,8 @@ def merged_members(parts: Iterable[_Status | Members]) -> tuple[MemberStatus, ..
     """
     found: dict[str, list[MemberStatus]] = {}
     for part in parts:
+        if _is_empty(part):
+            continue
         for member in part.members:
             found.setdefault(member.worker_id, []).append(member)
     whole = [_whole(found[worker_id]) for worker_id in sorted(found)]
@@ -127,6 +130,31 @@ def ask_members(
         )
         for (kind, _), found in sorted(by_name.items(), key=lambda each: each[0])
     ]
+
+
+def ask_steps(channels: Sequence[ShardChannel], name: str, attempts: Attempts) -> CrewSteps:
+    """How far the workers of a parameter or table have come.
+
+    Raises:
+        ShardUnavailableError, DeadlineError: a shard does not answer.
+    """
+    parts = list(itertools.chain(*ask_all(channels, partial(_ask_one, name, attempts))))
+    members = merged_members(parts)
+    return CrewSteps(
+        next_steps={each.worker_id: each.next_step for each in members},
+        version=min((_version_of(each) for each in parts if not _is_empty(each)), default=0),
+        has_room=any(len(members) < each.spec.worker_count for each in parts),
+        is_restored=any(each.load_id for each in parts),
+    )
+
+
+def _version_of(part: _Status) -> int:
+    return part.version if isinstance(part, TableStatus) else part.version_min
+
+
+def _is_empty(part: _Status | Members) -> bool:
+    """Whether a shard has no element of a parameter, and so counts no steps of it."""
+    return isinstance(part, ParameterStatus) and not part.slice_size
 
 
 def _ask_one(name: str, attempts: Attempts, channel: ShardChannel) -> list[_Status]:

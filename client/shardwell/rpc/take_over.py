@@ -9,7 +9,8 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shardwell.errors import StepOrderError, WorkerIdInUseError
@@ -22,6 +23,21 @@ _PAUSE_S_FIRST, _PAUSE_S_MAX = 0.05, 0.5
 """Between two questions; doubled each time. A shard logs each that it refuses."""
 
 ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewSteps:
+    """How far the workers of a fixed crew have come with a parameter or table."""
+
+    next_steps: Mapping[str, int]
+    """The next step of each worker with a seat, by worker id."""
+    version: int
+    """The next step of a worker without one."""
+    has_room: bool
+    """Whether a seat is free."""
+    is_restored: bool
+    """Whether its first weights or rows came from a checkpoint: at another step than those of
+    others, maybe."""
 
 
 def claim_seat(
@@ -60,6 +76,30 @@ def common_tenure(tenures: Iterable[int]) -> int:
     """The tenure of a worker's seats on all shards; 0: it has none, or they are not of one."""
     first, *others = tenures
     return first if all(tenure == first for tenure in others) else 0
+
+
+def was_cut_off(worker_id: str, ahead: CrewSteps, behind: CrewSteps) -> bool:
+    """Whether a worker's earlier process ended between its steps of two parameters or tables.
+
+    The worker is a step further in one than in the other. In a loop that makes a step of both, a
+    worker is so after the first of the two. It is always so where they began a step apart; there, a
+    worker is two steps further after the first.
+
+    Args:
+        worker_id: The worker.
+        ahead: The one in which the worker is ahead.
+        behind: The other one.
+    """
+    apart = [
+        step - behind.next_steps.get(each, behind.version)
+        for each, step in ahead.next_steps.items()
+        if each != worker_id and (each in behind.next_steps or behind.has_room)
+    ]
+    if any(each <= 0 for each in apart):
+        return True
+    # Where all others are where this worker is, they tell nothing.
+    is_restored = ahead.is_restored or behind.is_restored
+    return not is_restored and not any(each >= 2 for each in apart)
 
 
 def check_next_step(

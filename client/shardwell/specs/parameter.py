@@ -303,11 +303,10 @@ class ParameterSpec(TrainingSpec):
     def keeps_versions(self) -> bool:
         """Whether shards keep the version before each chunk's, for a worker that was restarted.
 
-        A chunk that closes by the norm of all gradients leaves no version before every worker's
-        gradient is counted whole; asynchronous steps have no version that all workers read; and
-        where a step may close without a worker, no shard needs its gradient again.
+        Asynchronous steps have no version that all workers read; and where a step may close without
+        a worker, no shard needs its gradient again.
         """
-        return self.mode == "sync" and not self.closes_by_norm and not self.has_open_sets
+        return self.mode == "sync" and not self.has_open_sets
 
     @functools.cached_property
     def has_image(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -12,7 +14,9 @@ from shardwell.errors import ArgumentError
 from shardwell.process.connected import Closing, Connected
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
+from shardwell.rpc.members import ask_steps
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.take_over import was_cut_off
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer, check_learning_rate
 from shardwell.steps.member import Member
@@ -47,8 +51,13 @@ class Spec(Protocol):
     def worker_count(self) -> int:
         """Workers that make a step, where they are fixed."""
 
+    @property
+    def has_open_sets(self) -> bool:
+        """Whether a step may close without a worker."""
+
 
 SpecT = TypeVar("SpecT", bound=Spec)
+_LOG = logging.getLogger("shardwell")
 
 
 class Handle(Connected, Closing, Generic[SpecT]):
@@ -61,6 +70,10 @@ class Handle(Connected, Closing, Generic[SpecT]):
     """This worker, where members come and go."""
     _ranking: Ranking | None = None
     """Once it is known, where it stays."""
+    _gives_again = False
+    """Whether an earlier process of this worker has given all of `next_step`."""
+    on_give_again: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+    """A weak reference to what reads the weights again when it has gone back to such a step."""
 
     def __init__(self, spec: SpecT, shards: Shards, *, timeout_s: float) -> None:
         self.spec: SpecT = spec
@@ -108,6 +121,62 @@ class Handle(Connected, Closing, Generic[SpecT]):
         if is_fixed:
             self._ranking = found
         return found
+
+    # A worker that was started again, see docs/adr/0024.
+
+    @property
+    def _keeps_step(self) -> bool:
+        """Whether its steps need all workers, and come in turn with those of others of the kind."""
+        return self.spec.mode == "sync" and not self.spec.has_open_sets
+
+    def is_step_ahead_of(self, other: Handle[Any]) -> bool:
+        """Whether this worker came back a step further here than there, and has given to neither.
+
+        Its earlier process may have ended between its steps of the two.
+        """
+        both = (self, other)
+        own, its = (each.next_step + each._gives_again for each in both)
+        return (
+            own == its + 1
+            and self._opening.has_seat
+            and all(each._keeps_step and each._what not in self._shards.given for each in both)
+        )
+
+    def give_again(self, other: Handle[Any]) -> None:
+        """Goes back to the step before, if this worker was killed after it and before `other`'s.
+
+        A gradient of that step counts once. Reading has the version before it.
+
+        Raises:
+            ShardwellError: a shard does not answer.
+        """
+
+        def go_back(attempts: Attempts) -> None:
+            if self._gives_again or self._what in self._shards.given:
+                return
+            own, its = (ask_steps(self._shards.channels, e.name, attempts) for e in (self, other))
+            takes_part = other._opening.has_seat or its.has_room
+            if takes_part and was_cut_off(self._shards.worker_id, own, its):
+                self._go_back()
+                self._gives_again = True
+
+        self._calls.run(go_back, in_turn=True)
+        if self._gives_again:
+            _LOG.warning(
+                "worker %r was cut off after step %d of %s and before that of %s: it gives the "
+                "step again, which counts once",
+                self._shards.worker_id,
+                self.next_step,
+                self._what,
+                other._what,
+            )
+            read_again = self.on_give_again()
+            if read_again is not None:
+                read_again()
+
+    @abstractmethod
+    def _go_back(self) -> None:
+        """Makes the step before the next one the next, of which all may be counted."""
 
     # Elastic members.
 

@@ -88,6 +88,8 @@ class Opening(Generic[SpecT, AnswerT]):
         self.tenure = 0
         """Tenure of this worker's seats, which its gradients name; 0: none, or they are for
         good."""
+        self.has_seat = False
+        """Whether this worker had a seat when it opened: an earlier process of it contributed."""
         self._opened_in = 0
         """The tenure that it had when it opened."""
 

@@ -94,7 +94,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         joined = self._joined(
             attempts.run(partial(self.join_all, attempts)), attempts, takes_seat=False
         )
-        self._opened_in = joined.tenure
+        self._opened_in, self.has_seat = joined.tenure, joined.has_seat
         return joined
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> Joined:

@@ -78,6 +78,11 @@ class TableSteps:
         joined = self._opening.open(attempts)
         return self._resume(joined)
 
+    def go_back(self) -> None:
+        """Makes the step before the next one the next: an earlier process has given all of it."""
+        self.is_begun = True
+        self._view.resume(self._view.next_step - 1, is_begun=False, has_seat=True)
+
     def join(self, member: Member, attempts: Attempts) -> None:
         """Takes part as an elastic member, if it does not: nothing that it has begun goes on.
 

@@ -281,6 +281,7 @@ class Table(Handle[TableSpec]):
 
         def put(attempts: Attempts) -> int:
             batch, sums, count = self._checked(ids, gradients, sample_count)
+            self._shards.given.add(self._what)
             return self._steps.put(batch.distinct, sums, count, None, attempts)
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_row_gradients")
@@ -331,6 +332,7 @@ class Table(Handle[TableSpec]):
                 if wanted.distinct.ids.size:
                     self._view.version = int(fetch.version)
 
+            self._shards.given.add(self._what)
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
             first = None
             if self._member is not None and self._member.has_joined():
@@ -353,7 +355,12 @@ class Table(Handle[TableSpec]):
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back;
                 call again.
         """
-        return self._calls.run(self._steps.abandon, timeout_s, in_turn=True)
+
+        def abandon(attempts: Attempts) -> int:
+            self._shards.given.add(self._what)
+            return self._steps.abandon(attempts)
+
+        return self._calls.run(abandon, timeout_s, in_turn=True)
 
     def row_ids(self, *, timeout_s: float | None = None) -> Ids:
         """Ids of the rows that have had a gradient, of all shards: (n,) int64, ascending.
@@ -393,10 +400,16 @@ class Table(Handle[TableSpec]):
         """Asks the shards again for this worker's step, and goes on at that `next_step`."""
 
         def reopened(attempts: Attempts) -> None:
+            self._gives_again = False
             self._reading.forget()
             self._view.version = self._steps.open(attempts)
 
         self._calls.run(reopened, in_turn=True)
+
+    @override
+    def _go_back(self) -> None:
+        self._steps.go_back()
+        self._reading.forget()
 
     @override
     def close(self) -> None:

@@ -284,12 +284,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Tensors that are in no group."""
         copy_all(self._weights.views, [tensor.detach() for tensor in self._tensors.values()])
         self.parameter.init(self._weights.arrays)
-        # Started again, it goes on from the step that it had ended, which may wait for the others.
-        version = self.parameter.next_step if mode == "sync" else 0
-        self.parameter.get_weights(
-            out=self._weights.arrays, min_version=version, timeout_s=timeout_s
-        )
-        self._take_weights()
+        self.parameter.on_give_again = weakref.WeakMethod(self._read_weights)
+        self._read_weights(timeout_s)
         self._untrained = Untrained(
             model,
             self._names,
@@ -957,6 +953,16 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         return events
 
     # Weights in.
+
+    def _read_weights(self, timeout_s: float | None = None) -> None:
+        """Puts the cluster's weights into the model, those that the next step begins with."""
+        # Started again, it goes on from the step that it had ended, which may wait for the others.
+        version = self.parameter.next_step if self.parameter.spec.mode == "sync" else 0
+        self._await_uploads()
+        self.parameter.get_weights(
+            out=self._weights.arrays, min_version=version, timeout_s=timeout_s
+        )
+        self._take_weights()
 
     def _take_weights(self) -> None:
         tensors = list(self._tensors.values())

@@ -747,6 +747,31 @@ def test_a_worker_that_starts_again_waits_for_the_step_that_it_had_ended(cluster
         assert torch.equal(mine, its)
 
 
+def test_a_worker_killed_between_the_steps_of_two_optimizers_steps_both(cluster, connect) -> None:
+    """The model of the first one gets the weights back from before that step."""
+    running, (batch,) = cluster(2), batches(1)
+
+    def pair(worker_id: str, seed: int = 1) -> list[tuple[Any, Any]]:
+        worker, models = connect(running, worker_id), (net(seed), net(seed))
+        named = zip(("first", "second"), models, strict=True)
+        return [(model, server(model, worker, name=name, worker_count=2)) for name, model in named]
+
+    both = [pair(f"w{rank}") for rank in (0, 1)]
+    before = copy.deepcopy(both[0][0][0])
+    together([lambda of=of: train(*of[0], [batch]) for of in both])
+    other = in_background(lambda: train(*both[0][1], [batch]))
+    back = pair("w1", seed=9)  # in place of the one that trained the first alone
+    assert [optimizer.next_step for _, optimizer in back] == [0, 0]
+    for mine, its in zip(back[0][0].parameters(), before.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    for model, optimizer in back:
+        train(model, optimizer, [batch])
+    other.result(PATIENCE_S)
+    for (mine, _), (its, _) in zip(back, both[0], strict=True):
+        for one, another in zip(mine.parameters(), its.parameters(), strict=True):
+            assert torch.equal(one, another)
+
+
 def test_tensors_of_groups_that_are_frozen_are_left_alone(client) -> None:
     model, alone = net(), net()
     for each in (model, alone):

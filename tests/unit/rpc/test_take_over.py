@@ -10,7 +10,7 @@ import pytest
 
 from shardwell.errors import WorkerIdInUseError
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.take_over import TAKE_OVER_S, claim_seat
+from shardwell.rpc.take_over import TAKE_OVER_S, CrewSteps, claim_seat, was_cut_off
 
 ANSWER_S = 0.001
 LATE_S_MAX = 0.6
@@ -77,3 +77,34 @@ def test_a_seat_that_will_be_free_is_waited_for_until_the_deadline() -> None:
     with pytest.raises(WorkerIdInUseError):
         claim_seat(Attempts(3.0, seat), seat.take)
     assert seat.time_s <= 3.0 + LATE_S_MAX
+
+
+def _steps(*next_steps: int, version: int = 0, is_restored: bool = False) -> CrewSteps:
+    """Those of workers w0, w1, .. with seats, among three."""
+    return CrewSteps(
+        next_steps={f"w{index}": step for index, step in enumerate(next_steps)},
+        version=version,
+        has_room=len(next_steps) < 3,
+        is_restored=is_restored,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "expected"),
+    [
+        (_steps(6, 6, 6), _steps(5, 6, 6), True),  # the others wait in the one that is behind
+        (_steps(6, 5, 6), _steps(5, 5, 5), True),  # another has yet to make both
+        (_steps(6, 7, 7), _steps(5, 5, 5), False),  # the others wait in the one that is ahead
+        (_steps(6, 7, 6), _steps(5, 5, 5), False),
+        (_steps(6, 6, 6), _steps(5, 5, 5), True),  # all between the two
+        (_steps(6, 6, 6, is_restored=True), _steps(5, 5, 5), False),  # or they began apart
+        (_steps(6, 6, 6), _steps(5, 6, 6, is_restored=True), True),
+        (_steps(1, 1, 1), _steps(), True),  # no worker has a seat in the other before step 0
+        (_steps(1, 2, 2), _steps(), False),  # no loop makes a step of that
+        (_steps(6), _steps(5), True),  # one worker alone
+    ],
+)
+def test_where_a_worker_was_cut_off_follows_from_the_steps_of_the_others(
+    ahead, behind, expected
+) -> None:
+    assert was_cut_off("w0", ahead, behind) is expected

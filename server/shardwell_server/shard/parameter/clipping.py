@@ -57,6 +57,7 @@ class Closing:
         self._storage = state.storage
         self._rules = state.rules
         self._codec = CODECS[state.spec.codec_name].summed
+        self._encoded = state.encoded
         self._snapshots = state.snapshots
         self._contributions = state.contributions
         self._times = state.times
@@ -71,6 +72,10 @@ class Closing:
         record = self._tracker.records[index]
         if self._snapshots.pending:
             self._snapshots.before_close(index, learning_rate)
+        if self._spec.keeps_versions:
+            encoded = self._encoded.leave(chunk, index, record.version)
+            if encoded is not None:
+                self._storage.keep(index, record.version, encoded)
         following = ChunkRecord(record.version + 1)
         with self._storage.change(index, Transition.CLOSE) as change:
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded

@@ -149,6 +149,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             count_max=limits.snapshot_count_max,
         )
         """Snapshots of this slice, under way."""
+        self._encoded = EncodedWeights(
+            spec, spans, count_max=limits.encoded_chunk_count_max, former_names=former_names
+        )
         state = ParameterState(
             spec=spec,
             storage=storage,
@@ -157,6 +160,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             lock=self._register.lock,
             chunks=self._chunks,
             rules=self._rules,
+            encoded=self._encoded,
             snapshots=self.snapshots,
             contributions=self.contributions,
             times=StepTimes(len(self._chunks), time.monotonic),
@@ -166,9 +170,6 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         self.closing = (ClosingByNorm if spec.closes_by_norm else Closing)(state)
         """How its steps close."""
         self._image_lock = threading.Lock()
-        self._encoded = EncodedWeights(
-            spec, spans, count_max=limits.encoded_chunk_count_max, former_names=former_names
-        )
         self.reports = Reports()
         """What workers report of its steps."""
         self._grace_over = [-1] * self.chunk_count

@@ -9,6 +9,7 @@ from shardwell.numerics.update_rules import TensorRules
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.contributions import Contributions
+from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SliceState
@@ -27,6 +28,8 @@ class ParameterState(SliceState[Seat]):
     chunks: Sequence[Chunk]
     rules: TensorRules
     """The optimizer."""
+    encoded: EncodedWeights
+    """The chunks as they travel."""
     snapshots: Snapshots
     """Snapshots under way."""
     contributions: Contributions
