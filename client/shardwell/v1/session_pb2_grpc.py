@@ -83,6 +83,8 @@ class SessionServiceServicer(object):
         A synchronous step that a worker has not contributed to when it ends so can't close without a session that
         comes with its worker id. 1 s later, as long as no session attends with that id, all calls that wait for such a
         step end with ERROR_CODE_WORKERS_MISSING, whatever time they have left; missing_worker_ids has the worker.
+        Likewise with ERROR_CODE_WORKER_ID_IN_USE, where the step lacks a worker that the shard has never seen, and a
+        session has asked for 3 s for a seat whose owner attends: two workers have one id.
 
         Call it on every shard, when no stream contributes any more. The shard then ends the session's Attend, and
         its streams that have brought a gradient, with FAILED_PRECONDITION and ERROR_CODE_SESSION_ENDED; streams that

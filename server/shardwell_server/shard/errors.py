@@ -9,12 +9,19 @@ import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from shardwell.errors import DivergedError, NonFiniteError, WorkersMissingError
+from shardwell.errors import (
+    DivergedError,
+    NonFiniteError,
+    WorkerIdInUseError,
+    WorkersMissingError,
+)
 from shardwell.placement.rows import Ids
+from shardwell.rpc.session import Session
 from shardwell.specs.members import Elastic
-from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.parameter import ParameterSpec, TrainingSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.deadline import RequestDeadline
+from shardwell_server.shard.members import Rivals
 from shardwell_server.shard.step_tracker import StepTracker
 
 
@@ -25,9 +32,17 @@ class Ends(Protocol):
     """Limits of elastic members; None: a fixed crew."""
     ended: dict[str, int]
     """Workers with a seat whose sessions have ended in order, the first one first."""
+    rivals: dict[str, Rivals]
+    """Clients that asked for a seat whose owner is connected, by its worker."""
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
         """The workers that have ended in order, and for how long they may be expected back."""
+
+    def shared_ids(self) -> tuple[dict[str, Rivals], float]:
+        """Workers as which two clients would contribute, and when there may be more."""
+
+    def ids_of_several(self) -> dict[str, list[Session]]:
+        """The connected clients of each worker that has more than one."""
 
 
 class TableSteps(Ends, Protocol):
@@ -113,6 +128,7 @@ def workers_missing(
     missing, unknown = tracker.missing(step, chunk_index)
     more = "more to reach min_count" if spec.members is not None else ""
     named = _names(missing, unknown, more or "that never opened the parameter")
+    named += _shared_words(tracker) if unknown and not more else ""
     none = "none (asynchronous)"
     if spec.closes_by_norm:
         none = "none: the next call of a worker closes it"
@@ -135,15 +151,17 @@ def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> 
     Raises:
         WorkersMissingError: names the workers that ended.
     """
-    if not tracker.ended or tracker.elastic is not None:  # no step awaits a member that has left
+    if _can_go_on(tracker):
         return math.inf
     record = tracker.records[chunk_index]
     if tracker.is_decided(record):
         return math.inf
-    missing, _ = tracker.missing(record.version, chunk_index)
+    missing, unknown_count = tracker.missing(record.version, chunk_index)
     what = f"parameter {spec.name!r}: step {record.version} of chunk {chunk_index}"
     spare_count = spec.worker_count - (spec.min_contributors or spec.worker_count)
-    return _check_ended(tracker, missing, what, spare_count, parameter=spec.name)
+    return _check_missing(
+        spec, tracker, missing, unknown_count, what, spare_count, parameter=spec.name
+    )
 
 
 def non_finite_row(
@@ -172,6 +190,7 @@ def table_workers_missing(
     missing, unknown = tracker.missing(tracker.version)
     more = "more to reach min_count" if spec.members is not None else ""
     named = _names(missing, unknown, more or "that never opened the table")
+    named += _shared_words(tracker) if unknown and not more else ""
     return WorkersMissingError(
         f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
         f"{tracker.version}; missing of {spec.crew}: "
@@ -183,11 +202,38 @@ def table_workers_missing(
 
 def check_table_ended(spec: TableSpec, tracker: TableSteps) -> float:
     """The same as `check_ended`, for the open step of a table."""
-    if not tracker.ended or tracker.elastic is not None:
+    if _can_go_on(tracker):
         return math.inf
-    missing, _ = tracker.missing(tracker.version)
+    missing, unknown_count = tracker.missing(tracker.version)
     what = f"table {spec.name!r}: step {tracker.version}"
-    return _check_ended(tracker, missing, what, 0, table=spec.name)
+    return _check_missing(spec, tracker, missing, unknown_count, what, 0, table=spec.name)
+
+
+def _can_go_on(tracker: Ends) -> bool:
+    """Whether no worker is known to be missing for good; no step awaits a member that has left."""
+    return tracker.elastic is not None or not (tracker.ended or tracker.rivals)
+
+
+def _check_missing(
+    spec: TrainingSpec,
+    tracker: Ends,
+    missing: list[str],
+    unknown_count: int,
+    what: str,
+    spare_count: int,
+    **where: Any,
+) -> float:
+    """Refuses to wait for workers that can't come; see `check_ended`."""
+    shared, look_s = tracker.shared_ids()
+    if unknown_count > spare_count and shared:
+        worker_id, rivals = next(iter(shared.items()))
+        raise WorkerIdInUseError(
+            f"{what} waits for {unknown_count} more of {spec.crew}, and two clients are worker "
+            f"{worker_id!r}: {rivals.words}; give each worker an id of its own",
+            worker_id=worker_id,
+            **where,
+        )
+    return min(look_s, _check_ended(tracker, missing, what, spare_count, **where))
 
 
 def _check_ended(
@@ -210,6 +256,14 @@ def _check_ended(
             **where,
         )
     return rest_s
+
+
+def _shared_words(tracker: Ends) -> str:
+    """Which clients share an id, for a message that names a worker which never came."""
+    for worker_id, sessions in tracker.ids_of_several().items():
+        clients = " and ".join(map(str, sessions[:8]))
+        return f" ({clients} are all worker {worker_id!r}: give each worker an id of its own)"
+    return ""
 
 
 def _names(missing: list[str], unknown_count: int, unknown: str) -> str:

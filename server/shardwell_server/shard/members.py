@@ -46,6 +46,7 @@ from shardwell.errors import (
     WorkerIdInUseError,
 )
 from shardwell.rpc.session import Session
+from shardwell.rpc.take_over import TAKE_OVER_S
 from shardwell.specs.members import Elastic
 from shardwell.v1 import types_pb2
 
@@ -85,6 +86,12 @@ class Liveness(Protocol):
     def attends_as(self, worker_id: str) -> bool:
         """Whether any session of a worker attends."""
 
+    def all_as(self, worker_id: str) -> list[Session]:
+        """The sessions of a worker that attend; more than one where clients share its id."""
+
+    def now_s(self) -> float:
+        """A clock that never goes back."""
+
 
 class Tenure(NamedTuple):
     """The tenure of a seat; see the module."""
@@ -105,12 +112,30 @@ class Attendance(NamedTuple):
     """How its gradients come, each once; none: none has come."""
 
 
+class Rivals(NamedTuple):
+    """Two clients that would contribute as one worker."""
+
+    owner: Session
+    """The one that has the seat."""
+    refused: Session
+    """The one that asked for it last, in vain."""
+    since_s: float
+    """When it asked first."""
+
+    @property
+    def words(self) -> str:
+        """Names of both, for a message."""
+        return f"{self.owner}, which contributes, and {self.refused}, which was refused"
+
+
 _FOR_GOOD = Tenure()
 
 RETURN_AFTER_END_S = 1.0
 """For so long after a worker's session has ended in order, others wait for its next one. A client
 that is closed and made anew in one process attends within that; longer, and those who wait for a
 worker that is gone for good would learn it late."""
+_RIVAL_ASKS_S = TAKE_OVER_S + 1.0
+"""For so long a client asks for a seat that is another one's, with its pauses."""
 _MEMBER_COUNT_MAX = 512
 """Members in an answer: each takes a look at all chunks, and room in it."""
 _HOST_LENGTH_MAX = 64
@@ -335,6 +360,8 @@ class Seats(ABC, Generic[SeatT]):
         self.ended: dict[str, int] = {}
         """Workers with a seat whose sessions have ended in order, the first one first; with the
         session's number, 0 where it is not known."""
+        self.rivals: dict[str, Rivals] = {}
+        """Clients that asked for a seat whose owner is connected, by its worker."""
         self.come_to_rest: Callable[[], None] = lambda: None
         """Returns when nothing is being counted that was checked before the call."""
         self.give_on: Callable[[SeatT], None] = lambda seat: None
@@ -678,6 +705,9 @@ class Seats(ABC, Generic[SeatT]):
         advice = "give each worker an id of its own"
         if alive_for_s == math.inf:
             free_in_s = None
+            found = self.rivals.get(worker_id)
+            if found is None or found[:2] != (owner, session):
+                self.rivals[worker_id] = Rivals(owner, session, self._sessions.now_s())
             advice += (
                 "; if that process is gone, its seat is free when its connection has ended, at "
                 "the latest after the shard's session_lease_s"
@@ -710,6 +740,33 @@ class Seats(ABC, Generic[SeatT]):
         self.ended.pop(seat.worker_id, None)
         if seat.owner is None:
             self.ended[seat.worker_id] = number
+
+    def shared_ids(self) -> tuple[dict[str, Rivals], float]:
+        """Workers as which a second client would contribute, beside one that does.
+
+        Only of a client that asks no more: until then the first one may be about to end, or would
+        end because of an error, and the second one would take its seat.
+
+        Returns:
+            Both, by worker id, and in how many seconds there may be more.
+        """
+        found, rest_s = {}, math.inf
+        for worker_id, rivals in list(self.rivals.items()):
+            seat = self._seats.get(worker_id)
+            if seat is None or seat.owner != rivals.owner:
+                continue
+            asks_for_s = self._sessions.now_s() - rivals.since_s
+            if asks_for_s >= _RIVAL_ASKS_S:
+                found[worker_id] = rivals
+            else:
+                rest_s = min(rest_s, _RIVAL_ASKS_S - asks_for_s)
+        return found, rest_s
+
+    def ids_of_several(self) -> dict[str, list[Session]]:
+        """The connected clients of each worker that opened it under the id of another one."""
+        names = {*self._seats, *list(self._openers.values())}
+        found = {worker_id: self._sessions.all_as(worker_id) for worker_id in sorted(names)}
+        return {worker_id: sessions for worker_id, sessions in found.items() if len(sessions) > 1}
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
         """The workers that have ended in order, and under whose ids no session attends.

@@ -94,7 +94,8 @@ class Sessions:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._count_max = count_max
-        self._now_s = now_s
+        self.now_s = now_s
+        """The clock."""
         self._lease_s = lease_s
         self._return_until_s = now_s() + return_s
         self._lock = threading.Lock()
@@ -167,11 +168,11 @@ class Sessions:
                     )
                 _move_member(None, usage, worker_id)
                 found = self._attending[session.number] = _Attending(
-                    worker_id, session, software_version, self._now_s()
+                    worker_id, session, software_version, self.now_s()
                 )
                 self._left_s.pop(session.number, None)
                 self._left_owners.pop(session.number, None)
-                self._heard_s[session.number] = self._now_s()
+                self._heard_s[session.number] = self.now_s()
             elif found.worker_id != worker_id:
                 raise ArgumentError(
                     f"session {session.number:#x} is that of worker {found.worker_id!r}; got "
@@ -206,10 +207,10 @@ class Sessions:
         """Notes a heartbeat of a session."""
         with self._lock:
             if number in self._attending:
-                self._heard_s[number] = self._now_s()
+                self._heard_s[number] = self.now_s()
 
     def silent_for_s(self, number: int) -> float:
-        now_s = self._now_s()
+        now_s = self.now_s()
         with self._lock:
             return now_s - self._heard_s.get(number, now_s)
 
@@ -244,7 +245,7 @@ class Sessions:
                 self._left_owners[number] = found.owner
             _move_member(found.usage, None, found.worker_id)
         self._left_s.pop(number, None)
-        self._left_s[number] = self._now_s()
+        self._left_s[number] = self.now_s()
         if len(self._left_s) > self._count_max:
             first = next(iter(self._left_s))
             self._others_left_s = self._left_s.pop(first)
@@ -257,7 +258,7 @@ class Sessions:
                 return math.inf
             if number in self._left_s:
                 return 0.0
-            waits_s = max(self._return_until_s - self._now_s(), 0.0)
+            waits_s = max(self._return_until_s - self.now_s(), 0.0)
         return 0.0 if waits_s and has_ended(process) else waits_s
 
     def spare_in_s(self, number: int) -> float:
@@ -265,25 +266,30 @@ class Sessions:
             if number in self._attending:
                 return math.inf
             left_s = self._left_s.get(number, self._others_left_s)
-            return left_s + self._lease_s - self._now_s()
+            return left_s + self._lease_s - self.now_s()
 
     def gone_for_s(self, number: int) -> float:
         with self._lock:
             if number in self._attending:
                 return 0.0
             left_s = self._left_s.get(number, self._others_left_s)
-            return max(self._now_s() - left_s, 0.0)
+            return max(self.now_s() - left_s, 0.0)
 
     def attends_for_s(self, worker_ids: Container[str]) -> float | None:
         with self._lock:
             began = [
                 each.began_s for each in self._attending.values() if each.worker_id in worker_ids
             ]
-            return self._now_s() - min(began) if began else None
+            return self.now_s() - min(began) if began else None
 
     def attends_as(self, worker_id: str) -> bool:
         with self._lock:
             return any(each.worker_id == worker_id for each in self._attending.values())
+
+    def all_as(self, worker_id: str) -> list[Session]:
+        with self._lock:
+            found = (each for each in self._attending.values() if each.worker_id == worker_id)
+            return [each.session for each in found]
 
     def check(
         self,
@@ -312,7 +318,7 @@ class Sessions:
             found = self._attending.get(number)
             is_its = found is not None and found.owner == owner
             if found is not None and is_its:
-                self._heard_s[number] = self._now_s()
+                self._heard_s[number] = self.now_s()
                 if transport:
                     found.transports.add(transport)
             has_ended = number in self._ended

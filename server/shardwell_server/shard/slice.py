@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from shardwell.errors import WorkerIdInUseError
 from shardwell.process.spans import Spans, now_ns
 from shardwell.v1 import parameter_server_pb2 as parameter_pb
 from shardwell.v1 import table_pb2 as table_pb
@@ -180,7 +181,12 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         Raises:
             ShardwellError: see `MembershipLog.seat`.
         """
-        seat = self._state.register.seat(contributor)
+        try:
+            seat = self._state.register.seat(contributor)
+        except WorkerIdInUseError:
+            if self._state.tracker.rivals:
+                self._wake_all()  # its owner may wait for the worker that this one should be
+            raise
         if seat.was_taken_over:
             self._taken_over(seat)
         return seat

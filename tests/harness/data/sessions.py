@@ -57,6 +57,12 @@ class AllAlive:
     def attends_as(self, worker_id: str) -> bool:
         return True
 
+    def all_as(self, worker_id: str) -> list[Session]:
+        return [session_of(worker_id)]
+
+    def now_s(self) -> float:
+        return 0.0
+
 
 def noted(event: Event) -> None:
     """Takes note of nothing."""

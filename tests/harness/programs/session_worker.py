@@ -1,6 +1,6 @@
 """A worker process that contributes when a line says so, and reports what came of it.
 
-python session_worker.py TARGET WORKER_ID KIND MODE
+python session_worker.py TARGET WORKER_ID KIND MODE WORKER_COUNT
 
 KIND is "parameter" or "table". Each line on stdin is a call, answered by one line on stdout:
 "put VALUE" ends a step with that gradient everywhere; "open" opens the subject again; "close"
@@ -75,12 +75,13 @@ class Subject:
 class SessionWorker(Program):
     """Such a process, started."""
 
-    def __init__(self, target: str, worker_id: str, kind: str, mode: str) -> None:
+    def __init__(
+        self, target: str, worker_id: str, kind: str, mode: str, *, worker_count: int = 1
+    ) -> None:
         import subprocess
 
-        super().__init__(
-            str(PATH), target, worker_id, kind, mode, stdin=subprocess.PIPE, is_forked=True
-        )
+        arguments = (target, worker_id, kind, mode, str(worker_count))
+        super().__init__(str(PATH), *arguments, stdin=subprocess.PIPE, is_forked=True)
         assert self.read_line() == "ready"
 
     def ask(self, line: str) -> str:
@@ -97,9 +98,9 @@ class SessionWorker(Program):
 
 def main() -> None:
     """Answers line by line."""
-    target, worker_id, kind, mode = sys.argv[1:]
+    target, worker_id, kind, mode, worker_count = sys.argv[1:]
     with shardwell.connect(target, worker_id=worker_id, timeout_s=20.0) as client:
-        subject = Subject(client, kind, mode)
+        subject = Subject(client, kind, mode, worker_count=int(worker_count))
         print("ready", flush=True)
         for line in sys.stdin:
             verb, *arguments = line.split()

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.polling import eventually
+from harness.polling import PATIENCE_S, eventually
 from harness.programs.session_worker import SIZE, SessionWorker, Subject
+from harness.threads import in_background
 from harness.wire_client.table import WireTable, table_spec
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -65,6 +66,56 @@ def test_a_second_process_is_refused_by_name(cluster, connect, kind, mode) -> No
     assert first.values() == {-3.0}
     statuses = first.statuses()
     assert not any(getattr(status, "duplicate_chunk_count", 0) for status in statuses)
+
+
+@KINDS
+def test_two_workers_under_one_id_both_get_an_error_that_names_them(cluster, connect, kind) -> None:
+    """The one that has the seat would wait for the worker that the other one should be."""
+    running = cluster(2)
+    first = Subject(connect(running, "w0"), kind, "sync", worker_count=2)
+    first.put(1)
+    waiting = in_background(lambda: first.put(2))
+    with SessionWorker(running.target, "w0", kind, "sync", worker_count=2) as second:
+        assert second.ask("put 100").startswith("WorkerIdInUseError: worker id 'w0' is in use: ")
+        with pytest.raises(shardwell.WorkerIdInUseError) as caught:
+            waiting.result(PATIENCE_S)
+        host = repr(socket.gethostname())
+        for pid in (os.getpid(), second.pid):
+            assert f"process {pid} on {host}" in caught.value.message
+        assert "waits for 1 more of 2 workers" in caught.value.message
+        assert "an id of its own" in caught.value.message
+
+
+@KINDS
+def test_a_stranger_under_an_id_ends_no_wait_for_a_worker_that_is_known(
+    cluster, connect, kind
+) -> None:
+    running = cluster(2)
+    first, other = (
+        Subject(connect(running, worker_id), kind, "sync", worker_count=2)
+        for worker_id in ("w0", "w1")
+    )
+    first.put(1)
+    waiting = in_background(lambda: first.put(2))
+    with SessionWorker(running.target, "w0", kind, "sync", worker_count=2) as second:
+        for _ in range(2):  # each asks for two seconds
+            assert second.ask("put 100").startswith("WorkerIdInUseError")
+    assert not waiting.done()
+    other.put(3)
+    assert waiting.result(PATIENCE_S) == 1
+
+
+@KINDS
+def test_clients_that_share_an_id_are_named_where_a_worker_never_came(
+    cluster, connect, kind
+) -> None:
+    """Neither has asked for the other one's seat: it may read."""
+    running = cluster(2)
+    first = Subject(connect(running, "w0"), kind, "sync", worker_count=2)
+    Subject(connect(running, "w0"), kind, "sync", worker_count=2)
+    first.put(1)
+    with pytest.raises(shardwell.WorkersMissingError, match="are all worker 'w0'"):
+        first.put(2, timeout_s=2.0)
 
 
 @KINDS
