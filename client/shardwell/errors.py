@@ -149,8 +149,8 @@ class WorkerIdInUseError(ShardwellError):
     """Another process contributes under this worker's id, or has taken its seat over.
 
     The message names both. All who wait for a worker that never came get it, too, where a second
-    process asks for the seat of one that did. `free_in_s` is None while that process is connected; else a shard that
-    was started again waits for it so much longer.
+    process asks for the seat of one that did. `free_in_s` is None while that process is connected;
+    else a shard that was started again waits for it so much longer.
     """
 
     retryable = True

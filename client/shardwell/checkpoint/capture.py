@@ -33,7 +33,7 @@ from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.traffic import Traffic
@@ -205,7 +205,8 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         remaining_s = self._attempts.remaining_s
         if remaining_s <= 0:
             raise DeadlineError(
-                f"no {self._verb} of {self._kind} {self._spec.name!r} in time; raise timeout_s",
+                f"no {self._verb} of {self._kind} {self._spec.name!r} within "
+                f"{self._attempts.timeout_s:g} s; raise timeout_s",
                 **self._where,
             )
         return remaining_s
@@ -252,7 +253,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
                 version=version,
                 wait_timeout_ms=wait_timeout_ms,
             ),
-            timeout=self._remaining_s(),
+            timeout=with_answer(self._remaining_s()),
         )
 
     def _receive(
@@ -346,7 +347,7 @@ class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
                 version=version,
                 wait_timeout_ms=wait_timeout_ms,
             ),
-            timeout=self._remaining_s(),
+            timeout=with_answer(self._remaining_s()),
         )
 
     def _receive(

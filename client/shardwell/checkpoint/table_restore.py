@@ -219,7 +219,8 @@ class TableRestore:
         remaining_s = self._attempts.remaining_s
         if remaining_s <= 0:
             raise DeadlineError(
-                f"table {self._entry.name!r} was not restored in time; raise timeout_s",
+                f"table {self._entry.name!r} was not restored within "
+                f"{self._attempts.timeout_s:g} s; raise timeout_s",
                 table=self._entry.name,
             )
         return remaining_s

@@ -32,7 +32,7 @@ from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import Outgoing
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.weighted_mean import MeanFactors
-from shardwell.specs.deadlines import wait_within
+from shardwell.specs.deadlines import with_answer
 from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
@@ -195,7 +195,9 @@ class Engine:
 
     def _made(self, call: Call) -> int:
         index = None if call.is_join else call.announcement.call_index
-        verdict = self._mailbox.await_verdict(index, max(call.timeout_s, _VERDICT_S_MIN))
+        verdict = self._mailbox.await_verdict(
+            index, max(with_answer(call.timeout_s), _VERDICT_S_MIN)
+        )
         if verdict is None:
             raise self._given_up(
                 DeadlineError(
@@ -221,7 +223,7 @@ class Engine:
             call.ranks = tuple(verdict.active_ranks)
             call.have_state = tuple(map(bool, verdict.sample_counts))
         if call.operation is not None and call.array.size:
-            deadline_s = time.monotonic() + call.timeout_s
+            deadline_s = time.monotonic() + with_answer(call.timeout_s)
             try:
                 with self._mailbox.inbox.taken_over():
                     self._moved(call, call.operation, verdict)
@@ -301,7 +303,7 @@ class Engine:
             peaks=call.peaks if plan is call.plan else None,
             may_have_nans=call.may_have_nans,
         )
-        deadline_s = time.monotonic() + wait_within(call.timeout_s)
+        deadline_s = time.monotonic() + call.timeout_s
         targets = {place: self._links.outgoing(ranks[place]) for place in plan.targets}
         arithmetics = [arithmetic()]
         collective = Collective(

@@ -57,7 +57,7 @@ from shardwell.placement.fragments import STRIDED, Patterns, assignment_name, de
 from shardwell.placement.slices import Slice
 from shardwell.process.connected import Closing, Connected
 from shardwell.specs.checks import check_number
-from shardwell.specs.deadlines import check_timeout
+from shardwell.specs.deadlines import check_timeout, with_answer
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.learner import LearnerProgress
@@ -694,7 +694,7 @@ class Outer(Connected, Closing):
             or isinstance(error, DeadlineError | ShardUnavailableError)
         ):
             self._send(index, offer)
-        until_s = offer.call_began_s + self._timeout_s + LATE_S + ABANDON_S
+        until_s = offer.call_began_s + with_answer(self._timeout_s) + LATE_S + ABANDON_S
         try:
             assert offer.call is not None
             while not offer.call.done():

@@ -19,7 +19,7 @@ from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
@@ -148,7 +148,7 @@ class FirstWeights:
                 incarnation=self._incarnation,
             ),
             pb.ClaimInitResponse,
-            timeout_s=self._attempts.rest_s,
+            timeout_s=with_answer(self._attempts.rest_s),
             parameter=self._name,
         )
 

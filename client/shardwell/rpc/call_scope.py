@@ -21,7 +21,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.heartbeat import TakesPart
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import missing_words
-from shardwell.specs.deadlines import check_timeout
+from shardwell.specs.deadlines import check_timeout, with_answer
 from shardwell.threads.calls import current_call
 
 _LOG = logging.getLogger("shardwell")
@@ -120,7 +120,8 @@ class CallScope:
             )
             tell = partial(self._tell_wait, verb, bound_s) if verb else None
             look = partial(self._look, f"{verb or 'a call'} of {self._what}")
-            return self._shards.threads.run(call, bound_s, scope=self, tell=tell, look=look)
+            end_s = with_answer(bound_s)
+            return self._shards.threads.run(call, end_s, scope=self, tell=tell, look=look)
 
     def _look(self, what: str, waited_s: float) -> None:
         """A call has waited for some seconds."""
@@ -139,7 +140,7 @@ class CallScope:
         self.check_open()
         bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
         call = partial(self._attempted, body, bound_s, in_turn=in_turn)
-        return self._shards.threads.start(call, bound_s, scope=self)
+        return self._shards.threads.start(call, with_answer(bound_s), scope=self)
 
     def check_open(self, cause: BaseException | None = None) -> None:
         """Refuses to work after `close`; `cause` is what came of working while it was called.

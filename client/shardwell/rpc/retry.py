@@ -12,6 +12,7 @@ and must not all come back at one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -35,6 +36,9 @@ CORRUPT_RETRY_COUNT_MAX = 2
 """Attempts after damaged chunks; a wire that damages more of one call needs its owner."""
 _REST_S_MIN = 0.05
 """An attempt that is made at all is given so long."""
+
+_WAITED = re.compile(r"\bwaited \S+ s\b")
+"""What errors say of waits."""
 
 ResultT = TypeVar("ResultT")
 
@@ -89,11 +93,16 @@ class Attempts:
 
     def beside(self) -> Attempts:
         """Attempts of a part of the call on another thread, with the same deadline."""
-        return Attempts(self.remaining_s, self._surroundings)
+        return self._part(self.remaining_s)
 
     def within(self, timeout_s: float) -> Attempts:
         """Attempts of a part of the call that is to take no longer than that."""
-        return Attempts(max(min(timeout_s, self.remaining_s), _REST_S_MIN), self._surroundings)
+        return self._part(max(min(timeout_s, self.remaining_s), _REST_S_MIN))
+
+    def _part(self, timeout_s: float) -> Attempts:
+        part = Attempts(timeout_s, self._surroundings)
+        part.timeout_s = self.timeout_s  # the caller's, for messages
+        return part
 
     @property
     def remaining_s(self) -> float:
@@ -139,6 +148,9 @@ class Attempts:
             except DeadlineError as error:
                 if type(error) is DeadlineError and error.shard_index is not None:
                     raise self._with_wait(error) from None
+                if self.remaining_s <= 0:  # of which the shard knows what was left for it
+                    whole = f"waited {self.timeout_s:g} s"
+                    error.args = (_WAITED.sub(whole, error.message, count=1),)
                 raise  # because of other workers, which it names
             self._await(lost)
 
@@ -185,7 +197,7 @@ class Attempts:
             where = self._surroundings.describe(error.shard_index)
             if where not in message:
                 message = f"{where}: {message}"
-        waited_s = self._now_s() - self._began_s
+        waited_s = min(self._now_s() - self._began_s, self.timeout_s)
         is_said = "timeout_s" in message or isinstance(error, AuthenticationError)
         advice = "" if is_said else "; raise timeout_s to wait longer"
         waited = type(error)(

@@ -1,10 +1,11 @@
 """How long a call may take, and how much of that each side waits for others. Pure.
 
-The timeout is the caller's, and bounds the whole call. Each step of its way gives up a little
-before the one above it, so that the error which names the missing arrives before the call ends:
+The timeout is the caller's: for so long others are waited for, and then the error comes that names
+the missing. So that it arrives, the call goes on a little longer where no answer has come:
 
     caller      timeout_s, checked by `check_timeout`
-    worker      asks a shard, or rank 0, to wait for `wait_within(timeout_s)`
+    worker      asks a shard, or rank 0, to wait for `wait_milliseconds(timeout_s)`, which is all of
+                it, and for the answer until `with_answer(timeout_s)`
     shard       answers `SHARD_MARGIN_S` before the deadline of gRPC, and within its own limit
 
 `shard.deadline` of the service has how a request waits on a shard; `rpc.retry.Attempts` counts what
@@ -13,6 +14,7 @@ its attempts have left of a call's time on the worker.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shardwell.errors import ArgumentError
@@ -21,8 +23,8 @@ DURATION_S_MAX = 30 * 86400.0
 """The longest time that can be asked for: waits that take it overflow in no library below."""
 TIMEOUT_S_MIN = 0.001
 """The shortest deadline: they travel in milliseconds."""
-WORKER_MARGIN_S = 2.0
-"""What an answer may take on its way between busy machines."""
+ANSWER_S = 2.0
+"""What an answer may take on its way between busy machines; of a short wait, a quarter."""
 SHARD_MARGIN_S = 0.25
 """What an answer that names the missing may take from a shard to the client's gRPC."""
 
@@ -58,11 +60,11 @@ def less_margin(timeout_s: float, margin_s: float) -> float:
     return timeout_s - min(margin_s, timeout_s / 4)
 
 
-def wait_within(timeout_s: float) -> float:
-    """How long a shard, or rank 0, may wait for others, so that its answer names them in time."""
-    return less_margin(timeout_s, WORKER_MARGIN_S)
+def with_answer(timeout_s: float) -> float:
+    """How long a call may take in which others are waited for: their answer names the missing."""
+    return timeout_s + min(ANSWER_S, timeout_s / 4)
 
 
 def wait_milliseconds(timeout_s: float) -> int:
-    """`wait_within` as it travels: at least 1, because 0 would mean none."""
-    return max(int(less_margin(timeout_s, WORKER_MARGIN_S) * 1000), 1)
+    """A wait as it travels: at least 1, because 0 would mean none."""
+    return max(math.ceil(timeout_s * 1000), 1)

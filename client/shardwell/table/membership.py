@@ -19,7 +19,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
 from shardwell.rpc.take_over import check_next_step, common_tenure
-from shardwell.specs.deadlines import wait_milliseconds
+from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
 from shardwell.steps.opening import KindCalls, Opening
@@ -261,7 +261,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         found = [np.empty(0, np.int64)]
         context = checksum.rows_scan_context(self._spec.name, request.content)
         with channel.translated(table=self._spec.name):
-            call = channel.scan_rows(request, timeout=attempts.rest_s)
+            call = channel.scan_rows(request, timeout=with_answer(attempts.rest_s))
             try:
                 with cancelled_by(call.cancel):
                     for message in call:

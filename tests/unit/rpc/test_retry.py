@@ -286,3 +286,24 @@ def test_a_pause_of_the_callers_ends_with_the_deadline() -> None:
     attempts.pause(3.0)
     attempts.pause(3.0)
     assert world.pauses_s == pytest.approx([0.4, 0.6, 0.0])
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_missing_workers_are_named_with_the_timeout_that_the_caller_gave(is_part: bool) -> None:
+    world = World()
+
+    def attempt() -> str:
+        world.time_s += 5.0
+        raise WorkersMissingError("waited 4.993 s for version 1; raise timeout_s")
+
+    attempts = Attempts(5.0, world)
+    with pytest.raises(WorkersMissingError, match=r"^waited 5 s for version 1; raise timeout_s$"):
+        (attempts.beside() if is_part else attempts).run(attempt)
+
+
+def test_missing_workers_that_a_shard_gives_up_sooner_are_named_with_its_time() -> None:
+    def attempt() -> str:
+        raise WorkersMissingError("waited 100 s for version 1; raise timeout_s")
+
+    with pytest.raises(WorkersMissingError, match=r"^waited 100 s for version 1"):
+        Attempts(500.0, World()).run(attempt)

@@ -146,12 +146,13 @@ class CallMatcher:
             if opened.deadline_s <= now_s:
                 missing = sorted(self._active(index) - set(opened.calls))
                 some = next(iter(opened.calls.values()))
+                wait_s = min(each.wait_timeout_ms for each in opened.calls.values()) / 1000
                 verdicts += self._fail(
                     index,
                     _failure(
                         types_pb2.ERROR_CODE_WORKERS_MISSING,
                         f"{format_ranks(missing)} did not call {_name(some)} (call {index}) within "
-                        "the deadline; see whether they are slow or stuck, or raise timeout_s; no "
+                        f"{wait_s:g} s; see whether they are slow or stuck, or raise timeout_s; no "
                         "array was written, and the group goes on with the next call",
                         missing,
                     ),
