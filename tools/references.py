@@ -55,6 +55,7 @@ OTHERS = frozenset(
             "test_merge_weights",
         ),
         *("equinox", "lax", "nnx", "optax", "value_and_grad", "clip_by_global_norm"),  # with JAX
+        *("schedule_free", "conditionally_mask"),  # optax
         "flatten_dict",
         *("JaxRuntimeError", "loss_fn"),
         *("env_vars", "runtime_env", "max_retries"),  # Ray

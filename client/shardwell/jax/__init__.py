@@ -23,6 +23,7 @@ except ModuleNotFoundError:
 from shardwell.jax.callbacks import named_errors
 from shardwell.jax.gradient_transformations import (
     GradientTransformation,
+    accumulate,
     mean_gradients,
     server_updates,
 )
@@ -31,6 +32,7 @@ from shardwell.jax.tree_parameter import TreeParameter
 __all__ = [
     "GradientTransformation",
     "TreeParameter",
+    "accumulate",
     "mean_gradients",
     "named_errors",
     "server_updates",

@@ -6,7 +6,9 @@ work inside `jax.jit` and outside.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +20,11 @@ from shardwell.group.group import Group
 from shardwell.jax.callbacks import on_host
 from shardwell.jax.tree_parameter import TreeParameter
 from shardwell.jax.tree_shape import TreeShape
+from shardwell.numerics.arguments import check_integer
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import WireName
+
+_ACCUMULATED_MAX = 2**20
 
 
 class GradientTransformation(NamedTuple):
@@ -57,17 +62,23 @@ def server_updates(
 
     gives the shards' weights, up to the last bit's rounding. It comes last in a chain: what lies
     before it, such as `optax.clip_by_global_norm`, changes this worker's gradient. Its state begins
-    at the cluster's next step, also where a worker starts again.
+    at the cluster's next step, also where a worker starts again; a state that was saved at another
+    step is taken once, with a log line, and the step is the cluster's.
+
+    Each update is a step of the cluster, for good. An update that throws the last one's state away,
+    or whose weights are not those that came of it, is an ArgumentError, and is not sent; a sample
+    of the weights is compared. `accumulate` makes one update of several gradients.
 
     Args:
         net: The weights on the shards, whose optimizer makes the update.
-        learning_rate: The optimizer's, or a schedule as optax has them: a function of the step.
-            Default: as it is.
+        learning_rate: The optimizer's, or a schedule as optax has them: a function of the cluster's
+            step. Default: as it is.
         sample_count: This worker's weight in the mean.
         timeout_s: See `Client`.
 
     Raises:
-        ArgumentError: the optimizer of `net` is `Average`, which makes no updates.
+        ArgumentError: the optimizer of `net` is `Average`, which makes no updates. `init` raises it
+            inside `optax.MultiSteps`, and `update` where optax has not kept the last update.
 
     Examples:
         >>> weights = {"kernel": jnp.ones(2)}
@@ -86,6 +97,13 @@ def server_updates(
 
     def init(weights: Any) -> ServerState:
         del weights
+        if _is_inside_multi_steps():
+            raise ArgumentError(
+                "server_updates is inside optax.MultiSteps, which asks for an update at each "
+                "mini-step and throws all but one of them away, and each is a step of the "
+                "cluster; expected shardwell.jax.accumulate(transformation, every=4), which gives "
+                "the numbers of optax.MultiSteps(transformation, 4)"
+            )
         return ServerState(jnp.asarray(net.parameter.next_step, jnp.int32))
 
     def update(gradient: Any, state: ServerState, weights: Any = None) -> tuple[Any, ServerState]:
@@ -93,13 +111,90 @@ def server_updates(
             raise ArgumentError(
                 "server_updates needs the weights, too: call update(gradients, state, weights)"
             )
+        follows = not isinstance(learning_rate, jax.Array)
+        step = net._begin_update(state.step, weights, follows=follows)
         new = net.exchange(
             gradient,
             sample_count=sample_count,
-            learning_rate=learning_rate(state.step) if callable(learning_rate) else learning_rate,
+            learning_rate=learning_rate(step) if callable(learning_rate) else learning_rate,
             timeout_s=timeout_s,
         )
-        return jax.tree_util.tree_map(_difference, new, weights), ServerState(state.step + 1)
+        return jax.tree_util.tree_map(_difference, new, weights), ServerState(step + 1)
+
+    return GradientTransformation(init, update)
+
+
+class AccumulatedState(NamedTuple):
+    """State of `accumulate`."""
+
+    count: Any
+    """Gradients in the mean, int32."""
+    mean: Any
+    """Their mean, a tree of float32 at least."""
+    inner: Any
+    """State of the inner transformation."""
+
+
+def accumulate(inner: Any, every: int) -> GradientTransformation:
+    """Makes one update of the mean of several gradients, and none of the cluster's steps before.
+
+        optimizer = shardwell.jax.accumulate(optax.chain(clip, server_updates(net)), every=4)
+
+    The numbers of `optax.MultiSteps(inner, every)`, which asks `inner` for an update at each call
+    and throws it away. This one asks at the last call, with the mean; updates are zeros before. A
+    worker that starts again without its state begins the mean anew.
+
+    Args:
+        inner: A gradient transformation, such as `server_updates` or a chain that it ends.
+        every: Calls for an update, 1 at least; all workers have the same.
+
+    Raises:
+        ArgumentError: `every` is no such number.
+
+    Examples:
+        >>> weights = {"kernel": jnp.ones(2)}
+        >>> rule = shardwell.SGD(lr=0.5)
+        >>> net = shardwell.jax.TreeParameter(client, "every", weights, optimizer=rule)
+        >>> transformation = shardwell.jax.accumulate(shardwell.jax.server_updates(net), every=2)
+        >>> state = transformation.init(weights)
+        >>> updates, state = transformation.update({"kernel": jnp.zeros(2)}, state, weights)
+        >>> updates["kernel"].tolist()
+        [0.0, 0.0]
+        >>> updates, state = transformation.update(weights, state, weights)
+        >>> updates["kernel"].tolist()
+        [-0.25, -0.25]
+    """
+    check_integer("every", every, 1, _ACCUMULATED_MAX)
+
+    def init(weights: Any) -> AccumulatedState:
+        zeros = jax.tree_util.tree_map(lambda leaf: jnp.zeros_like(leaf, _wide(leaf)), weights)
+        return AccumulatedState(jnp.zeros((), jnp.int32), zeros, inner.init(weights))
+
+    def update(
+        gradient: Any, state: AccumulatedState, weights: Any = None, **extra: Any
+    ) -> tuple[Any, AccumulatedState]:
+        mean = jax.tree_util.tree_map(
+            lambda new, mean: mean + (new - mean) / (state.count + 1), gradient, state.mean
+        )
+
+        def make_update() -> tuple[Any, AccumulatedState]:
+            given = jax.tree_util.tree_map(
+                lambda leaf, new: leaf.astype(jnp.result_type(new)), mean, gradient
+            )
+            updates, after = inner.update(given, state.inner, weights, **extra)
+            zeros = jax.tree_util.tree_map(jnp.zeros_like, mean)
+            return updates, AccumulatedState(jnp.zeros_like(state.count), zeros, after)
+
+        def wait() -> tuple[Any, AccumulatedState]:
+            updates = jax.tree_util.tree_map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make_update)[0]
+            )
+            return updates, AccumulatedState(state.count + 1, mean, state.inner)
+
+        made: tuple[Any, AccumulatedState] = jax.lax.cond(
+            state.count == every - 1, make_update, wait
+        )
+        return made
 
     return GradientTransformation(init, update)
 
@@ -155,5 +250,23 @@ def mean_gradients(
 
 def _difference(new: Any, old: Any) -> Any:
     """In float32 at least: added to weights of fewer bits, it gives the new ones."""
-    wide = jnp.promote_types(jnp.result_type(new), jnp.float32)
-    return jnp.asarray(new, wide) - jnp.asarray(old, wide)
+    return jnp.asarray(new, _wide(new)) - jnp.asarray(old, _wide(new))
+
+
+def _wide(leaf: Any) -> Any:
+    return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+
+
+def _is_inside_multi_steps() -> bool:
+    """Whether the caller is `init` of `optax.MultiSteps`.
+
+    Nothing in the first update's values says that its result will be thrown away, and it would
+    count.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_qualname == "MultiSteps.init" and module.startswith("optax."):
+            return True
+        frame = frame.f_back
+    return False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +14,7 @@ from shardwell.client import Client, check_client
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.jax.callbacks import is_traced, on_host
 from shardwell.jax.tree_shape import TreeShape
+from shardwell.jax.update_watch import UpdateWatch
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import LateName, Parameter
@@ -129,6 +131,7 @@ class TreeParameter(Connected):
         """The parameter beneath: `next_step`, `version`, `reopen`."""
         self._owed: _Gradient | None = None
         """What a call that failed may have counted, in part or as a whole."""
+        self._watch = UpdateWatch(name, self._shape)
         self.parameter.init(self._views(self._shape.flat(jax.device_get(leaves))))
 
     def __repr__(self) -> str:
@@ -154,9 +157,8 @@ class TreeParameter(Connected):
         """
 
         def get() -> list[npt.NDArray[Any]]:
-            return self._arrays(
-                self.parameter.get_weights(min_version=min_version, timeout_s=timeout_s)
-            )
+            weights = self.parameter.get_weights(min_version=min_version, timeout_s=timeout_s)
+            return self._arrays("get_weights", weights)
 
         return self._shape.tree(on_host(get, self._shape.as_structs(), ()))
 
@@ -207,7 +209,7 @@ class TreeParameter(Connected):
                     timeout_s=timeout_s,
                 )
 
-            return self._arrays(self._counted(made, call, timeout_s))
+            return self._arrays("exchange", self._counted(made, call, timeout_s))
 
         operands = [*leaves, *(options[place] for place in computed)]
         return self._shape.tree(on_host(exchange, self._shape.as_structs(), operands))
@@ -231,6 +233,22 @@ class TreeParameter(Connected):
         _refuse_traced(leaves, "put_gradient is called")
         made = self._gradient(jax.device_get(leaves), sample_count, learning_rate)
         return self._counted(made, lambda work: self._put(work, timeout_s), timeout_s)
+
+    def _begin_update(self, state_step: Any, weights: Any, *, follows: bool) -> Any:
+        """The step that `server_updates` makes next, after a look at its state and weights.
+
+        Inside `jit`, too. Raises what `UpdateWatch.begin` does, which has the arguments.
+        """
+        leaves = self._shape.leaves_of(f"weights of {self.parameter.name!r}", weights)
+        rounding = self._watch.rounding([jnp.asarray(leaf) for leaf in leaves])
+
+        def begin(state_step: Any, sample: Any) -> list[npt.NDArray[Any]]:
+            step = self.parameter.next_step
+            self._watch.begin(int(state_step), step, np.array(sample), rounding, follows)
+            return [np.asarray(step, np.int32)]
+
+        operands = [jnp.asarray(state_step, jnp.int32), self._watch.sample(leaves)]
+        return on_host(begin, [jax.ShapeDtypeStruct((), jnp.int32)], operands)[0]
 
     @property
     def _what(self) -> str:
@@ -273,9 +291,11 @@ class TreeParameter(Connected):
         assert self.parameter.spec.layout is not None
         return TensorViews(self.parameter.spec.layout, flat)
 
-    def _arrays(self, weights: NamedArrays) -> list[npt.NDArray[Any]]:
+    def _arrays(self, call: str, weights: NamedArrays) -> list[npt.NDArray[Any]]:
         """The leaves in their dtypes. These weights do not change again: each call has new ones."""
-        return self._shape.cast(list(weights.values()))
+        arrays = self._shape.cast(list(weights.values()))
+        self._watch.gives_out(call, arrays)
+        return arrays
 
 
 def _refuse_traced(leaves: Sequence[Any], what: str) -> None:
