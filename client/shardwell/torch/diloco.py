@@ -28,6 +28,7 @@ from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName
 from shardwell.torch.buffers import check_tensor
+from shardwell.torch.gradient_watch import BackwardWatch
 from shardwell.torch.plain_names import PlainNames
 from shardwell.training.leave_request import LeaveRequest, go_on_without
 
@@ -152,9 +153,11 @@ class DiLoCo(Connected):
         )
         """Where outer training is: `fragments`, `image`, `inner_step`, `waited_s`, `hidden_s`."""
         self._leave = LeaveRequest()
+        self._backward = BackwardWatch()
         self._hooks: list[Any] = []
         self._local.update(self.outer.init(self._local))
         self._close_earlier()
+        self._backward = BackwardWatch(self._tensors.values())
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
@@ -239,6 +242,9 @@ class DiLoCo(Connected):
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has made its step, which ends an inner step if it is the last."""
+        if self._backward.makes_state(optimizer):
+            self._local.note()  # torch has written to the tensors, which are as they were
+            return
         if optimizer is not self._optimizers[-1]:
             return
         with self._leave.ending_after_step():
@@ -312,6 +318,7 @@ class DiLoCo(Connected):
 
     def _unhook(self) -> None:
         self._leave.close()
+        self._backward.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

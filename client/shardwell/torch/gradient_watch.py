@@ -1,17 +1,57 @@
-"""What happens to gradients between backward and `step`, seen in one step in which nothing leaves.
+"""What happens to gradients between backward and `step`, and whether a backward pass made them.
 
-It decides nothing: `ServerOptimizer` does, with overlap="auto".
+It decides nothing: `ServerOptimizer` does, with overlap="auto", and so do the hooks of optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 _AGREED = ("sample_count", "learning_rate")
 """Options that must be the same before and after backward."""
+
+
+class BackwardWatch:
+    """Sees the gradient that a backward pass made last, and so who made those of a step.
+
+    `torch.distributed.checkpoint.state_dict` calls `step` to make an optimizer's state: with
+    gradients of zeros that it makes itself, and a rate of 0. That is no step of the training. Zeros
+    that a backward pass made are one, for which other workers wait.
+
+    Args:
+        tensors: Those whose gradients are watched; none where the owner's own hooks call `note`.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._made: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
+        """The last tensor to which backward has added a gradient, and that."""
+        self._hooks = [tensor.register_post_accumulate_grad_hook(self.note) for tensor in tensors]
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Notes the gradient that backward has added to a tensor."""
+        if tensor.grad is not None:
+            self._made = weakref.ref(tensor), weakref.ref(tensor.grad)
+
+    def makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step only makes an optimizer's state: rate 0, and zeros that were put there."""
+        if any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
+            return False
+        tensor, gradient = (each() for each in self._made) if self._made else (None, None)
+        if tensor is not None and gradient is not None and tensor.grad is gradient:
+            return False
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        found = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        return bool(found) and not any(bool(each.count_nonzero()) for each in found)
+
+    def close(self) -> None:
+        """Takes the hooks off the tensors."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 class GradientWatch:

@@ -54,7 +54,7 @@ from shardwell.torch.buffers import (
 )
 from shardwell.torch.device_copies import DeviceCopies
 from shardwell.torch.embedding import TableModule
-from shardwell.torch.gradient_watch import GradientWatch
+from shardwell.torch.gradient_watch import BackwardWatch, GradientWatch
 from shardwell.torch.optimizer_state import KEY, VALUES_KEY, TrainingState, digest_of
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
@@ -181,6 +181,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Whether gradients leave in backward, from the next one on."""
         self._watch = GradientWatch() if self._is_auto else None
         """Until the first step has shown whether gradients change after backward."""
+        self._backward = BackwardWatch()
         self._is_late = False
         """Whether this step's gradients were found to change, so that `step` copies all of them."""
         self._has_run_backward = False
@@ -368,7 +369,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the step: waits for the other workers and takes the weights.
 
-        Does nothing if no parameter has a gradient, unless `sample_count` is 0.
+        Does nothing if no parameter has a gradient, unless `sample_count` is 0; nor with rates of 0
+        and gradients of zeros that no backward pass made, by which
+        `torch.distributed.checkpoint.state_dict` makes an optimizer's state.
 
         Args:
             closure: Computes the loss and its gradients first; called once.
@@ -396,6 +399,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
     def _make_step(self, found_inf: torch.Tensor | None, scale: torch.Tensor | None) -> None:
         """What `step` does once gradients are there."""
+        if found_inf is None and self._backward.makes_state(self):
+            return
         if self._owed is not None:
             failed = self._failed
             self._settle()
@@ -843,6 +848,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
     def _has_gradient(self, tensor: torch.Tensor) -> None:
         """Called by backward when a gradient is computed, on any of torch's threads."""
         self._has_run_backward = True
+        self._backward.note(tensor)
         if self._is_paused or self._owed is not None:  # which `step` makes good for first
             return
         with torch.no_grad(), self._lock:

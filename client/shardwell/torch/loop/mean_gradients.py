@@ -28,6 +28,7 @@ from shardwell.process.connected import Connected
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import BLOCK_SIZES, SAMPLE_COUNT_MAX, CodecName
 from shardwell.torch.buffers import check_tensor, copy_all
+from shardwell.torch.gradient_watch import BackwardWatch
 from shardwell.training.gradient_sync import GradientSync, GroupSync, ServerSync
 
 _EXTRA_COUNT = 2
@@ -137,6 +138,7 @@ class MeanGradients(Connected):
         self._non_finite = False
         """Whether they were not, because one worker's were not finite."""
         self._close_earlier()
+        self._backward = BackwardWatch(self._tensors)
         self._is_native = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # A GradScaler then calls `step` always, and leaves scaling back to it: a step that it skips
         # alone would be waited for by other workers.
@@ -165,6 +167,7 @@ class MeanGradients(Connected):
 
     def close(self) -> None:
         """Takes the hooks off the optimizer, which steps with its own gradients from then on."""
+        self._backward.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -190,6 +193,8 @@ class MeanGradients(Connected):
         if closure is not None:
             return (optimizer,), {**kwargs, "closure": self._averaged(closure)}
         found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None and self._backward.makes_state(optimizer):
+            return None  # the others make none
         scale = getattr(optimizer, "grad_scale", None)
         if not self._is_synchronized:
             if scale is not None:
@@ -243,6 +248,8 @@ class MeanGradients(Connected):
         tensors = _trained(self.optimizer)
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
             self._tensors, self._flat = tensors, _zeros(tensors)  # a group was added
+            self._backward.close()
+            self._backward = BackwardWatch(tensors)
         flat = self._flat
         flat.zero_()
         places = _places(flat, tensors)
