@@ -110,6 +110,10 @@ class ShardServer:
         self._is_closed = False
         self._is_stuck = False
         self._has_files = data_dir is not None
+        self._origin = {"data_dir": "", "begins_anew": True}
+        """Its files for the log: whether there were none when it began."""
+        if data_dir is not None:
+            self._origin = {"data_dir": str(data_dir.path), "begins_anew": data_dir.is_new}
         self._damages: list[str] = []
         """Damage found in an earlier process's files."""
         self._audit: AuditLog | None = None
@@ -261,6 +265,7 @@ class ShardServer:
                 "shard_index": self.config.shard_index,
                 "shard_count": self.config.shard_count,
                 "cluster_id": self.config.cluster_id,
+                **self._origin,
             },
         )
 

@@ -29,10 +29,12 @@ from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName
 from shardwell.torch.buffers import check_tensor
 from shardwell.torch.gradient_watch import BackwardWatch
+from shardwell.torch.mistakes import check_call, check_model, described
 from shardwell.torch.plain_names import PlainNames
 from shardwell.training.leave_request import LeaveRequest, go_on_without
 
 _LOG = logging.getLogger("shardwell")
+_CALL = "shardwell.torch.DiLoCo(model, inner_optimizer, client, worker_count=4)"
 _EXACT = (torch.float32, torch.float64)
 """Types whose tensors hold a float32 as it is."""
 
@@ -101,6 +103,11 @@ class DiLoCo(Connected):
 
     _elsewhere = "make a DiLoCo in the other process, with a client that is connected there"
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuses arguments that it does not take, by name."""
+        check_call(cls, _CALL, args, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -125,6 +132,7 @@ class DiLoCo(Connected):
         leave_on_sigterm: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        check_model(model, _CALL)
         self.sample_count = samples_per_step
         """What the next inner step is trained on; stays until it is set again."""
         self._model = model
@@ -408,7 +416,7 @@ def _optimizers(
         if not isinstance(inner, torch.optim.Optimizer):
             raise ArgumentError(
                 "inner_optimizer must be an optimizer of torch, such as "
-                f"torch.optim.AdamW(model.parameters()); got {type(each).__name__}"
+                f"torch.optim.AdamW(model.parameters()); got {described(each)}"
             )
         trained = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
         if not trained & ids:

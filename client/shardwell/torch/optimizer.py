@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from shardwell.torch.buffers import (
 from shardwell.torch.device_copies import DeviceCopies
 from shardwell.torch.embedding import TableModule
 from shardwell.torch.gradient_watch import BackwardWatch, GradientWatch
+from shardwell.torch.mistakes import check_call, check_model, described
 from shardwell.torch.optimizer_state import KEY, VALUES_KEY, TrainingState, digest_of
 from shardwell.torch.param_groups import GroupRates, groups_of, rate_of, torch_options
 from shardwell.torch.plain_names import PlainNames
@@ -64,6 +65,7 @@ from shardwell.torch.untrained import Untrained
 from shardwell.training.leave_request import LeaveRequest, go_on_without
 
 _LOG = logging.getLogger("shardwell")
+_CALL = "shardwell.torch.ServerOptimizer(model, client, shardwell.AdamW(3e-4), worker_count=2)"
 
 
 class ServerOptimizer(Connected, torch.optim.Optimizer):
@@ -110,7 +112,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             `step` has looked at all of them. True: clip by the update rule's `clip_norm`, and
             accumulate under `no_sync`. "auto", the default: the first step sends nothing before
             `step`; if something changed its gradients after backward, such as clipping, a
-            GradScaler or a second backward pass, the others go on like that, with one log line.
+            GradScaler or a second backward pass, the others go on like that.
         broadcast_frozen: Whether the shards keep the frozen parameters, too, so that a worker
             without the first worker's gets them. All workers give the same.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
@@ -142,6 +144,12 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         "with a client that is connected there"
     )
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuses arguments as of torch's optimizers, by name."""
+        check_call(cls, _CALL, args, options)
+        made: Self = super().__new__(cls)
+        return made
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -162,6 +170,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         leave_on_sigterm: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        check_model(model, _CALL)
         check_client(client)
         self.sample_count = 1
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
@@ -169,7 +178,9 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Whether `state_dict` has weights and the update rule's arrays, too."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
             raise ArgumentError(
-                f"optimizer must be an update rule, as shardwell.AdamW(3e-4); got {optimizer!r}"
+                "optimizer must be an update rule of the shards, as shardwell.AdamW(3e-4); got "
+                f"{described(optimizer)}; expected {_CALL}; an optimizer of torch goes into "
+                "shardwell.torch.prepare(model, optimizer), which makes the rule of it"
             )
         if overlap not in (True, False, "auto"):
             raise ArgumentError(f"overlap must be True, False or 'auto'; got {overlap!r}")
@@ -311,6 +322,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             for tensor in self._tensors.values()
         ]
         if self.next_step:
+            self._opt_called = True  # schedulers warn of an optimizer that has made no step
             _LOG.warning(
                 "worker %r %s parameter %r at step %d, with the cluster's weights; for a new "
                 "training give another name=, or delete that one first: shardwell delete %s",
@@ -615,7 +627,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """From this step on, for good, if that is left to us."""
         if self._is_auto:
             self._overlaps = False
-            _LOG.warning(
+            _LOG.debug(
                 "parameter %r: %s between backward and step, so gradients leave in step(), not "
                 "while backward goes on; overlap=False does so from the start, and clip_norm= of "
                 "the update rule clips on the shards",

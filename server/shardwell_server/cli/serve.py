@@ -345,11 +345,6 @@ def serve(
             _LOG.info(
                 "no data directory was given: weights are in memory and end with this process"
             )
-        elif claimed.is_new:
-            _LOG.warning(
-                "the data directory was empty: this shard begins anew, with no parameter or table",
-                extra={"data_dir": str(claimed.path)},
-            )
         server = stack.enter_context(ShardServer(config, claimed))
         click.echo(f"{SERVING_LINE}{server.address}")
         if server.admin is not None:

@@ -178,7 +178,9 @@ def test_a_shard_says_that_it_begins_anew(tmp_path: Path) -> None:
             shard.address()
             shard.process.terminate()
             assert shard.end() == 0
-            assert any("begins anew" in line and str(path) in line for line in shard.log) is is_new
+            told = [line for line in shard.log if "begins_anew" in line and str(path) in line]
+            assert ['"begins_anew": true' in line for line in told] == [is_new]
+            assert not any('"level": "warning"' in line for line in shard.log)
 
 
 def test_training_leaves_no_trace_that_looks_like_a_removal(tmp_path: Path, connect) -> None:

@@ -254,7 +254,7 @@ def test_what_cannot_be_averaged_is_refused(cluster, connect) -> None:
             shardwell.torch.mean_gradients(*given, **options)
 
     refuse("needs a group", optimizer, "127.0.0.1:7070")
-    refuse("got SGD", shardwell.SGD(0.1), client)
+    refuse(r"got shardwell\.SGD", shardwell.SGD(0.1), client)
     refuse("int8", optimizer, client, name="eighths", codec="int8")
     small = client.parameter("small", size=3, optimizer=shardwell.Average())
     refuse(r"has 3 elements, and 47 are exchanged", optimizer, small)

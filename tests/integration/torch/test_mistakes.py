@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import shardwell
@@ -92,3 +94,63 @@ def test_a_model_in_parts_is_refused_by_name(cluster) -> None:
     assert len(program.lines) == 2
     words = "tensor 'weight' is a DTensor, as of FSDP"
     assert all(line.startswith(words) for line in program.lines), program.lines
+
+
+CALL = r"expected shardwell\.torch\.ServerOptimizer\(model, client, shardwell\.AdamW\(3e-4\)"
+WRONG_CALLS: dict[str, tuple[Any, str]] = {
+    "parameters": (lambda of, m, c, rule: of(m.parameters(), c, rule), "got generator; " + CALL),
+    "a list": (lambda of, m, c, rule: of(list(m.parameters()), c, rule), "got list; " + CALL),
+    "as torch's": (
+        lambda of, m, c, rule: of(m.parameters(), lr=1e-3),
+        "missing a required argument: 'client'; lr= is an option of the update rule.*" + CALL,
+    ),
+    "token": (
+        lambda of, m, c, rule: of(m, c, rule, token="t"),
+        "'token'; it is of shardwell.connect.*'token_file'.*" + CALL,
+    ),
+    "clip_norm": (
+        lambda of, m, c, rule: of(m, c, rule, clip_norm=1.0),
+        "clip_norm= is an option of the update rule, as of shardwell.AdamW.*" + CALL,
+    ),
+    "misspelt": (lambda of, m, c, rule: of(m, c, rule, workers=2), "'worker_count'.*" + CALL),
+    "torch's class": (
+        lambda of, m, c, rule: of(m, c, torch.optim.AdamW),
+        f"got the class torch.optim.adamw.AdamW; {CALL}.*prepare",
+    ),
+    "torch's optimizer": (
+        lambda of, m, c, rule: of(m, c, torch.optim.AdamW(m.parameters())),
+        f"got torch.optim.adamw.AdamW; {CALL}.*prepare",
+    ),
+    "a class of ours": (
+        lambda of, m, c, rule: of(m, c, shardwell.AdamW),
+        "as shardwell.AdamW.3e-4.; got the class shardwell.AdamW; " + CALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
+def test_a_call_as_of_torchs_optimizers_names_the_line_that_is_meant(
+    wrong, cluster, connect
+) -> None:
+    call, words = WRONG_CALLS[wrong]
+    client = connect(cluster(1), "w0")
+    with pytest.raises(shardwell.ArgumentError, match=words) as caught:
+        call(shardwell.torch.ServerOptimizer, torch.nn.Linear(2, 1), client, shardwell.AdamW(1e-3))
+    assert "\n" not in str(caught.value)
+    assert not client.status()[0].parameters
+
+
+def test_diloco_and_prepare_name_what_they_take(cluster, connect) -> None:
+    client, model = connect(cluster(1), "w0"), torch.nn.Linear(2, 1)
+    inner = torch.optim.AdamW(model.parameters())
+    with pytest.raises(shardwell.ArgumentError, match=r"got generator; expected.*DiLoCo\(model, "):
+        shardwell.torch.DiLoCo(model.parameters(), inner, client)
+    with pytest.raises(shardwell.ArgumentError, match=r"'token_file'.*expected.*DiLoCo\(model, "):
+        shardwell.torch.DiLoCo(model, inner, client, token="t")
+    with pytest.raises(shardwell.ArgumentError, match=r"got the class torch.optim.adamw.AdamW"):
+        shardwell.torch.DiLoCo(model, torch.optim.AdamW, client)
+    with pytest.raises(shardwell.ArgumentError, match=r"got generator; expected.*prepare\(model, "):
+        shardwell.torch.prepare(model.parameters(), inner, client=client)
+    with pytest.raises(shardwell.ArgumentError, match="'token_file'"):
+        shardwell.torch.prepare(model, inner, client=client, token="t")
+    assert not client.status()[0].parameters

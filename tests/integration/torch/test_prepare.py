@@ -105,6 +105,85 @@ def test_the_shards_run_the_optimizer_as_torch_does(cluster, connect, name) -> N
         plain.step()
 
 
+CLIPPED: dict[str, Any] = {
+    "on the shards": lambda own: torch.optim.AdamW(own, lr=0.02),
+    "on the workers": lambda own: torch.optim.Adadelta(own, lr=0.5),
+}
+
+
+@pytest.mark.parametrize("where", CLIPPED)
+def test_clip_norm_clips_the_mean_as_torch_does(where, cluster, connect, caplog) -> None:
+    running = cluster(2)
+    expected = net()
+    its = CLIPPED[where](expected.parameters())
+    for step in range(8):
+        for rank in range(2):
+            (loss_at(expected, step, rank) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+        its.step()
+        its.zero_grad()
+
+    def work(rank: int) -> Any:
+        model = net()
+        model, optimizer, _ = shardwell.torch.prepare(
+            model,
+            CLIPPED[where](model.parameters()),
+            client=connect(running, f"w{rank}"),
+            worker_count=2,
+            codec="fp32",
+            clip_norm=0.3,
+        )
+        for step in range(8):
+            loss_at(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    for found in together([lambda: work(0), lambda: work(1)]):
+        for own, other in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    told = [each.getMessage() for each in caplog.records if "stays on the workers" in each.message]
+    assert len(told) == (2 if where == "on the workers" else 0)
+    for line in told:
+        assert "the shards have no update rule for Adadelta" in line
+        assert "a worker that is killed ends the training of parameter 'model'" in line
+
+
+def loss_at(model: Any, step: int, rank: int) -> Any:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    first = next(model.parameters())
+    return model(torch.randn(8, first.shape[1], generator=draw) * (step + 1)).square().mean()
+
+
+@pytest.mark.parametrize("made", ["of the ServerOptimizer", "before prepare", "after prepare"])
+def test_a_schedule_that_catches_up_after_a_restart_is_no_misuse(made, cluster, connect) -> None:
+    """Warnings are errors here. A schedule that steps before the first step of all is a misuse."""
+    running = cluster(1)
+
+    def started(worker_id: str) -> tuple[Any, Any, Any]:
+        model, client = net(), connect(running, worker_id)
+        halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+        if made == "of the ServerOptimizer":
+            optimizer = shardwell.torch.ServerOptimizer(model, client, shardwell.AdamW(1e-2))
+            return model, optimizer, halving(optimizer)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = halving(plain) if made == "before prepare" else None
+        model, optimizer, _ = shardwell.torch.prepare(model, plain, client=client)
+        return model, optimizer, schedule or halving(optimizer)
+
+    _, optimizer, schedule = started("w0")
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
+        schedule.step()
+    for first in (0, 3):
+        model, optimizer, schedule = started("w0")
+        assert optimizer.next_step == first
+        for _ in range(3):
+            while schedule.last_epoch < optimizer.next_step:
+                schedule.step()
+            make_step(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5 ** ((first + 2) // 2)
+
+
 def batches_of(loader: Any) -> list[list[int]]:
     return [batch.tolist() for (batch,) in loader]
 
@@ -251,7 +330,7 @@ def test_an_optimizer_that_cannot_be_prepared_is_refused(cluster, connect) -> No
     used = torch.optim.Adam(model.parameters())
     make_step(model, used)
     refuse("has made steps", used)
-    refuse("got SGD", shardwell.SGD(0.1))
+    refuse(r"got shardwell\.SGD", shardwell.SGD(0.1))
     fresh = torch.optim.SGD(model.parameters(), 0.1)
     refuse("gradient_accumulation_steps", fresh, gradient_accumulation_steps=0)
     _, optimizer, _ = shardwell.torch.prepare(model, fresh, client=client)

@@ -398,6 +398,7 @@ def test_gradients_that_change_after_backward_as_it_comes(
 ) -> None:
     """From the first step on nothing leaves before `step`; later, nothing has left of a small
     model, and a large one says what to do."""
+    caplog.set_level("DEBUG", "shardwell")
     size = 256 if of is deep else 1 << 20
     client = connect(cluster(2, chunk_size_bytes=size), "w0")
     model, alone = of(), of()
@@ -422,6 +423,7 @@ def test_gradients_that_change_after_backward_as_it_comes(
     for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
     assert sum("leave in step()" in each for each in logged(caplog)) == 1
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 def test_gradients_that_stay_leave_from_the_second_step_on(cluster, connect, caplog) -> None:
@@ -615,7 +617,7 @@ def test_what_can_not_be_trained(client) -> None:
         (empty, SGD, {}, "tensor 'weight' is on device 'meta'"),
         (torch.nn.Linear(2, 2, dtype=torch.complex64), SGD, {}, "tensor 'weight' is torch.complex"),
         (frozen, SGD, {}, "no parameter that requires a gradient"),
-        (model, shardwell.Average(), {}, r"must be an update rule, .*; got Average"),
+        (model, shardwell.Average(), {}, r"must be an update rule, .*; got shardwell\.Average"),
         (model, torch.optim.SGD(model.parameters()), {}, "must be an update rule"),
         (model, SGD, {"param_groups": [{"params": [torch.zeros(1)]}]}, "the model does not have"),
         (model, SGD, {"param_groups": [{"params": [], "eps": 1}]}, "has 'eps' 1, and SGD has none"),

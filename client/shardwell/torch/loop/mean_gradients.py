@@ -25,10 +25,12 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.connected import Connected
+from shardwell.specs.checks import check_number
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import BLOCK_SIZES, SAMPLE_COUNT_MAX, CodecName
 from shardwell.torch.buffers import check_tensor, copy_all
 from shardwell.torch.gradient_watch import BackwardWatch
+from shardwell.torch.mistakes import described
 from shardwell.training.gradient_sync import GradientSync, GroupSync, ServerSync
 
 _EXTRA_COUNT = 2
@@ -42,6 +44,7 @@ def mean_gradients(
     name: str = "gradients",
     worker_count: int = 1,
     codec: CodecName = "fp16",
+    clip_norm: float = 0.0,
     timeout_s: float | None = None,
 ) -> MeanGradients:
     """Makes any torch optimizer step with the mean of all workers' gradients.
@@ -55,10 +58,11 @@ def mean_gradients(
             optimizer.zero_grad()
 
     The optimizer, its state and its schedulers stay on each worker. Backward passes accumulate as
-    ever: gradients are averaged once, in `step`. To clip their mean, average them before:
+    ever: gradients are averaged once, in `step`. `clip_norm=1.0` clips their mean; to change it in
+    another way, average before:
 
         means.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
         optimizer.step()
 
     With a GradScaler, a gradient that is not finite on one worker skips the step on all. `step`
@@ -72,6 +76,8 @@ def mean_gradients(
         name: Name of the parameter that a client makes.
         worker_count: Its workers.
         codec: How its gradients travel.
+        clip_norm: Norm down to which the mean over all of the optimizer's tensors is scaled, as by
+            torch's clip_grad_norm_. 0 (default): no clipping.
         timeout_s: Bound of each call; default: that of the group or client.
 
     Returns:
@@ -98,6 +104,7 @@ def mean_gradients(
             timeout_s,
             {"name": name, "worker_count": worker_count, "codec": codec},
         ),
+        clip_norm,
     )
 
 
@@ -117,18 +124,23 @@ class MeanGradients(Connected):
     _elsewhere = "call mean_gradients in the other process, with a group or client of its own"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, sync_of: Callable[[int], GradientSync]
+        self,
+        optimizer: torch.optim.Optimizer,
+        sync_of: Callable[[int], GradientSync],
+        clip_norm: float = 0.0,
     ) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's and Lightning's
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentError(
                 "optimizer must be an optimizer of torch, such as "
-                f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}"
+                f"torch.optim.AdamW(model.parameters()); got {described(optimizer)}"
             )
         self.optimizer = optimizer
         """The user's."""
         self.sample_count = 1
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
+        check_number("clip_norm", clip_norm)
+        self._clip_norm = clip_norm
         self._tensors = _trained(optimizer)
         self._flat = _zeros(self._tensors)
         self.sync = sync_of(self._flat.numel())
@@ -281,6 +293,8 @@ class MeanGradients(Connected):
                 tensor.grad = place.to(tensor.device, tensor.dtype, copy=True)
             else:
                 tensor.grad.copy_(place)
+        if self._clip_norm and not self._non_finite:
+            torch.nn.utils.clip_grad_norm_(tensors, self._clip_norm)
         return float(flags[-1])
 
 
@@ -352,5 +366,5 @@ def _sync_of(
         return through
     raise ArgumentError(
         "mean_gradients needs a group (shardwell.join_group), a client (shardwell.connect), a "
-        f"parameter or a GradientSync; got {type(through).__name__}"
+        f"parameter or a GradientSync; got {described(through)}"
     )

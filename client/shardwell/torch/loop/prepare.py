@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
+import logging
 import os
 import sys
 import weakref
@@ -18,15 +20,19 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.environment import variable
 from shardwell.rpc.session import unique_worker_id
+from shardwell.specs.checks import check_number
 from shardwell.torch.loop.mean_gradients import mean_gradients
 from shardwell.torch.loop.rules import shards_rule
 from shardwell.torch.loop.shares import Share, SharedLoader, check_loader
+from shardwell.torch.mistakes import check_model, described
 from shardwell.torch.optimizer import ServerOptimizer
 from shardwell.torch.untrained import hand_over_model
 
+_LOG = logging.getLogger("shardwell")
+_CALL = "model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)"
 _ACCUMULATED_MAX = 2**20
 _NAME = "model"
-_OF_MEANS = frozenset({"name", "worker_count", "codec", "timeout_s"})
+_OF_MEANS = frozenset({"name", "worker_count", "codec", "clip_norm", "timeout_s"})
 """Options that an optimizer on the workers has a use for."""
 
 
@@ -68,8 +74,8 @@ def prepare(
         optimizer: An optimizer of torch that has made no step yet. The shards run SGD, Adam, AdamW,
             Adagrad and RMSprop with the same hyperparameters. Any other stays on the workers, and
             steps with `mean_gradients`: a worker that is killed ends that training, which goes on
-            from a checkpoint of yours. Schedulers may be made of it, or of the one that is
-            returned. A ServerOptimizer is taken as it is.
+            from a checkpoint of yours; a log line says so, and why. Schedulers may be made of it,
+            or of the one that is returned. A ServerOptimizer is taken as it is.
         loader: A plain DataLoader. The one that is returned deals each epoch among the workers, as
             torch's DistributedSampler does: batches keep their size, and an epoch has fewer. It
             shuffles anew each epoch, without set_epoch. With `members`, each worker goes through
@@ -83,7 +89,9 @@ def prepare(
         seed: Seed of shuffling, the same on all workers; it is added to that of the loader's
             generator.
         options: Options of `ServerOptimizer`: worker_count (default: as many as the launcher has
-            started, else 1), members, name, codec and others.
+            started, else 1), members, name, codec and others. And `clip_norm`: the mean gradient of
+            all workers is scaled down to this norm, by the shards or, where the optimizer stays
+            there, on each worker; take it in place of clip_grad_norm_, which clips a worker's own.
 
     Returns:
         The model, a `ServerOptimizer` (or the optimizer that was given, where it stays on the
@@ -114,6 +122,7 @@ def prepare(
         "gradient_accumulation_steps", gradient_accumulation_steps, 1, _ACCUMULATED_MAX
     )
     check_integer("seed", seed, 0, 2**32 - 1)
+    check_model(model, _CALL)
     if isinstance(loader, SharedLoader):  # a cell of a notebook was run again
         loader = loader.whole
     if loader is not None:
@@ -149,7 +158,7 @@ def _prepared(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer must be an optimizer of torch, such as "
-            f"torch.optim.AdamW(model.parameters()); got {type(optimizer).__name__}"
+            f"torch.optim.AdamW(model.parameters()); got {described(optimizer)}"
         )
     found = shards_rule(optimizer)
     crew = _crew(options)
@@ -159,6 +168,8 @@ def _prepared(
             f"{found}, so it stays on the workers, of which there is a fixed number, with {known} "
             "alone; pass torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop for all other options"
         )
+    clip_norm = options.get("clip_norm", 0.0)
+    check_number("clip_norm", clip_norm)
     client = client or _connected(str(options.get("name", _NAME)), crew)
     if isinstance(found, str):
         return _on_workers(model, optimizer, client, found, {**options, "worker_count": crew})
@@ -168,10 +179,11 @@ def _prepared(
             "shards do not have; pass one that is new: a training that goes on has its state on "
             "the cluster, and client.restore_checkpoint() brings back that of a checkpoint"
         )
+    options = {name: given for name, given in options.items() if name != "clip_norm"}
     prepared = ServerOptimizer(
         model,
         client,
-        found.rule,
+        dataclasses.replace(found.rule, clip_norm=clip_norm),
         param_groups=found.param_groups,
         **{**options, "worker_count": crew},
     )
@@ -205,6 +217,14 @@ def _on_workers(
             "torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop, whose state is on the shards",
             parameter=name,
         )
+    _LOG.warning(
+        "prepare: %s, so it stays on the workers and steps with the mean of their gradients: a "
+        "worker that is killed ends the training of parameter %r, which goes on from a checkpoint "
+        "of yours alone; torch.optim.SGD, Adam, AdamW, Adagrad and RMSprop run on the shards, and "
+        "go on by themselves",
+        why,
+        name,
+    )
     hand_over_model(client, f"{name}.first", model)
     optimizer.client = client  # type: ignore[attr-defined]
     return optimizer, sync
@@ -273,7 +293,13 @@ def _end(client: weakref.ref[Client]) -> None:
 def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> None:
     """Lets schedulers of the optimizer set the rates of the one that steps, and nothing else."""
     optimizer.param_groups = prepared.param_groups
-    optimizer.__dict__["_opt_called"] = True  # schedulers warn of one that makes no steps
+
+    def has_stepped(*_: Any) -> None:
+        optimizer.__dict__["_opt_called"] = True  # schedulers warn of one that makes no steps
+
+    if prepared.next_step:
+        has_stepped()
+    prepared.register_step_post_hook(has_stepped)
 
     def refuse(*_: Any) -> None:
         raise ArgumentError(
