@@ -10,11 +10,12 @@ block of 4,096 elements: int8.py):
     bf16  |error| <= 2^-8 |x|, or 2^-134 where that is more
     int8  |error| <= peak / 254 * (1 + 2^-15), or 2^-100 where that is more
 
-fp16 carries a power-of-two scale for each chunk, so that float32's largest values neither overflow
-nor its small ones vanish. The scale is guessed from the chunk's first values and verified on what
-was written; only a chunk whose later blocks are thousands of times larger (or smaller) is written
-twice. It depends on the chunk's values alone: the same chunk is always written with the same
-bits.
+fp16 carries a power-of-two scale for each chunk, so that float32's largest values do not overflow,
+and a chunk of small ones alone keeps them. Beside a large value, one of at most 2^-19 of the peak
+may be written as 0, and none above that; bf16 and fp32 keep such values. The scale is guessed from
+the chunk's first values and verified on what was written; only a chunk whose later blocks are
+thousands of times larger (or smaller) is written twice. It depends on the chunk's values alone: the
+same chunk is always written with the same bits.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ class ParameterSpec(TrainingSpec):
     """Workers that make a synchronous step; 0 in asynchronous mode, where it has no meaning. With
     `members`, their max_count."""
     codec: CodecName = "fp16"
-    """How chunks travel; fp16 halves the bytes and, scaled, neither overflows nor vanishes."""
+    """How chunks travel. fp16 halves the bytes and never overflows; it may lose values of at most
+    2^-19 of their chunk's largest, which bf16 and fp32 keep."""
     mode: ModeName = "sync"
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False

@@ -119,6 +119,19 @@ def test_the_exponent_of_fp16_keeps_the_peak_among_its_normal_values() -> None:
             assert written >= 2.0**-6 or scale == -126
 
 
+def test_fp16_keeps_what_is_above_a_fraction_of_the_peak_that_the_docs_state() -> None:
+    for exponent in range(-126, 128):
+        for peak in float32s(math.ldexp(1.0, exponent), math.ldexp(2 - 2**-20, exponent)):
+            above = np.nextafter(peak * np.float32(2.0**-19), np.float32(np.inf))
+            if above > 2.0**-133:  # which bf16 keeps
+                for name in ("fp16", "bf16"):
+                    assert (roundtrip(name, np.array([peak, above], np.float32)) > 0.0).all()
+    beside = float32s(2.0**-6, 2.9e-8, 2.0**-25)
+    assert roundtrip("fp16", beside)[1:].tolist() == [0.0, 0.0]
+    assert (roundtrip("bf16", beside) > 0.0).all()
+    assert (roundtrip("fp32", beside) == beside).all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None)
 @given(
