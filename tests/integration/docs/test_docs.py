@@ -44,6 +44,7 @@ ELSEWHERE = {
     "shardwell members remove w7 net": "the same",
     "python train.py w0": "test_quickstarts.py",
     "make demo": "test_demo.py, and CI runs it",
+    "make test": "CI runs it",
     "pip install '.[ray]'": "make test-ray installs Ray",
     "python on_ray.py": "tests/integration/ray, as make test-ray runs it",
     "sbatch --nodes 4 --ntasks-per-node 2 examples/slurm/train.sbatch python worker.py": (
