@@ -15,7 +15,7 @@ UPGRADE ?=
 .DEFAULT_GOAL := help
 # One environment, which two set-ups at once would spoil.
 .NOTPARALLEL:
-.PHONY: help setup frameworks docs test test-numpy test-tokens test-exhaustive test-torch test-jax test-ray test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
+.PHONY: help setup frameworks docs test test-numpy test-tokens test-exhaustive test-extras test-ray test-helm mutants demo demo-embeddings lint audit lock sbom protos bench soak fuzz wheels
 
 BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
@@ -34,8 +34,6 @@ NUMPY_TESTS := tests/unit/numerics tests/unit/shard tests/unit/store tests/contr
 TOKEN_TESTS := tests/integration/admin tests/integration/checkpoint tests/integration/client tests/integration/outer \
   tests/integration/shard tests/integration/trace tests/integration/training tests/integration/wire \
   tests/integration/parameter/test_threads.py tests/integration/table/test_verbs.py tests/fault/wire/test_attacks.py
-TORCH_TESTS := tests/unit/numerics/test_update_rules_torch.py tests/unit/numerics/test_arguments.py \
-  tests/integration/torch tests/integration/docs
 JAX := jax==0.10.2 optax==0.2.8 keras==3.15.1 flax==0.12.8
 # With what its Trainer needs; the example needs PyTorch, too.
 RAY := ray[train]==2.60.0
@@ -44,10 +42,9 @@ RAY_TESTS := tests/integration/ray
 HELM := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
 HELM_TESTS := tests/integration/deploy/test_helm.py
 CONTAINER_TESTS := tests/integration/deploy/test_chart_container.py tests/integration/deploy/test_compose_containers.py
-JAX_TESTS := tests/integration/jax tests/integration/docs tests/integration/examples/test_examples.py
 # Four workers of pytest share the cores: more threads of OpenMP in each would spin, a quarter of the time.
-test test-numpy test-tokens test-exhaustive test-torch test-jax: export OMP_NUM_THREADS ?= 1
-test test-numpy test-tokens test-exhaustive test-torch test-jax: export OPENBLAS_NUM_THREADS ?= 1
+test test-numpy test-tokens test-exhaustive test-extras: export OMP_NUM_THREADS ?= 1
+test test-numpy test-tokens test-exhaustive test-extras: export OPENBLAS_NUM_THREADS ?= 1
 # Read when a recipe runs: tools that scripts call are those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # The tests start hundreds of processes: not one of them is to compile every module again.
@@ -59,10 +56,9 @@ help:
 	@echo "make test    the tests (6 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make frameworks    PyTorch, JAX and what their tests need: make test runs those, too, from then on"
+	@echo "make test-extras    those alone that need more packages than make test installs, with these packages"
 	@echo "make test-numpy    parts of it without native code, over gRPC alone"
 	@echo "make test-tokens    parts of it where shards ask for tokens, with four threads a step"
-	@echo "make test-torch    those of shardwell.torch, with PyTorch's CPU build"
-	@echo "make test-jax    those of shardwell.jax, with JAX's CPU build, optax, Keras and flax"
 	@echo "make test-ray    those of shardwell.ray, on two nodes of real Ray, one of which is killed (3 minutes)"
 	@echo "make test-helm    those of the chart, rendered by Helm, held against Kubernetes' schemas and run by Docker"
 	@echo "make mutants puts known defects into a copy of the code: do the tests tell?"
@@ -115,15 +111,10 @@ frameworks: $(VENV)/.has-test
 	  echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch will be skipped"
 	@$(INSTALL) $(JAX) || echo "no $(JAX) for this Python here: the tests of shardwell.jax will be skipped"
 
-test-torch: $(VENV)/.has-test
-	@if $(INSTALL) $(TORCH) $(FRAMEWORKS); then $(BIN)/python -m pytest -n $(WORKERS) $(TORCH_TESTS); \
-	else echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch were not run"; fi
+test-extras: frameworks $(VENV)/.has-lint
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "extras and not exhaustive" $(TESTS)
 
-test-jax: $(VENV)/.has-test
-	@if $(INSTALL) $(JAX); then $(BIN)/python -m pytest -n $(WORKERS) $(JAX_TESTS); \
-	else echo "no $(JAX) for this Python here: the tests of shardwell.jax were not run"; fi
-
-# The same for Ray. One by one: a Ray of several processes for each of several workers is too much.
+# Ray is treated like the frameworks. One by one: a Ray of several processes for each of several workers is too much.
 test-ray: $(VENV)/.has-test
 	@if $(INSTALL) '$(RAY)'; then \
 	  $(INSTALL) $(TORCH) || \

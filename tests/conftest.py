@@ -29,6 +29,8 @@ CALL_TIMEOUT_S = 60.0
 """Of calls that should succeed: longer than any test waits, so that none ends for lack of time."""
 _TOKENS = pytest.StashKey[Path]()
 _WITH_LEAK_CHECK = {"integration", "fault"}
+_WITH_EXTRAS = {"torch", "jax"}
+"""Folders of tests that need more packages than `make test` installs."""
 _DESCRIPTOR_COUNT_MAX = 100
 """Of a process between two tests; a state machine's stores, killed by being dropped, have many."""
 
@@ -78,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves to `make test-exhaustive` all cases of a `sampled` test but a few, evenly spread."""
+    for item in items:
+        if _WITH_EXTRAS.intersection(item.path.parts):
+            item.add_marker(pytest.mark.extras)
     cases: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):

@@ -1,6 +1,11 @@
-"""Goal: a test that lacks a program is skipped, and fails where SHARDWELL_TEST_REQUIRE names it."""
+"""Goal: a test that lacks a program is skipped, and fails where SHARDWELL_TEST_REQUIRE names it.
+One that lacks a package is run by `make test-extras`.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +34,18 @@ def test_what_is_here_is_found(monkeypatch) -> None:
     monkeypatch.setenv(required.VARIABLE, "chromium")
     monkeypatch.setattr(required.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert required.program("chromium") == "/usr/bin/chromium"
+
+
+INSTALLED = {"hatchling", "pyarrow", "pykeen", "sklearn"}
+"""Packages of which some tests ask whether they are here, and which `make test` installs."""
+SUITES = {"helm_python", "kubernetes_validate", "ray"}
+"""Those of `make test-helm` and `make test-ray`."""
+
+
+def test_what_needs_more_packages_has_the_mark_of_those_that_run_with_them() -> None:
+    tests = Path(__file__).parents[1]
+    for path in tests.rglob("test_*.py"):
+        text = path.read_text()
+        asked = re.findall(r'(?:importorskip|find_spec)\(\s*"(\w+)', text)
+        if {*asked} - INSTALLED - SUITES and not {"torch", "jax"} & {*path.parts}:
+            assert "pytest.mark.extras" in text, (path, asked)

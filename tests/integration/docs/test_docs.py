@@ -8,6 +8,7 @@ what checks it; a new line that is neither fails. Links lead to files and headin
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,8 +38,8 @@ PAGES = [
 ]  # fmt: skip
 END_TIMEOUT_S = 120.0
 """Of a block, some of which import PyTorch or compile with JAX beside whatever else is tested."""
-MISSING = [name for name in ("torch", "jax", "optax") if importlib.util.find_spec(name) is None]
-"""What needs these is left to `make test-torch` and `make test-jax`."""
+EXTRAS = {"accelerate", "flax", "jax", "keras", "lightning", "optax", "torch", "transformers"}
+"""Packages that `make test-extras` installs; a program that imports one is not run without it."""
 ELSEWHERE = {
     "shardwell members drain w1": "tests/integration/client/test_members.py, with members",
     "shardwell members remove w7 net": "the same",
@@ -53,7 +54,7 @@ ELSEWHERE = {
     "git clone URL shardwell && cd shardwell": "tests run in a clone",
     "python3 -m venv env": "tests run in an environment of their own",
     ". env/bin/activate": "the same",
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "make test-torch",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "make test-extras",
     "pip install .[torch]": "the Dockerfile installs its wheel; tests use an editable installation",
 }
 """Lines that are not run here, and what does."""
@@ -88,6 +89,30 @@ PRINTED = {
 """What a line prints, or a block by its page and number."""
 
 
+def extras_of(program: str) -> set[str]:
+    """What a program imports of EXTRAS."""
+    names = list[str]()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return EXTRAS.intersection(*[" ".join(names).replace(".", " ").split()])
+
+
+def missing(program: str) -> list[str]:
+    """What a program imports of EXTRAS, and this environment lacks."""
+    return sorted(name for name in extras_of(program) if importlib.util.find_spec(name) is None)
+
+
+def case(value: Any, name: str, program: str) -> Any:
+    """A test's parameter that is about a program, with the marks of what the program imports."""
+    lacks = missing(program)
+    skips = pytest.mark.skipif(bool(lacks), reason=f"make test-extras installs {lacks}")
+    marks = (pytest.mark.extras, skips) if extras_of(program) else ()
+    return pytest.param(value, id=name, marks=marks)
+
+
 class Step(NamedTuple):
     """Something that a page tells people to do."""
 
@@ -97,7 +122,7 @@ class Step(NamedTuple):
     """Name of the file that a block is saved as, and not run by itself."""
     is_python: bool = False
     needs: str = ""
-    """Text that imports what it needs."""
+    """Text of what it runs, which imports what it needs."""
 
 
 def steps_of(page: str) -> Iterator[Step]:
@@ -113,7 +138,9 @@ def steps_of(page: str) -> Iterator[Step]:
         elif lines:
             for line in lines.splitlines():
                 command = re.sub(r"\s+#.*", "", line.strip()).replace("'.[torch]'", ".[torch]")
-                yield Step(command, command, needs=files.get(" ".join(command.split()[1:2]), ""))
+                yield Step(
+                    command, command, needs="".join(files.get(word, "") for word in command.split())
+                )
         elif language == "python":
             number += 1
             before = text[: found.start()].rpartition("\n\n")[0].rpartition("\n\n")[2]
@@ -137,7 +164,7 @@ class Reader:
         """Of shards that were started one by one."""
 
     def do(self, step: Step) -> None:
-        if any(name in step.needs for name in MISSING) or step.text in ELSEWHERE:
+        if missing(step.needs) or step.text in ELSEWHERE:
             return
         if step.text == NEW_SHELL:
             for name in [name for name in self._environment if name.startswith(CREDENTIALS)]:
@@ -220,6 +247,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     os.chdir(before)
 
 
+@pytest.mark.extras
 def test_all_that_the_pages_tell_people_to_do(directory: Path) -> None:
     with contextlib.ExitStack() as stack:
         reader = Reader(stack)

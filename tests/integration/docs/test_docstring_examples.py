@@ -49,6 +49,7 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
+@pytest.mark.extras
 def test_every_example_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness.programs.commands import Program
-from integration.docs.test_docs import ROOT
+from integration.docs.test_docs import ROOT, case
 from integration.docs.test_quickstarts import (
     KILL,
     PrintedProgram,
@@ -31,7 +31,9 @@ END_TIMEOUT_S = 120.0
 """Of two workers that each import PyTorch, beside the other tests."""
 
 
-@pytest.mark.parametrize("program", programs_of(PAGES), ids=lambda each: each.page)
+@pytest.mark.parametrize(
+    "program", [case(each, each.page, each.text) for each in programs_of(PAGES)]
+)
 def test_our_side_trains(
     cluster, connect, tmp_path: Path, monkeypatch, program: PrintedProgram
 ) -> None:

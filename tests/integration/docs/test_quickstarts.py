@@ -8,8 +8,6 @@ compared with what the workers print, line by line, digits apart; its commands f
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 
 from harness.programs.commands import run_command
 from harness.programs.killed_training import KILLED_AFTER, KilledTraining, versions
-from integration.docs.test_docs import ROOT, steps_of
+from integration.docs.test_docs import ROOT, case, steps_of
 
 
 def pages_of(folder: str) -> list[str]:
@@ -60,7 +58,7 @@ class PrintedProgram(NamedTuple):
 
 
 def programs_of(pages: list[str]) -> list[PrintedProgram]:
-    """Of these pages, each program for which this environment has the packages."""
+    """All programs of these pages."""
     found = list[PrintedProgram]()
     for page in pages:
         for step in steps_of(page):
@@ -69,18 +67,7 @@ def programs_of(pages: list[str]) -> list[PrintedProgram]:
             elif found and found[-1].page == page:
                 is_start = step.text.startswith(("python ", "kill ", "shardwell run "))
                 (found[-1].commands if is_start else found[-1].afterwards).append(step.text)
-    return [each for each in found if not is_missing(each.text)]
-
-
-def is_missing(program: str) -> bool:
-    """Whether it imports what this environment does not have."""
-    modules = set[str]()
-    for node in ast.walk(ast.parse(program)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-    return any(importlib.util.find_spec(name.partition(".")[0]) is None for name in modules)
+    return found
 
 
 def pattern_of(line: str) -> str:
@@ -88,7 +75,9 @@ def pattern_of(line: str) -> str:
     return re.sub(r"\d+(\\\.\d+)?", r"\\d+(\\.\\d+)?", re.escape(line))
 
 
-@pytest.mark.parametrize("program", programs_of(PAGES), ids=lambda each: "-".join(each[:2]))
+@pytest.mark.parametrize(
+    "program", [case(each, "-".join(each[:2]), each.text) for each in programs_of(PAGES)]
+)
 def test_a_killed_worker_is_started_again(
     cluster, connect, tmp_path: Path, monkeypatch, program: PrintedProgram
 ) -> None:

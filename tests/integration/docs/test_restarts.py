@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from harness.programs.killed_training import END_TIMEOUT_S, KilledTraining, versions
-from integration.docs.test_docs import MISSING, PAGES, ROOT, Step, steps_of
+from integration.docs.test_docs import PAGES, ROOT, Step, case, steps_of
 
 EXAMPLE = "examples/outer_digits.py"
 ELSEWHERE = {
@@ -58,22 +58,13 @@ def programs() -> list[TrainingProgram]:
     return [each for each in found if each.name not in ELSEWHERE]
 
 
-def needs(program: TrainingProgram) -> bool:
-    """Whether it imports what this environment does not have."""
-    return any(re.search(rf"\bimport .*\b{name}\b", program.text) for name in MISSING)
-
-
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
 def test_loops_go_on_at_the_next_step(program: TrainingProgram) -> None:
     for loop in program.loops:
         assert re.fullmatch(r"[\w.]+\.next_step(, \d+)?", loop), loop
 
 
-@pytest.mark.parametrize(
-    "program",
-    [program for program in programs() if not needs(program)],
-    ids=lambda program: program.name,
-)
+@pytest.mark.parametrize("program", [case(each, each.name, each.text) for each in programs()])
 def test_a_killed_worker_goes_on(
     cluster, connect, tmp_path: Path, monkeypatch, program: TrainingProgram
 ) -> None:

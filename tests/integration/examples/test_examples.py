@@ -115,6 +115,7 @@ def accuracies_of_two(name: str, target: str, **environment: str) -> list[float]
     return [float(each[1]) for each in found if each]
 
 
+@pytest.mark.extras
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch trains the model")
 def test_the_example_of_outer_training() -> None:
     """Killed and started again: test_restarts.py."""
@@ -132,7 +133,10 @@ def test_the_example_of_scikit_learn() -> None:
     assert first == second > 0.9  # of one model, which both have
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="make test-jax installs it")
+@pytest.mark.extras
+@pytest.mark.skipif(
+    importlib.util.find_spec("keras") is None, reason="make test-extras installs it"
+)
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_the_example_of_keras(backend: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(backend) is None:

@@ -1,7 +1,7 @@
 """Goal: optax takes both transformations, and what they train is what optax alone trains.
 
 Method: optax alone with all samples against two workers with half of them each, inside jit and
-outside. Skipped where JAX or optax is not installed (`make test-jax`).
+outside. Skipped where JAX or optax is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

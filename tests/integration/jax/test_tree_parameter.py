@@ -3,7 +3,7 @@ can't.
 
 Method: optax alone, on one process with all samples, is the oracle; a cluster with small chunks and
 fp32 trains the same model by two workers with half the samples each. Skipped where JAX is not
-installed (`make test-jax`).
+installed (`make test-extras`).
 """
 
 from __future__ import annotations

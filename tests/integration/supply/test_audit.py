@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.extras
+
 ROOT = Path(__file__).parents[3]
 FINDING = {"vulns": [{"id": "GHSA-0000-0000-0000", "summary": "of a test", "affected": []}]}
 CANARY = "jinja2"

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["IMAGE_LOCK", "DEMO_LOCK"])
 def test_the_sbom_has_each_locked_package(monkeypatch, tmp_path, name) -> None:
     pytest.importorskip("cyclonedx_py")

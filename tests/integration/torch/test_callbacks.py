@@ -2,7 +2,7 @@
 by a callback, and are as before without one.
 
 Method: each trains a model of a few weights on a cluster; what the shards were sent is read where
-the status page reads it. Skipped where the frameworks are not installed (`make test-torch`).
+the status page reads it. Skipped where the frameworks are not installed (`make test-extras`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import shardwell.torch  # noqa: E402
 MISSING = [name for name in ("lightning", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # of the frameworks, which have many
-    pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them"),
+    pytest.mark.skipif(bool(MISSING), reason="make test-extras installs them"),
 ]
 STEPS, BATCH_SIZE = 8, 2
 EXAMPLES = [

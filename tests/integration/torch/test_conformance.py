@@ -4,7 +4,7 @@ Method: torch's own `distributed_test` runs in two processes on our backend unde
 so that it makes what gloo has to pass on a CPU (suite_program.py); what needs eight processes is
 left to `make test-exhaustive`. Each test passes, is skipped by the suite for a reason that is
 listed here, or is in the table, with ours. Accelerate's test scripts run as under torchrun
-(accelerate_program.py). Skipped where torch is not installed (`make test-torch`).
+(accelerate_program.py). Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.programs.commands import Program
 MISSING = [
     name for name in ("torch", "accelerate", "expecttest") if importlib.util.find_spec(name) is None
 ]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="make test-extras installs them")
 HERE = Path(__file__).parent
 END_TIMEOUT_S = 400.0
 NO_MESSAGES = "a group has collectives alone: send and recv are refused with an error that says so"

@@ -2,7 +2,7 @@
 before.
 
 Method: a copier of the test's own, which copies from the CPU and only when the test lets it, in
-place of the one for GPUs. Skipped where torch is not installed (`make test-torch`).
+place of the one for GPUs. Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Goal: layers whose weight is a table's train as torch's own do, and push what backward brings.
 
 Method: the same rows, data and rule in torch.nn's layers and on a cluster, fp32; outputs, losses
-and rows agree within float tolerance. Skipped where torch is not installed (`make test-torch`).
+and rows agree within float tolerance. Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

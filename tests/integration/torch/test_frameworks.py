@@ -5,7 +5,7 @@ Method: each framework runs one program twice, with torch's SGD and with a Serve
 cluster of its own, and the weights are compared: clipping at 1.0, two batches a step, a schedule,
 evaluation, float32 and bfloat16 autocast. The programs that docs/pytorch.md prints run as printed,
 a worker is killed from outside and started again, and the weights are those of an undisturbed run,
-bit for bit. Skipped where the frameworks are not installed (`make test-torch` installs them).
+bit for bit. Skipped where the frameworks are not installed (`make test-extras` installs them).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MISSING = [
 ]
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # of the frameworks, which have many
-    pytest.mark.skipif(bool(MISSING), reason="make test-torch installs them"),
+    pytest.mark.skipif(bool(MISSING), reason="make test-extras installs them"),
 ]
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, BATCH_SIZE = 8, 8

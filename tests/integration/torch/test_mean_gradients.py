@@ -3,7 +3,7 @@ and all of them make the same steps, or none.
 
 Method: two workers on threads, each with half of each batch, average through a group or through the
 shards; torch alone with the whole batches is the oracle. Skipped where torch is not installed
-(`make test-torch`).
+(`make test-extras`).
 """
 
 from __future__ import annotations

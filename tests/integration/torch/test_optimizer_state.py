@@ -3,7 +3,7 @@ it needs; never with an optimizer that begins anew without a word.
 
 Method: Adam with large gradients first, so that its arrays matter; torch.save and torch.load as
 frameworks use them; the same training without a break beside it. Skipped where torch is not
-installed (`make test-torch`).
+installed (`make test-extras`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Goal: gradients reach the shards while backward still runs, whatever the number of shards.
 
 Method: a hook in the middle of backward waits until the shards have counted chunks, so backward
-itself can't end before. Skipped where torch is not installed (`make test-torch`).
+itself can't end before. Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

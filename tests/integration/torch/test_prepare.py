@@ -5,7 +5,7 @@ again.
 Method: torch alone is the oracle of what one worker trains, torch's DistributedSampler of how
 several share their data. The program that docs/pytorch.md prints is run by two workers, one of
 which kills itself in the middle and is started again, and the weights are compared with those of
-an undisturbed run, bit for bit. Skipped where torch is not installed (`make test-torch`).
+an undisturbed run, bit for bit. Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Goal: ServerOptimizer trains as torch's own optimizer would, and says what it can't.
 
 Method: the same model, data and seeds by torch alone and on a cluster with small chunks, fp32;
-losses agree within float tolerance. Skipped where torch is not installed (`make test-torch`).
+losses agree within float tolerance. Skipped where torch is not installed (`make test-extras`).
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def test_a_tensor_is_no_array_to_write_in_place(tensor: Any) -> None:
         assert "method" not in str(caught.value)
 
 
+@pytest.mark.extras
 def test_real_tensors_are_taken_or_refused() -> None:
     torch = pytest.importorskip("torch")
     values = torch.arange(3, dtype=torch.float32)

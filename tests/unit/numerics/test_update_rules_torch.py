@@ -15,6 +15,7 @@ from harness.oracles.optimizers import gradients_of, run
 from shardwell import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
+pytestmark = pytest.mark.extras
 
 SIZE, STEP_COUNT = 101, 30
 PAIRS: list[tuple[Optimizer, str, dict[str, Any]]] = [
