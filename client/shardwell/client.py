@@ -28,6 +28,7 @@ from shardwell.parameter.parameter import LateName, Parameter, checked_late
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.connected import Closing, Connected
+from shardwell.process.ending import is_in_order
 from shardwell.process.environment import variable
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
@@ -914,8 +915,7 @@ class Client(Connected, Closing):
         self._close(ends_in_order=True)
 
     def __exit__(self, *reason: object) -> None:
-        error = reason[1]
-        self._close(ends_in_order=error is None or isinstance(error, SystemExit))
+        self._close(ends_in_order=is_in_order(reason[1]))
 
     def _close(self, *, ends_in_order: bool) -> None:
         if not self._shards.threads.owner.is_here:

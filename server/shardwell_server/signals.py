@@ -8,6 +8,9 @@ that meets a finalizer is lost there; code that holds signals afterwards gets it
 
 Main thread only, except `held`. Threads and child processes that are started while signals are held
 hold them, too. SIGHUP that is ignored, as under nohup, stays so.
+
+SIGUSR1 and SIGUSR2, which Slurm's --signal sends to all processes of a job, are held for good: they
+would end a shard that workers still need. `shardwell run` passes them on.
 """
 
 from __future__ import annotations
@@ -53,9 +56,15 @@ def stop_signals() -> set[signal.Signals]:
     return numbers
 
 
+def user_signals() -> set[signal.Signals]:
+    """Signals that tell a job that its time is nearly over: for workers, and for no command."""
+    numbers = {signal.SIGUSR1, signal.SIGUSR2}
+    return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+
 def hold() -> None:
     """Lets signals wait until they are asked for. Safe to repeat."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals() | user_signals())
 
 
 @contextlib.contextmanager

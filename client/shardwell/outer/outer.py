@@ -56,6 +56,7 @@ from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.placement.fragments import STRIDED, Patterns, assignment_name, deal_fragments
 from shardwell.placement.slices import Slice
 from shardwell.process.connected import Closing, Connected
+from shardwell.process.ending import is_in_order
 from shardwell.specs.checks import check_number
 from shardwell.specs.deadlines import check_timeout, with_answer
 from shardwell.specs.fragments import Fragment
@@ -986,14 +987,13 @@ class Outer(Connected, Closing):
             raise failure
 
     @override
-    def __exit__(self, kind: object = None, *_: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
         """Leaves, so that no learner awaits this one, and closes; waits for offers a few seconds.
 
         They count if they have left, whatever becomes of this learner.
         """
-        is_orderly = kind is None or (isinstance(kind, type) and issubclass(kind, SystemExit))
         with contextlib.suppress(ShardwellError):  # others find that it is gone
-            self.leave(timeout_s=_LEAVE_S if is_orderly else _LEAVE_S_FAILED)
+            self.leave(timeout_s=_LEAVE_S if is_in_order(error) else _LEAVE_S_FAILED)
         self.close()
 
     @override

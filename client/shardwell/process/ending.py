@@ -1,4 +1,4 @@
-"""The interpreter's end: what is open then is closed after all else that a program does there.
+"""The program's end: what is open then is closed after all else that a program does there.
 
 Python calls atexit handlers in the reverse order of their registration, and `weakref.finalize`
 registers the one that closes clients when it is used first. It is used here, when Shardwell is
@@ -17,6 +17,18 @@ _begun = threading.Event()
 # The only effects of an import of Shardwell: both have to be registered before what users register.
 weakref.finalize(_begun, int)  # what it calls does nothing
 atexit.register(_begun.set)
+
+
+leaving = threading.Event()
+"""Set once SIGTERM has asked the program to leave, and a `LeaveRequest` has noted it."""
+
+
+def is_in_order(error: object) -> bool:
+    """Whether a `with` block that ends with this error, or None, ends a worker that leaves.
+
+    Any other error ends it as the death of the process would: others wait for it to come back.
+    """
+    return error is None or isinstance(error, SystemExit) or leaving.is_set()
 
 
 _END_WORDS = "interpreter shutdown"

@@ -110,7 +110,8 @@ def run(
     Every line of output has the rank in front. When a worker fails, the others get SIGTERM, and
     SIGKILL after the grace; exit code: that of the worker, 128 and the number of the signal that
     ended it, or 0 if none failed. Ctrl-C and SIGTERM are passed on; a second one kills at once.
-    SIGTERM goes to each worker, and to what it has started once the worker has ended.
+    SIGTERM goes to each worker, and to what it has started once the worker has ended. SIGUSR1 and
+    SIGUSR2, as of Slurm's --signal, go to each worker, whose handlers they are for.
     What workers have started ends with them, also when this command is killed, except what has
     made itself a session of its own.
 
@@ -143,7 +144,7 @@ def run(
     except ShardwellError as error:
         raise click.UsageError(error.message) from None
     try:
-        guarded(grace_s)
+        passing_fd = guarded(grace_s)
     except OSError as error:
         raise click.ClickException(f"can't start a process to run the workers: {error}") from error
     with contextlib.ExitStack() as stack:
@@ -172,6 +173,7 @@ def run(
                 command,
                 environments,
                 shards,
+                passing_fd=passing_fd,
                 grace_s=grace_s,
                 restart_count_max=restart_count_max,
             ).run()

@@ -1,8 +1,10 @@
 """The process that waits for `shardwell run`, and ends the workers if that is killed.
 
 `run.guarded` forks. The child runs the workers, each a process group of the session that it leads.
-The parent, which the user started, becomes this script, `guard.py CHILD GRACE_S`: it passes signals
-on, and ends with the child's exit code. So two programs of different names watch one another:
+The parent, which the user started, becomes this script, `guard.py CHILD GRACE_S FD`: it passes
+signals on, and ends with the child's exit code. Before each it writes the signal's number into the
+pipe FD, so that the child knows it from one that was sent to all processes of a job. So two
+programs of different names watch one another:
 
 - the parent holds a pipe; its end makes the child stop as by SIGTERM;
 - if the child is killed, the parent ends all groups of its session, which /proc lists on Linux.
@@ -44,10 +46,11 @@ def send_to_group(pid: int, number: int) -> bool:
 
 def main() -> None:
     """Blocks until the child has ended; exits with its code. The caller has blocked all signals."""
-    child, grace_s = int(sys.argv[1]), float(sys.argv[2])
-    awaited = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        awaited.remove(signal.SIGHUP)
+    child, grace_s, writing_fd = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    awaited = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            awaited.add(number)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # some systems drop what is ignored
     adopt_orphans()
     code: int | None = None
@@ -57,9 +60,11 @@ def main() -> None:
                 code = os.waitstatus_to_exitcode(ended[1])
                 break
         else:
-            number = signal.sigwait(awaited)
-            if number != signal.SIGCHLD:
-                os.kill(child, number)
+            came = signal.sigwait(awaited)
+            if came != signal.SIGCHLD:
+                with contextlib.suppress(OSError):  # the child ends, or reads none any more
+                    os.write(writing_fd, bytes([came]))
+                os.kill(child, came)
     if code < 0:
         words = f"the process that runs the workers was killed by signal {-code}; they are stopped"
         print(f"shardwell: {words}", file=sys.stderr)

@@ -128,9 +128,13 @@ class RankProcess:
         """
         if number == signal.SIGTERM and self.poll() is None:
             self._asked_alone = number
-            self._process.send_signal(number)
+            self.tell(number)
         else:
             self.send(number)
+
+    def tell(self, number: int) -> None:
+        """Sends a signal to the worker alone, which may handle it; also from signal handlers."""
+        self._process.send_signal(number)
 
     def ask_the_rest(self) -> None:
         """Sends what the worker was asked with to all that it has left, once it has ended."""
@@ -144,8 +148,10 @@ class RankProcess:
         self._process.wait()
 
 
-def guarded(grace_s: float | None) -> None:
+def guarded(grace_s: float | None) -> int:
     """Goes on in a child process; this one becomes its guard, and ends with its exit code.
+
+    The child gets a descriptor, in which it reads the numbers of signals that its guard passes on.
 
     Main thread only, while stop signals are held, and before threads are started.
 
@@ -153,17 +159,22 @@ def guarded(grace_s: float | None) -> None:
         grace_s: How long workers may take to end if the child is killed; None: a few seconds.
     """
     reading_fd, writing_fd = os.pipe()
-    os.set_inheritable(writing_fd, True)
+    passing_fd, telling_fd = os.pipe()
+    os.set_blocking(passing_fd, False)
+    for fd in (writing_fd, telling_fd):
+        os.set_inheritable(fd, True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child != 0:
         grace_s = _GRACE_S if grace_s is None else grace_s
-        command = [sys.executable, "-I", "-S", guard.__file__, str(child), str(grace_s)]
-        os.execv(command[0], command)
-    os.close(writing_fd)
+        arguments = [str(child), str(grace_s), str(telling_fd)]
+        os.execv(sys.executable, [sys.executable, "-I", "-S", guard.__file__, *arguments])
+    for fd in (writing_fd, telling_fd):
+        os.close(fd)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     stop_when_parent_ends(signals.ask_to_stop, reading_fd)
+    return passing_fd
 
 
 class LocalRun:
@@ -174,6 +185,7 @@ class LocalRun:
         command: Its arguments, its name first.
         environments: The variables of each rank.
         shards: Processes that serve the workers: the end of one is a failure, too.
+        passing_fd: From `guarded`.
         grace_s: How long workers that are asked to stop may take; None: 120 s after
             SIGTERM, a few seconds after all else.
         restart_count_max: How often each rank is started again where it fails, while the others
@@ -187,6 +199,7 @@ class LocalRun:
         environments: Sequence[Mapping[str, str]],
         shards: Sequence[ChildProcess] = (),
         *,
+        passing_fd: int,
         grace_s: float | None,
         restart_count_max: int | None = None,
     ) -> None:
@@ -194,6 +207,7 @@ class LocalRun:
         self._command = command
         self._environments = environments
         self._shards = shards
+        self._passing_fd = passing_fd
         self._grace_s = _GRACE_S if grace_s is None else grace_s
         self._leave_grace_s = _LEAVE_GRACE_S if grace_s is None else grace_s
         self._restart_count_max = restart_count_max
@@ -206,6 +220,11 @@ class LocalRun:
         self._parent_pid = os.getppid()
         self._failed_code: int | None = None
         self._signal: int | None = None
+        self._passed_on: set[int] = set()
+        """Numbers of signals that the guard has sent, and that have not come yet."""
+        self._signal_counts = {"guard": 0, "direct": 0}
+        """Signals to stop, by where they came from: the sender may have sent one to all processes
+        of a job, of which this process and its guard are two."""
         self._stop_s: float | None = None
         """When the workers were asked to stop."""
         self._asked: set[RankProcess] = set()
@@ -252,9 +271,12 @@ class LocalRun:
         self._selector.register(reading_fd, selectors.EVENT_READ, clear)
         for number in signals.stop_signals():
             signal.signal(number, self._handle)
+        for number in signals.user_signals():
+            signal.signal(number, self._pass_on_signal)
         earlier_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         earlier_fd = signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.stop_signals())
+        taken = signals.stop_signals() | signals.user_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
         try:
             yield
         finally:
@@ -266,12 +288,27 @@ class LocalRun:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Acts at once: the loop may be writing to a terminal that takes nothing."""
+        source = "guard" if self._was_passed_on(number) else "direct"
+        self._signal_counts[source] += 1
         if self._signal is None:
             self._signal = number
             self._ask_to_stop(number)
-        else:
+        elif max(self._signal_counts.values()) > 1:
             for rank in self._ranks:
                 rank.send(signal.SIGKILL)
+
+    def _pass_on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._was_passed_on(number):  # else the guard has it, too
+            for rank in self._ranks:
+                rank.tell(number)
+
+    def _was_passed_on(self, number: int) -> bool:
+        """Whether the guard has sent this signal; more of them may have become one."""
+        with contextlib.suppress(BlockingIOError):
+            self._passed_on.update(os.read(self._passing_fd, 4096))
+        is_passed = number in self._passed_on
+        self._passed_on.discard(number)
+        return is_passed
 
     def _start(self, rank: int) -> RankProcess:
         environment = self._environments[rank]
@@ -312,12 +349,7 @@ class LocalRun:
         if self._signal is not None:
             self._ask_to_stop(self._signal)  # it came while one was being started
         while running or left or (self._due and self._stop_s is None):
-            if self._signal is not None and not has_told:
-                has_told = True
-                say(
-                    f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to "
-                    "stop; another one kills them at once"
-                )
+            has_told = has_told or self._say_signal()
             self._judge_shards()
             must_look = bool(left) or self._stop_s is not None
             self._pass_on_output(_LOOK_INTERVAL_S if must_look else self._pause_s())
@@ -340,6 +372,17 @@ class LocalRun:
                 for rank in running:
                     say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
                 return
+        if not has_told:
+            self._say_signal()
+
+    def _say_signal(self) -> bool:
+        """Says what a signal to stop does; whether one has come."""
+        if self._signal is not None:
+            say(
+                f"{signal.Signals(self._signal).name}: workers have {self._grace_s:g} s to stop; "
+                "another one kills them at once"
+            )
+        return self._signal is not None
 
     def _reap_orphans(self) -> None:
         """Waits for those that have ended of what workers left behind: ours by `adopt_orphans`.

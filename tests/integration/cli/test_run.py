@@ -300,6 +300,33 @@ def test_signals_are_passed_on(script, pids, number, caught) -> None:
         ]
 
 
+@pytest.mark.parametrize("flag", ["--grace-s=60", "--elastic"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_for_workers_reaches_their_handlers_alone(script, pids, number, flag) -> None:
+    """As Slurm's --signal=USR1@60 sends it: a worker saves, and all go on."""
+    program = script(
+        "saved = []\n"
+        f"signal.signal({number:d}, lambda *_: saved.append(1))\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "tell(os.getpid()); tell(child.pid, 'child')\n"
+        "while not saved: time.sleep(0.01)\n"
+        "print('saved', child.poll()); child.kill(); child.wait()"
+    )
+    with _start(2, program, flag) as running:
+        _all_told(pids, 4)
+        running.send(number)
+        assert running.end() == 0
+        assert sorted(running.lines) == ["[0] saved None", "[1] saved None"]
+
+
+def test_a_worker_without_a_handler_of_a_signal_for_workers_ends_by_it(script, pids) -> None:
+    with _start(1, script("tell(os.getpid()); time.sleep(60)")) as running:
+        _all_told(pids, 1)
+        running.send(signal.SIGUSR1)
+        assert running.end() == 128 + signal.SIGUSR1
+        assert running.log == ["shardwell: rank 0 has ended with signal 10 (SIGUSR1)"]
+
+
 def test_sigterm_leaves_a_worker_what_it_needs_for_its_last_step(script, pids) -> None:
     """As the processes of a DataLoader; they get it, too, once their worker has ended."""
     program = script(

@@ -6,6 +6,7 @@ big package is mapped, gRPC is mapped, children are there, the first line is out
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,9 @@ def test_what_serves_ends_with_0(command, number) -> None:
     with Program(*COMMAND, *(SERVE if command == "serve" else ("cluster",))) as program:
         program.read_line()
         children = child_pids(program.pid)
+        for each in (program.pid, *children):  # as Slurm's --signal does; workers need the shards
+            os.kill(each, signal.SIGUSR1)
+            os.kill(each, signal.SIGUSR2)
         program.send(number)
         assert program.end() == 0
         eventually("no child is left", lambda: not any(map(is_running, children)))

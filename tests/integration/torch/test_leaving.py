@@ -6,6 +6,7 @@ the signal meets them; what they left behind is read from the cluster.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.leaks import child_pids
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program
 from harness.threads import in_background
@@ -88,6 +90,11 @@ def work(tmp_path: Path):
 def done(client: shardwell.Client) -> list[str]:
     """Who has left in order."""
     return [name for each in client.status()[0].parameters for name in each.done_worker_ids]
+
+
+def contributed(client: shardwell.Client) -> list[str]:
+    """Who has given a gradient to the step under way."""
+    return [name for each in client.status()[0].parameters for name in each.contributed_worker_ids]
 
 
 def joined_at(client: shardwell.Client, worker_id: str) -> int:
@@ -282,4 +289,89 @@ def test_all_workers_of_a_run_leave(cluster, connect, tmp_path) -> None:
         assert sorted(run.lines[-2:]) == ["[0] leaves with 143", "[1] leaves with 143"]
         told = "SIGTERM: workers have 120 s to stop; another one kills them at once"
         assert run.log == [f"shardwell: {told}"]
+    assert sorted(done(connect(running, "observer"))) == ["w0", "w1"]
+
+
+LOADING = """
+import os, sys, time
+import shardwell, shardwell.torch, torch
+
+worker_count, slow_from = map(int, sys.argv[1:])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10000
+    def __getitem__(self, index):
+        if index >= slow_from:
+            time.sleep(60)
+        return torch.ones(4)
+
+model = torch.nn.Linear(4, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+with shardwell.connect(worker_id="w" + os.environ.get("RANK", "0")) as client:
+    optimizer = shardwell.torch.ServerOptimizer(
+        model, client, shardwell.SGD(0.5), worker_count=worker_count, leave_on_sigterm=True
+    )
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=1, num_workers=2):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("made", optimizer.next_step, flush=True)
+"""
+
+
+def signal_all(pid: int) -> None:
+    """Sends SIGTERM to a process and all that it has started, those first: as Slurm may."""
+    pids, found = [pid], [pid]
+    while found:
+        found = [each for parent in found for each in child_pids(parent)]
+        pids += found
+    for each in reversed(pids):
+        os.kill(each, signal.SIGTERM)
+
+
+def loading(target: str, path: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Program:
+    path.write_text(LOADING)
+    command = (*launcher, str(path), *arguments)
+    return Program(*command, environment={"SHARDWELL_SHARDS": target})
+
+
+def test_a_signal_to_a_loader_s_processes_too_does_not_break_the_step(
+    cluster, connect, tmp_path
+) -> None:
+    running = cluster(1)
+    with loading(running.target, tmp_path / "loads.py", "2", "10000") as worker:
+        other = connect(running, "w1")
+        eventually("it waits for the other worker", lambda: contributed(other) == ["w0"])
+        signal_all(worker.pid)
+        other.parameter("model").exchange({"weight": np.ones((1, 4), np.float32)})
+        assert worker.read_line() == "made 1"
+        assert worker.end() == 128 + signal.SIGTERM, worker.log
+    assert "Traceback" not in "\n".join(worker.log), worker.log
+    assert done(other) == ["w0"]
+
+
+def test_a_signal_to_a_loader_s_processes_too_while_data_are_awaited(
+    cluster, connect, tmp_path
+) -> None:
+    running = cluster(1)
+    with loading(running.target, tmp_path / "loads.py", "1", "2") as worker:
+        assert [worker.read_line(), worker.read_line()] == ["made 1", "made 2"]
+        signal_all(worker.pid)
+        assert worker.end() == 128 + signal.SIGTERM, worker.log
+    assert "Traceback" not in "\n".join(worker.log), worker.log
+    assert done(connect(running, "observer")) == ["w0"]
+
+
+def test_a_signal_to_a_launcher_and_all_that_it_started(cluster, connect, tmp_path) -> None:
+    """Workers get it twice, from the sender and from the launcher, and so does that."""
+    running = cluster(1)
+    launcher = ("-m", "shardwell_server", "run", "-n2", "--", sys.executable)
+    path = tmp_path / "loads.py"
+    with loading(running.target, path, "2", "10000", launcher=launcher) as run:
+        while not run.read_line().endswith("made 5"):
+            pass
+        signal_all(run.pid)
+        assert run.end() == 128 + signal.SIGTERM, run.log
+    assert "Traceback" not in "\n".join(run.log), run.log
     assert sorted(done(connect(running, "observer"))) == ["w0", "w1"]

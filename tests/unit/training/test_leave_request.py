@@ -5,6 +5,7 @@ Method: signals to this process, where they are noted; to processes of their own
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,15 +18,20 @@ from harness.polling import PATIENCE_S
 from harness.threads import in_background
 from shardwell import LeaveRequest
 from shardwell.errors import ShardUnavailableError, WorkersMissingError
+from shardwell.process import ending
 from shardwell.training import leave_request
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(leave_request, "_open", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    children = signal.getsignal(signal.SIGCHLD)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGCHLD, children)
+    ending.leaving.clear()
 
 
 def handler() -> object:
@@ -37,14 +43,14 @@ def step(request: LeaveRequest) -> None:
         pass
 
 
-def test_the_first_signal_is_noted_by_all_and_a_second_one_would_end_the_process() -> None:
+def test_the_first_signal_is_noted_by_all_and_one_that_a_launcher_passes_on_is_the_same() -> None:
     with LeaveRequest() as first, LeaveRequest() as second:
         first.check()
         assert handler() is not signal.SIG_DFL
         signal.raise_signal(signal.SIGTERM)
         assert first.has_come
         assert second.has_come
-        assert handler() is signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit) as caught:
             first.check()
         assert caught.value.code == 143
@@ -151,10 +157,59 @@ def test_a_step_that_the_others_have_left_before() -> None:
         assert isinstance(caught.value.__context__, WorkersMissingError)
 
 
+def fail(number: int, frame: object) -> None:
+    raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGCHLD"])
+def test_what_the_end_of_a_process_raises_is_held_back_if_it_ended_by_the_request(first) -> None:
+    with LeaveRequest() as request:
+        if first == "SIGTERM":
+            signal.signal(signal.SIGCHLD, fail)
+            signal.raise_signal(signal.SIGTERM)
+            with request.ending_after_step():
+                signal.raise_signal(signal.SIGCHLD)
+        else:
+            meanwhile = []
+
+            def fail_first(number: int, frame: object) -> None:
+                meanwhile.append(in_background(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+                fail(number, frame)
+
+            signal.signal(signal.SIGCHLD, fail_first)
+            with request.ending_after_step():
+                signal.raise_signal(signal.SIGCHLD)
+            meanwhile[0].result(PATIENCE_S)
+        assert request.has_come
+
+
+def test_what_the_end_of_a_process_raises_without_a_request_is_raised(monkeypatch) -> None:
+    monkeypatch.setattr(leave_request, "REPEAT_S", 0.05)
+    signal.signal(signal.SIGCHLD, fail)
+    with LeaveRequest() as request:
+        with pytest.raises(RuntimeError, match="Terminated"), request.ending_after_step():
+            signal.raise_signal(signal.SIGCHLD)
+        assert not request.has_come
+
+
+def test_an_error_that_ends_the_program_after_the_request_has_its_exit_code() -> None:
+    """As that of an executor of processes whose workers got the signal as well."""
+    program = (
+        "import os, signal\nfrom shardwell import LeaveRequest\n"
+        "with LeaveRequest() as request:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    raise RuntimeError('a pool is broken')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], timeout=PATIENCE_S, check=False, capture_output=True
+    )
+    assert ended.returncode == 143
+    assert ended.stderr.decode().endswith("RuntimeError: a pool is broken\n")
+
+
 ENDED = {
     "dropped": "request = None",
     "closed": "request.close()",
-    "second": "os.kill(os.getpid(), signal.SIGTERM)",
+    "second": "while True: os.kill(os.getpid(), signal.SIGTERM)",  # a second later at most
     "forked": "pid = os.fork()\nif pid: sys.exit(-os.WTERMSIG(os.waitpid(pid, 0)[1]) == -15)",
 }
 
