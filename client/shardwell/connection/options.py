@@ -6,16 +6,18 @@ import errno
 import functools
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
 
-from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ForkedError
 from shardwell.process.owner import OwnerProcess
 from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
+
+if TYPE_CHECKING:
+    from shardwell.connection.tls import TlsFiles
 
 KEEPALIVE_PING_MS = 5_000
 """After so long without a word of a server its client pings, and gives it as long to answer."""

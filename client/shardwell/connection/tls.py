@@ -2,7 +2,8 @@
 
 Files may be replaced at any time. A server looks at them when a connection comes, a client when it
 makes one after a failure. What can't be used, a certificate whose key is still the old one, say, is
-left alone, and the last that could be used stays.
+left alone, and the last that could be used stays. A certificate and its key can be used when gRPC
+has made a connection with them on this machine: Python's ssl reads keys that gRPC can't serve.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import ssl
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 import grpc
 
+from shardwell.connection.options import check_fork
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles
 from shardwell.process.environment import variable
@@ -28,6 +34,16 @@ _LOG = logging.getLogger("shardwell")
 _LOOK_S = 1.0
 """How long a server may take for each of three things that show what is wrong."""
 _LOOK_S_MIN = 0.01
+_TRY_S = 5.0
+"""How long a connection that tries a certificate may take, usually 10 ms; one that takes longer
+says nothing about the certificate."""
+_READ_S = 0.5
+"""How long a connection waits for files that are tried, before it gets the last certificate."""
+_JUDGED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature", "erification", "peer certificate")
+"""Words of gRPC where a client has got as far as to judge the server's certificate: its date, its
+names. They are for clients to refuse, since the server could show it."""
+_FIRST_CERTIFICATE = re.compile(rb".*?-----END [A-Z0-9 ]*CERTIFICATE-----", re.DOTALL)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CA_VARIABLE = "SHARDWELL_TLS_CA"
 CERT_VARIABLE = "SHARDWELL_TLS_CERT"
 KEY_VARIABLE = "SHARDWELL_TLS_KEY"
@@ -126,9 +142,21 @@ class TlsFiles:
                 f"${CERT_VARIABLE} and ${KEY_VARIABLE}"
             )
         used = [self._files.last]
+        looking = threading.Lock()
+
+        def look() -> None:
+            try:
+                self.contents()
+            finally:
+                looking.release()
 
         def changed() -> Any:  # None, too, whatever gRPC's types say
-            contents = self.contents()
+            if self._files.have_changed() and looking.acquire(blocking=False):
+                try:
+                    _look_apart(look)
+                except RuntimeError:  # no thread can be had
+                    looking.release()
+            contents = self._files.last
             if contents is used[0]:
                 return None
             used[0] = contents
@@ -259,6 +287,17 @@ def _refused(tls: Tls, reason: str) -> str:
     )
 
 
+def _look_apart(look: Callable[[], None]) -> None:
+    """Has files read on a thread of their own, and waits for it a moment.
+
+    The connection that tries them needs threads of gRPC's. This is one, and so are those of all who
+    connect meanwhile.
+    """
+    thread = threading.Thread(target=look, name="shardwell-tls", daemon=True)
+    thread.start()
+    thread.join(_READ_S)
+
+
 def _server_configuration(contents: Contents) -> grpc.ServerCertificateConfiguration:
     assert contents.key is not None
     assert contents.cert is not None
@@ -266,12 +305,18 @@ def _server_configuration(contents: Contents) -> grpc.ServerCertificateConfigura
 
 
 def _read(tls: Tls) -> Contents:
-    """The files, if they fit together.
+    """The files, if they fit together, and gRPC makes connections with them.
 
     Raises:
         ArgumentError: they do not, or one can't be read; it is named.
     """
     ca, cert, key = (_bytes_of(path) for path in (tls.ca, tls.cert, tls.key))
+    for path, found in ((tls.ca, ca), (tls.cert, cert), (tls.key, key)):
+        if found is not None and _BYTE_ORDER_MARK in found:
+            raise ArgumentError(
+                f"{_shown(path)} has a byte order mark (EF BB BF), at which gRPC stops reading; "
+                "save it as ASCII, or as UTF-8 without that mark"
+            )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if tls.ca is not None:
         try:
@@ -288,7 +333,51 @@ def _read(tls: Tls) -> Contents:
                 f"{_shown(tls.cert)} and {_shown(tls.key)} are no certificate and its key, without "
                 f"a password, in PEM form ({error})"
             ) from None
-    return Contents(ca, cert, key)
+    contents = Contents(ca, cert, key)
+    if cert is not None:
+        reason = _unserved(contents)
+        if reason is not None:
+            raise ArgumentError(
+                f"{_shown(tls.cert)} and {_shown(tls.key)} can't be served: gRPC makes no "
+                f"connection with them ({reason}); expected a key that its TLS takes, such as one "
+                "of the curve P-256 or P-384 or of RSA, and a certificate for signing"
+            )
+    return contents
+
+
+def _unserved(contents: Contents) -> str | None:
+    """Why gRPC makes no connection with a certificate and its key, as either side; None: it does.
+
+    A server on this machine shows it, and a client that trusts it calls: the same keys and
+    signatures are possible for clients' certificates.
+    """
+    check_fork()
+    server = grpc.server(ThreadPoolExecutor(1))
+    try:
+        assert contents.key is not None
+        assert contents.cert is not None
+        credentials = grpc.ssl_server_credentials([(contents.key, contents.cert)], contents.ca)
+        try:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
+        except RuntimeError:
+            return "its TLS can't read these files"
+        server.start()
+        first = _FIRST_CERTIFICATE.match(contents.cert)
+        assert first is not None
+        trusting = grpc.ssl_channel_credentials(first[0])
+        no_proxy = (("grpc.enable_http_proxy", 0),)
+        with grpc.secure_channel(f"127.0.0.1:{port}", trusting, options=no_proxy) as channel:
+            try:
+                call: Any = channel.unary_unary("/shardwell.Try/Try")
+                call(b"", timeout=_TRY_S)
+            except grpc.RpcError as error:
+                details = str(error.details()).rpartition(f":{port}: ")[2]
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    return None
+                return None if any(word in details for word in _JUDGED) else details[:200]
+        return None
+    finally:
+        server.stop(None).wait(_TRY_S)
 
 
 def _bytes_of(path: str | os.PathLike[str] | None) -> bytes | None:

@@ -1,8 +1,8 @@
 """Contents of files, which are read again whenever the files change.
 
 States: good, as it was read; changed, the files' times or sizes differ; then good again, or unfit,
-in which case the last that was good stays in use, a warning says why, and the next change is looked
-at.
+in which case the last that was good stays in use, an error in the log says why, and the next change
+is looked at.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class ChangingFiles(Generic[ReadT]):
         """The contents that the last call of `now` found good."""
         return self._last
 
+    def have_changed(self) -> bool:
+        """Returns whether `now` would read the files again."""
+        return self._found() != self._stamps
+
     def now(self) -> ReadT:
         """The contents that are good now: the same object as long as nothing has changed."""
         stamps = self._found()
@@ -55,7 +59,7 @@ class ChangingFiles(Generic[ReadT]):
                 try:
                     found = self._read()
                 except ArgumentError as error:
-                    self._log.warning("%s; what was there before is used", error.message)
+                    self._log.error("%s; what was there before is used", error.message)
                     self._stamps = stamps
                 except Exception as error:  # whose text may have secrets of the files
                     where = ", ".join(str(os.fspath(path)) for path in self._paths)

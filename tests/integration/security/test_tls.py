@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import pytest
 from cryptography import x509
 
 import shardwell
-from harness.certificates import authority, of_client, of_server
+from harness.certificates import KEYS, authority, of_client, of_server, write_pair
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.ports import free_port
 from harness.threads import in_background, together
@@ -192,6 +193,12 @@ def test_the_environment(cluster, monkeypatch) -> None:
         ({"cert": "ours.pem", "key": "theirs.key"}, "are no certificate and its key"),
         ({"cert": "ours.key", "key": "ours.pem"}, "are no certificate and its key"),
         ({"cert": "ours.pem", "key": "locked.key"}, "without a password"),
+        ({"cert": "empty", "key": "ours.key"}, "are no certificate and its key"),
+        ({"cert": "ours.der", "key": "ours.key"}, "in PEM form"),
+        ({"ca": "marked.pem"}, "marked.pem has a byte order mark"),
+        ({"cert": "marked.pem", "key": "ours.key"}, "marked.pem has a byte order mark"),
+        ({"cert": "ours.pem", "key": "marked.key"}, "marked.key has a byte order mark"),
+        ({"ca": "two.pem"}, "two.pem has a byte order mark"),
     ],
 )
 def test_files_that_are_of_no_use(tmp_path, files, what) -> None:
@@ -204,10 +211,52 @@ def test_files_that_are_of_no_use(tmp_path, files, what) -> None:
     ):
         shutil.copy(path, tmp_path / name)
     (tmp_path / "locked.key").write_bytes(_locked(ours.server_key))
+    mark, cert = b"\xef\xbb\xbf", ours.server.read_bytes()
+    (tmp_path / "marked.pem").write_bytes(mark + cert)
+    (tmp_path / "marked.key").write_bytes(mark + ours.server_key.read_bytes())
+    (tmp_path / "two.pem").write_bytes(cert + mark + cert)
+    (tmp_path / "ours.der").write_bytes(ssl.PEM_cert_to_DER_cert(cert.decode()))
     with pytest.raises(shardwell.ArgumentError, match=what):
         shardwell.connect(
             "127.0.0.1:1", tls=Tls(**{k: f"{tmp_path}/{v}" for k, v in files.items()})
         )
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_are_taken_if_grpc_serves_them(cluster, connect, tmp_path, kind) -> None:
+    """Both ends with that kind of key; who takes it can connect, and who doesn't names it."""
+    files, cert, key = authority(), tmp_path / "its.pem", tmp_path / "its.key"
+    write_pair(kind, cert, key, files)
+    tls = Tls(ca=files.ca, cert=cert, key=key)
+    if grpc_serves(cert, key, files.ca):
+        running = cluster(1, tls=tls, admin_listen="127.0.0.1:0")
+        assert len(connect(running, "w0", tls=tls).status()) == 1
+        return
+    assert kind not in ("P-256", "P-384", "RSA")
+    refusal = r"its.pem and .*its.key can't be served: gRPC makes no connection"
+    with pytest.raises(shardwell.ArgumentError, match=refusal):
+        cluster(1, tls=tls)
+    with pytest.raises(shardwell.ArgumentError, match=refusal):
+        shardwell.connect("127.0.0.1:1", tls=tls)
+
+
+def grpc_serves(cert: Path, key: Path, ca: Path) -> bool:
+    """Whether a plain server of gRPC with that certificate, and a plain client, come together."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    pair = (key.read_bytes(), cert.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], ca.read_bytes(), True)
+    try:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        with grpc.secure_channel(
+            f"127.0.0.1:{port}", grpc.ssl_channel_credentials(ca.read_bytes(), *pair)
+        ) as channel:
+            grpc.channel_ready_future(channel).result(3.0)
+    except (RuntimeError, grpc.FutureTimeoutError):
+        return False
+    finally:
+        server.stop(None).wait(PATIENCE_S)
+    return True
 
 
 @pytest.mark.parametrize("path", ["", 5, b"ca.pem", True])
@@ -331,8 +380,65 @@ def test_what_does_not_fit_is_not_taken(cluster, connect, own, caplog) -> None:
     own.server_key.unlink()
     make_certificates(own.ca.parent, ["127.0.0.1"], 7)
     assert fresh != own.server_key.read_bytes()
-    assert serial(running.target, own) != before
+    eventually("the new certificate", lambda: serial(running.target, own) != before)
     assert len(connect(running, "w0", tls=of_client(own)).status()) == 1
+
+
+@pytest.mark.parametrize("kind", ["Ed25519", "P-521", "byte order mark"])
+def test_what_grpc_can_not_serve_is_not_taken(cluster, connect, own, caplog, kind) -> None:
+    """Neither by a shard nor by a client: both go on with what they had, and name the file."""
+    running = cluster(1, tls=of_server(own))
+    client = Channel(running.target, Credentials.of(of_client(own)))
+    before = serial(running.target, own)
+    for cert, key in ((own.server, own.server_key), (own.client, own.client_key)):
+        if kind in KEYS:
+            write_pair(kind, cert, key, own)
+        else:
+            cert.write_bytes(b"\xef\xbb\xbf" + cert.read_bytes())
+    assert serial(running.target, authority_of(own)) == before
+    assert not client.renew()
+    client.close()
+    refusals = [record for record in caplog.records if "was there before" in record.message]
+    assert {record.levelname for record in refusals} == {"ERROR"}
+    for path in (own.server, own.client):
+        assert any(str(path) in record.message for record in refusals)
+    renewed_by_force(own)
+    eventually("the new certificate", lambda: serial(running.target, own) != before)
+    assert len(connect(running, "w0", tls=of_client(own)).status()) == 1
+
+
+def authority_of(files: Certificates) -> Certificates:
+    """Another client's certificate by the same authority."""
+    directory = Path(tempfile.mkdtemp(dir=files.ca.parent))
+    for path in (files.ca, files.ca_key):
+        shutil.copy(path, directory)
+    return make_certificates(directory, ["127.0.0.1"], 7)
+
+
+def renewed_by_force(files: Certificates) -> None:
+    """Also where what exists was not made by `make_certificates`."""
+    for path in (files.server, files.server_key, files.client, files.client_key):
+        path.unlink()
+    make_certificates(files.ca.parent, ["127.0.0.1"], 7)
+
+
+def test_all_that_connect_while_files_are_tried_are_served(cluster, own) -> None:
+    """Trying them takes threads of gRPC's, and those who connect meanwhile leave it some."""
+    running = cluster(4, tls=of_server(own))
+    for _ in range(3):
+        renewed(own)
+        found = together(
+            [
+                functools.partial(serial, address, own)
+                for address in running.addresses
+                for _ in range(8)
+            ]
+        )
+        assert len(found) == 32
+    number = x509.load_pem_x509_certificate(own.server.read_bytes()).serial_number
+    for address in running.addresses:
+        newest = functools.partial(serial, address, own)
+        eventually("the newest certificate", lambda look=newest: int(look(), 16) == number)
 
 
 def test_a_client_takes_new_ones_where_it_connects_again(cluster, connect, own, tmp_path) -> None:
