@@ -179,7 +179,7 @@ class Access:
 
     def _check_time(self, principal: Principal) -> None:
         ends_s = principal.expires_s
-        if ends_s is not math.inf and self._now_s() >= ends_s:
+        if ends_s is not math.inf and self._now_s() >= ends_s + principal.leeway_s:
             raise AuthenticationError(
                 f"token {principal.name!r} expired at {time_of(ends_s)}; put a new one into its "
                 "file"

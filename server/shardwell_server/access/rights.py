@@ -114,6 +114,8 @@ class Principal:
     grants: tuple[Grant, ...]
     expires_s: float = math.inf
     """When it ends, in seconds since 1970."""
+    leeway_s: float = 0.0
+    """How much longer it is good, as another machine's clock says when it ends."""
     quota: Quota = NO_QUOTA
     proof: bytes = field(default=b"", repr=False)
     """What shows that the token is still good: a digest of the secret, or of the key of a JWT."""

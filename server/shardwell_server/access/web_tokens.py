@@ -3,8 +3,8 @@
     {"sub": "trainer", "exp": 1800000000, "aud": "CLUSTER_ID", "rights": ["contribute:prod-"],
      "quota": {"streams": 64}}
 
-Keys are a JSON Web Key Set (RFC 7517) in a file. A key is good for one algorithm, HS256 or EdDSA,
-by its kind, whatever a token says of itself.
+Keys are a JSON Web Key Set (RFC 7517) in a file. A key is good for one algorithm (RS256, ES256,
+EdDSA or HS256) by its kind, whatever a token says of itself.
 """
 
 from __future__ import annotations
@@ -24,14 +24,29 @@ from shardwell_server.access.tokens import json_of, quota_of
 
 _SECRET_BYTES_MIN = 32
 """Of HS256: as many as its digest has (RFC 7518)."""
+_RSA_BITS_MIN = 2048
+"""Of RS256 (RFC 7518)."""
+LEEWAY_S = 60.0
+"""How far the clocks of issuers and shards may be apart: a token is good so long before its nbf and
+iat, and after its exp."""
 _KEY_COUNT_MAX = 64
 _TRIED_COUNT_MAX = 4
 """Keys without a name that a token is looked at with."""
 PREFIX = "jwt:"
 """Before the names of those who bring one, which are none of the file's."""
-_ALGORITHMS = {"oct None": "HS256", "OKP Ed25519": "EdDSA"}
+_ALGORITHMS = {
+    "RSA None": "RS256",
+    "EC P-256": "ES256",
+    "OKP Ed25519": "EdDSA",
+    "oct None": "HS256",
+}
 """By kty and crv."""
-_SPELLINGS = {"HS256": (None, "HS256"), "EdDSA": (None, "EdDSA", "Ed25519")}
+_SPELLINGS = {
+    "RS256": (None, "RS256"),
+    "ES256": (None, "ES256"),
+    "EdDSA": (None, "EdDSA", "Ed25519"),
+    "HS256": (None, "HS256"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,12 @@ def read_keys(path: Path) -> list[Key]:
         raise ArgumentError(
             f'{path} must be a JSON Web Key Set, {{"keys": [...]}}, of 1 to {_KEY_COUNT_MAX} keys'
         )
-    return [_key_of(f"{path}: key {number}", given) for number, given in enumerate(keys, 1)]
+    found = [_key_of(f"{path}: key {number}", given) for number, given in enumerate(keys, 1)]
+    names = [key.name for key in found if key.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError(f"{path}: two keys have the same kid, {name!r:.80}")
+    return found
 
 
 def _key_of(what: str, given: object) -> Key:
@@ -69,11 +89,12 @@ def _key_of(what: str, given: object) -> Key:
     algorithm = _ALGORITHMS.get(f"{given.get('kty')} {given.get('crv')}")
     if algorithm is None or given.get("alg") not in _SPELLINGS[algorithm]:
         raise ArgumentError(
-            f'{what} must be for HS256 ("kty": "oct") or EdDSA ("kty": "OKP", "crv": "Ed25519")'
+            f'{what} must be for RS256 ("kty": "RSA"), ES256 ("kty": "EC", "crv": "P-256"), EdDSA '
+            '("kty": "OKP", "crv": "Ed25519") or HS256 ("kty": "oct")'
         )
     if given.get("use") not in (None, "sig"):
         raise ArgumentError(f'{what} is for another use: expected "use": "sig", or none')
-    if algorithm == "EdDSA" and "d" in given:
+    if algorithm != "HS256" and "d" in given:
         raise ArgumentError(f"{what} is a private one; shards need the public one alone, without d")
     if not isinstance(name, str | None):
         raise ArgumentError(f"{what}: kid must be a string")
@@ -92,7 +113,10 @@ def _key_of(what: str, given: object) -> Key:
         raise ArgumentError(
             f"{what} has {len(value)} bytes; HS256 needs {_SECRET_BYTES_MIN} drawn at random"
         )
-    return Key(name, algorithm, value, hashlib.sha256(json.dumps(given).encode()).digest())
+    if algorithm == "RS256" and value.key_size < _RSA_BITS_MIN:
+        raise ArgumentError(f"{what} has {value.key_size} bits; RS256 needs {_RSA_BITS_MIN}")
+    proof = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest()
+    return Key(name, algorithm, value, proof)
 
 
 def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
@@ -123,6 +147,7 @@ def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
                 token,
                 key.value,
                 algorithms=[algorithm],
+                leeway=LEEWAY_S,
                 options={"require": ["exp", "sub"], "verify_aud": False},
             )
         except jwt.InvalidSignatureError:
@@ -132,7 +157,8 @@ def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
         except jwt.PyJWTError as error:
             raise AuthenticationError(f"the JWT is not good: {error}") from None
         return _principal(claims, key, cluster_id)
-    raise AuthenticationError("the JWT is signed by no key that is believed here")
+    of = "" if name is None else f"; it names the key {name!r:.80} (kid)"
+    raise AuthenticationError(f"the JWT is signed by no key that is believed here{of}")
 
 
 def _principal(claims: dict[str, Any], key: Key, cluster_id: str) -> Principal:
@@ -148,6 +174,7 @@ def _principal(claims: dict[str, Any], key: Key, cluster_id: str) -> Principal:
             name=PREFIX + check_name("sub", claims["sub"]),
             grants=grants_of(claims.get("rights")),
             expires_s=float(claims["exp"]),
+            leeway_s=LEEWAY_S,
             quota=quota_of(claims.get("quota", {})),
             proof=key.proof,
         )
