@@ -133,6 +133,10 @@ class Call:
         self._certificate = None if note is no_audit else _common_name(context.auth_context())
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
+        self.unnoted: list[tuple[Right, str, str]] = []
+        """Those granted since its handler yielded last."""
+        self.asked: tuple[Right, str, str] | None = None
+        """The right that was asked for last: what for, on what, by which name."""
         self.moved_bytes = 0
         """Payload that it brought, or was answered, since its rate was looked at last."""
         self.changed = asyncio.Event()
@@ -162,10 +166,22 @@ class Call:
         asked = (right, kind, name)
         if asked in self._granted:
             return
-        self.principal.check(right, kind, name)
+        self.ask(right, kind, name)
         if len(self._granted) < _GRANTED_COUNT_MAX:
             self._granted.add(asked)
-        self.note("opened", kind=kind, name=name, right=right.word)
+        if self._note is not no_audit:
+            self.unnoted.append(asked)
+
+    def ask(self, right: Right, kind: str, name: str) -> None:
+        """Refuses as `check` does, each time, and for what the audit log tells by another event."""
+        self.asked = (right, kind, name)
+        self.principal.check(right, kind, name)
+
+    def note_opened(self) -> None:
+        """Notes the names that the handler has opened: it has gone on, or ended, without error."""
+        opened, self.unnoted = self.unnoted, []
+        for right, kind, name in opened:
+            self.note("opened", kind=kind, name=name, right=right.word)
 
     def has_asked_for(self, kind: str, name: str) -> bool:
         """Whether it was granted anything of a name, or more names than are kept."""
@@ -465,6 +481,7 @@ class Calls:
                 response = await self._threads.run(partial(begin, call))
             if isinstance(response, Generator):
                 response = await self._run(call, response)
+            call.note_opened()
             if not (rpc.is_stream or rpc.is_urgent) and response is not None:
                 call.moved_bytes += response.ByteSize()
                 await self._guard.pace(call, free_bytes=CALL_BYTES)  # it has paid for so many
@@ -530,6 +547,8 @@ class Calls:
                     await self._room.write(call.context, step.answers.popleft())
                 if step.error is not None:
                     raise step.error
+                if call.unnoted:
+                    call.note_opened()
                 if step.has_ended:
                     return step.response
                 del step

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardwell.connection.credentials import authorization_of
-from shardwell.errors import AccessDeniedError, AuthenticationError
+from shardwell.errors import AccessDeniedError, AuthenticationError, LimitError
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import Note, no_audit
 from shardwell_server.shard.quotas import CALL_BYTES, Usages
@@ -78,11 +78,14 @@ class Guard:
         return None
 
     def refused(self, call: Call, error: Exception) -> None:
-        """Notes a call that ends for want of a token or right."""
-        if not isinstance(error, AuthenticationError | AccessDeniedError):
+        """Notes a call that ends for want of a token or right, or at a limit."""
+        if not isinstance(error, AuthenticationError | AccessDeniedError | LimitError):
             return
-        if error is not call.ending:
+        if error is not call.ending and not isinstance(error, LimitError):
             self.turned_away_s = time.monotonic()
         event = "ended" if error is call.ending else "refused"
         kind = "parameter" if error.parameter else "table" if error.table else None
-        call.note(event, kind=kind, name=error.parameter or error.table, reason=error.message)
+        name, right = error.parameter or error.table, None
+        if call.asked is not None and not isinstance(error, AuthenticationError):
+            right, kind, name = call.asked[0].word, *call.asked[1:]
+        call.note(event, kind=kind, name=name, right=right, reason=error.message)

@@ -74,7 +74,7 @@ class NameService:
     def rename(self, request: pb.RenameRequest, call: Call) -> pb.RenameResponse:
         name, by, held = self._opened(request, call)
         to = check_name("new_name", request.new_name)
-        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), to)
+        call.ask(Right.CREATE, _WORDS.get(request.kind, "name"), to)
         if to == name:
             raise ArgumentError(f"new_name must be another name; got {to!r} for both")
         response = pb.RenameResponse()
@@ -116,7 +116,7 @@ class NameService:
         self._shard.check_identity(request.shard)
         name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
         # Before the answer says whether the name exists.
-        call.principal.check(Right.CREATE, _WORDS.get(request.kind, "name"), name)
+        call.ask(Right.CREATE, _WORDS.get(request.kind, "name"), name)
         held = self._held(request)
         for found in held:
             self._check_may(call, found.kind, name)
@@ -180,9 +180,9 @@ class NameService:
             AccessDeniedError: the caller is such a one.
         """
         registry, word = self._registry(kind)
-        principal, owner = call.principal, registry.owner_of(name)
-        is_owner = owner is None or (owner != "" and owner == principal.name)
-        principal.check(Right.CREATE if is_owner else Right.ADMIN, word, name)
+        owner = registry.owner_of(name)
+        is_owner = owner is None or (owner != "" and owner == call.principal.name)
+        call.ask(Right.CREATE if is_owner else Right.ADMIN, word, name)
 
     def _end_calls(self, word: str, name: str, done: str) -> None:
         """Ends what is at work on a name; made again, it hears that the name is gone."""

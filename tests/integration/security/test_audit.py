@@ -84,6 +84,68 @@ def test_who_did_what(tokens, tmp_path, same_host) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("kind", ["parameter", "table"])
+def test_a_create_that_is_refused_opens_nothing(tokens, tmp_path, kind) -> None:
+    """By the token's quota, or because the name has another spec."""
+    path = tmp_path / "audit.jsonl"
+    config = ShardConfig(shard_index=0, shard_count=1, tokens=tokens.path, audit_log=path)
+    maker = tokens.add("maker", "create", quota={f"{kind}s": 1})
+
+    def make(client: shardwell.Client, name: str, size: int = 8) -> None:
+        if kind == "parameter":
+            client.parameter(name, size=size, optimizer=SGD)
+        else:
+            client.table(name, row_count=size, dim=2, optimizer=SGD)
+
+    with (
+        ShardServer(config) as server,
+        shardwell.connect(server.address, worker_id="w0", token_file=maker) as client,
+    ):
+        make(client, "one")
+        with pytest.raises(shardwell.LimitError):
+            make(client, "two")
+        with pytest.raises(shardwell.SpecMismatchError):
+            make(client, "one", 9)
+    told = [(line["event"], line.get("name"), line.get("right")) for line in lines_of(path)]
+    assert [each for each in told if each[1] == "two"] == [("refused", "two", "create")]
+    assert ("created", "one", None) in told
+    assert told.count(("opened", "one", "create")) == 1
+    (refused,) = [line for line in lines_of(path) if line["event"] == "refused"]
+    assert refused["kind"] == kind
+    assert f"{kind}s=1" in refused["reason"]
+
+
+def test_refused_deletes_and_groups_have_their_names(tokens, tmp_path) -> None:
+    """Each name a line, as far as they are not too many."""
+    path = tmp_path / "audit.jsonl"
+    config = ShardConfig(shard_index=0, shard_count=1, tokens=tokens.path, audit_log=path)
+    maker, other = tokens.add("maker", "create"), tokens.add("other", "create:other-")
+    names = ["one", "two", "three"]
+    with ShardServer(config) as server:
+        with shardwell.connect(server.address, worker_id="w0", token_file=maker) as client:
+            for name in names:
+                client.parameter(name, size=8, optimizer=SGD)
+        with shardwell.connect(server.address, worker_id="w1", token_file=other) as client:
+            for name in [*names, "missing"]:
+                with pytest.raises(shardwell.AccessDeniedError):
+                    client.delete(name)
+            client.parameter("other-net", size=8, optimizer=SGD)
+            with pytest.raises(shardwell.AccessDeniedError):
+                client.rename("other-net", "mine")
+        with pytest.raises(shardwell.AccessDeniedError):
+            shardwell.join_group(
+                "ring", rank=0, size=2, rendezvous=server.address, token_file=other
+            )
+    refused = [line for line in lines_of(path) if line["event"] == "refused"]
+    assert all(line["token"] == "other" and "repeated" not in line for line in refused)
+    told = [(line["method"], line["name"]) for line in refused]
+    deletes = {name for method, name in told if method == "Delete"}
+    assert deletes == {*names, "missing"}
+    assert ("Rename", "mine") in told
+    groups = {(line["name"], line["right"]) for line in refused if line["kind"] == "group"}
+    assert groups == {("ring", "contribute")}
+
+
 def test_restoring_is_audited(tokens, tmp_path) -> None:
     path = tmp_path / "audit.jsonl"
     with (
