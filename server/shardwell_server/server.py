@@ -31,6 +31,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import AuditLog, no_audit
+from shardwell_server.access.ends import Ends
 from shardwell_server.access.rights import Right
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.port import AdminPort
@@ -74,8 +75,6 @@ _ALIVE_S = 5.0
 _ABANDON_S = 10.0
 """How long after the grace gRPC may take to end, before it is left to itself: it never ends where
 the system had no thread for it."""
-_DAMAGE_COUNT_MAX = 8
-"""Damaged pieces that the status lists; all are in the log."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -114,10 +113,8 @@ class ShardServer:
         """Its files for the log: whether there were none when it began."""
         if data_dir is not None:
             self._origin = {"data_dir": str(data_dir.path), "begins_anew": data_dir.is_new}
-        self._damages: list[str] = []
-        """Damage found in an earlier process's files."""
         self._audit: AuditLog | None = None
-        self._token_looker: Future[None] | None = None
+        self._access_looker: Future[None] | None = None
         config.durability.check_files(data_dir is not None)
         # It tells from here on that files are being read.
         self.admin = AdminPort(config) if config.admin_listen else None
@@ -149,7 +146,8 @@ class ShardServer:
             arena_bytes=lambda: self._arenas.mapped_bytes,
             refusals=lambda: dict(self._calls.refusal_counts),
             turned_away_s=lambda: self._guard.turned_away_s,
-            damages=lambda: list(self._damages),
+            damages=lambda: list(self._calls.damages),
+            ends=self._ends,
             data_dir=None if data_dir is None else data_dir.path,
             groups=self._meetings.describe,
             resources=ResourceMeter(None if data_dir is None else data_dir.path).read,
@@ -162,7 +160,7 @@ class ShardServer:
     async def _listen(self) -> str:
         """Makes what lives on the loop; the address."""
         config, limits = self.config, self.config.limits
-        tls = None if config.tls is None else TlsFiles(config.tls)
+        self._tls = tls = None if config.tls is None else TlsFiles(config.tls)
         self._access = Access.of(config)
         self.shard.usages.set_quotas(self._access.quotas())
         self._streams = OpenStreams(limits.stream_count_max)
@@ -193,6 +191,8 @@ class ShardServer:
         self._service = service
         tables = TableService(self.shard, self._calls)
         sessions = SessionService(self.shard, self._calls)
+        clients = sessions.certificate_ends
+        self._ends = Ends(tls, self._access, lambda: list(clients.values()))
         traces = TraceService(self.shard, self._calls)
         names_of = NameService(self.shard, self._calls)
         self._meetings = GroupService(shard_index=config.shard_index, admit=_admit)
@@ -245,8 +245,8 @@ class ShardServer:
         """Begins to answer; what an earlier process left is verified meanwhile."""
         self._loop.run(self._server.start())
         self._loop.run(self._unix_streams.start())
-        if self._access.asks:
-            self._token_looker = self._loop.begin(self._look_at_tokens())
+        if self._access.asks or self._tls is not None:
+            self._access_looker = self._loop.begin(self._look_at_access())
         self._verifier.start()
         if self.config.durability.interval_s is not None:
             self._syncer.start()
@@ -286,8 +286,8 @@ class ShardServer:
         except TimeoutError:
             self._is_stuck = True
             _LOG.error("gRPC does not end its calls, and is left to itself")
-        if self._token_looker is not None:
-            self._token_looker.cancel()
+        if self._access_looker is not None:
+            self._access_looker.cancel()
         self.shard.stop()
         self._arenas.close()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
@@ -342,8 +342,7 @@ class ShardServer:
                 check()
             except ShardwellError as error:
                 _LOG.error("what was stored is damaged", extra={"reason": error.message})
-                if len(self._damages) < _DAMAGE_COUNT_MAX:
-                    self._damages.append(error.message)
+                self._calls.note_damage(error.message)
 
     def _look_at_files(self) -> None:
         """Stops serving when the files are gone; every call gets the reason then."""
@@ -388,16 +387,23 @@ class ShardServer:
             return False
         return True
 
-    async def _look_at_tokens(self) -> None:
+    def _refresh_access(self) -> None:
+        """Reads tokens, keys and certificates that have changed; warns before they end."""
+        self._access.refresh()
+        if self._tls is not None:
+            self._tls.contents()
+        self._ends.warn()
+
+    async def _look_at_access(self) -> None:
         """Ends calls whose token has ended, or was revoked."""
         while True:
-            await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
             try:
-                await self._threads.run(self._access.refresh)
+                await self._threads.run(self._refresh_access)
                 self.shard.usages.set_quotas(self._access.quotas())
                 self._calls.end_those_without_token()
             except Exception:  # or tokens would be good for ever
                 _LOG.exception("could not look whether tokens have ended")
+            await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
 
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):

@@ -23,7 +23,7 @@ HOSTS = ("localhost", "127.0.0.1")
 def authority(name: str = "ours", hosts: tuple[str, ...] = HOSTS) -> Certificates:
     """Those of an authority of that name, in a directory that ends with the process."""
     _directories.append(tempfile.TemporaryDirectory(prefix=f"certificates-{name}-"))
-    return make_certificates(Path(_directories[-1].name), hosts, 7)
+    return make_certificates(Path(_directories[-1].name), hosts, 90)
 
 
 _directories: list[tempfile.TemporaryDirectory[str]] = []

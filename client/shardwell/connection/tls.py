@@ -126,6 +126,11 @@ class TlsFiles:
         """The current contents of the files: the same object as long as nothing has changed."""
         return self._files.now()
 
+    @property
+    def last(self) -> Contents:
+        """The contents that are in use."""
+        return self._files.last
+
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
         """What a client's connections are made with."""
         return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)

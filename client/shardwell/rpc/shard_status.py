@@ -407,11 +407,13 @@ class Trouble:
     """Name of the group that it is about; empty: the shard."""
     words: str
     """The problem, and what to do about it."""
+    section: str = ""
+    """Section of the runbook that is about it, as its anchor; empty: none is."""
 
     @staticmethod
     def from_proto(message: pb.Trouble) -> Trouble:
         """The value that a message describes."""
-        return Trouble(name=message.name, words=message.words)
+        return Trouble(name=message.name, words=message.words, section=message.section)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,7 +489,7 @@ class ShardStatus:
     """What it holds of each table, by name."""
     troubles: tuple[Trouble, ...]
     """Its problems, and what waits there: a full disk, damaged files, clients that were
-    turned away, groups that wait."""
+    turned away, certificates and tokens that end, groups that wait."""
     resources: Resources = Resources()
     """What its process uses of its machine."""
 

@@ -582,12 +582,14 @@ class Resources(_message.Message):
     def __init__(self, cpu_s: _Optional[float] = ..., core_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., disk_used_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., disk_size_bytes: _Optional[int] = ...) -> None: ...
 
 class Trouble(_message.Message):
-    __slots__ = ("name", "words")
+    __slots__ = ("name", "words", "section")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     words: str
-    def __init__(self, name: _Optional[str] = ..., words: _Optional[str] = ...) -> None: ...
+    section: str
+    def __init__(self, name: _Optional[str] = ..., words: _Optional[str] = ..., section: _Optional[str] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
     __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked", "new_name", "late_chunk_count", "lost_member_count", "learners", "figures")

@@ -91,10 +91,13 @@ class Access:
             cluster_id=config.cluster_id,
         )
 
+    def principals(self) -> list[Principal]:
+        """The callers that the file of tokens has, one for each secret."""
+        return [] if self._tokens is None else list(self._tokens.last.values())
+
     def quotas(self) -> dict[str, Quota]:
         """The quotas of the file, by the names of tokens."""
-        found = {} if self._tokens is None else self._tokens.last
-        return {each.name: each.quota for each in found.values()}
+        return {each.name: each.quota for each in self.principals()}
 
     @property
     def asks(self) -> bool:

@@ -23,11 +23,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import shardwell
+from shardwell.errors import ShardwellError
 from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
 from shardwell.rpc.shard_status import MEMBER_STATES
 from shardwell.v1 import parameter_server_pb2, table_pb2
 from shardwell.v1.types_pb2 import StepWait
+from shardwell_server.access.ends import Ends
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_times import BOUNDS_S, Durations
@@ -65,12 +67,22 @@ class Vitals(NamedTuple):
     """When a client was refused last for want of a token or right, on time.monotonic's clock."""
     damages: Callable[[], list[str]]
     """The stored parts that are known to be damaged."""
+    ends: Ends
+    """Certificates and tokens that end."""
     data_dir: Path | None
     """Where its files are; None: it has none."""
     groups: Callable[[], list[GroupState]]
     """Groups that meet at it."""
     resources: Callable[[], parameter_server_pb2.Resources]
     """What its process uses of the machine."""
+
+    def files_fault(self) -> str | None:
+        """Returns why the shard goes on without its files; None: it has them."""
+        try:
+            self.shard.check_files()
+        except ShardwellError as error:
+            return error.message
+        return None
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
@@ -94,6 +106,7 @@ class _ShardCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._of_shard()
         yield from self._of_disk()
+        yield from self._of_faults()
         yield from self._of_names()
         if self._vitals.shard.config.worker_metrics:
             yield from self._of_learners()
@@ -173,6 +186,30 @@ class _ShardCollector(Collector):
             "shardwell_disk_free_bytes", "Room where the shard's files are.", usage.free
         )
         yield GaugeMetricFamily("shardwell_disk_size_bytes", "All of it.", usage.total)
+
+    def _of_faults(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "shardwell_damaged",
+            "Stored pieces that are known to be damaged; of many, a few are counted.",
+            len(self._vitals.damages()),
+        )
+        yield GaugeMetricFamily(
+            "shardwell_files_gone",
+            "1 if the shard's files were removed, moved or replaced while it served.",
+            0 if self._vitals.files_fault() is None else 1,
+        )
+        ends = GaugeMetricFamily(
+            "shardwell_ends_seconds",
+            "Until a certificate or token ends; below 0 when it has.",
+            labels=["kind", "name"],
+        )
+        now_s = self._vitals.ends.now_s()
+        first: dict[tuple[str, str], float] = {}
+        for each in self._vitals.ends.all() if self._is_shown("") else ():
+            first.setdefault((each.kind, each.name), each.ends_s)
+        for labels, ends_s in first.items():
+            ends.add_metric(labels, ends_s - now_s)
+        yield ends
 
     def _of_groups(self) -> Iterator[Metric]:
         label = ["group"]

@@ -2,7 +2,8 @@
 
     /live         200 as long as the shard's loop turns, whatever it waits for
     /startup      200 once it has read its files and serves
-    /ready        200 while it takes calls; 503, and why, before, while it stops, and without files
+    /ready        200 while it takes calls, and whether files are damaged; 503, and why, before,
+                  while it stops, and without files
     /metrics      for Prometheus
     /status.json  the state of the whole cluster
     /history.json the last hour of the shard; with ?kind=KIND&name=NAME, of one name
@@ -139,7 +140,7 @@ class AdminPort:
             case "/ready":
                 why = self._why_not_ready()
                 status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
-                return _text(status, why or "serving")
+                return _text(status, why or self._serving())
             case "/metrics" | "/status.json" | "/history.json" | "/details.json":
                 return self._guarded(path, query, authorization)
         if path in _PAGE_FILES:
@@ -151,12 +152,17 @@ class AdminPort:
         )
 
     def _why_not_ready(self) -> str:
-        if not self._not_ready and self._vitals is not None:
-            try:
-                self._vitals.shard.check_files()
-            except ShardwellError as error:
-                return error.message
-        return self._not_ready
+        gone = None if self._vitals is None else self._vitals.files_fault()
+        return self._not_ready or gone or ""
+
+    def _serving(self) -> str:
+        """What a probe reads of a shard that takes calls; no path or name, as it needs no token."""
+        if self._vitals is None or not self._vitals.damages():
+            return "serving"
+        return (
+            "serving what is whole: a stored file is damaged; `shardwell status` and the shard's "
+            "log name it"
+        )
 
     def _guarded(self, path: str, query: str, authorization: str | None) -> Response:
         vitals, access, history = self._vitals, self._access, self._history

@@ -26,7 +26,9 @@ def troubles(vitals: Vitals) -> list[pb.Trouble]:
     """All there are, the worst first."""
     return [
         *_of_disk(vitals.data_dir),
+        *_of_files(vitals),
         *_of_damages(vitals),
+        *_of_ends(vitals),
         *_of_contribution_log(vitals),
         *_of_strangers(vitals),
         *_of_groups(vitals),
@@ -43,13 +45,32 @@ def _of_disk(data_dir: Path | None) -> Iterator[pb.Trouble]:
     if disk.free < min(_FULL_PART * disk.total, _FULL_BYTES):
         yield pb.Trouble(
             words=f"the disk of its files is full: {size(disk.free)} of {size(disk.total)} are "
-            "free; free space there"
+            "free; free space there",
+            section="a-disk-is-full",
         )
+
+
+def _of_files(vitals: Vitals) -> Iterator[pb.Trouble]:
+    fault = vitals.files_fault()
+    if fault is not None:
+        yield pb.Trouble(words=fault[:_WORDS_LENGTH_MAX], section="its-files-are-gone")
 
 
 def _of_damages(vitals: Vitals) -> Iterator[pb.Trouble]:
     for words in vitals.damages():
-        yield pb.Trouble(words=f"what was stored is damaged: {words}"[:_WORDS_LENGTH_MAX])
+        yield pb.Trouble(
+            words=f"what was stored is damaged: {words}"[:_WORDS_LENGTH_MAX],
+            section="a-damaged-file",
+        )
+
+
+def _of_ends(vitals: Vitals) -> Iterator[pb.Trouble]:
+    now_s = vitals.ends.now_s()
+    for end in vitals.ends.soon():
+        yield pb.Trouble(
+            words=end.words(now_s)[:_WORDS_LENGTH_MAX],
+            section="a-token-or-certificate-has-expired",
+        )
 
 
 def _of_contribution_log(vitals: Vitals) -> Iterator[pb.Trouble]:
@@ -63,7 +84,8 @@ def _of_strangers(vitals: Vitals) -> Iterator[pb.Trouble]:
     if last_s is not None and (ago_s := time.monotonic() - last_s) < _RECENT_S:
         yield pb.Trouble(
             words=f"a client was turned away {duration(ago_s)} ago, for want of a good token, or "
-            "of a right; the shard's log says from where"
+            "of a right; the shard's log says from where",
+            section="not-let-in",
         )
 
 
@@ -71,7 +93,9 @@ def _of_groups(vitals: Vitals) -> Iterator[pb.Trouble]:
     for group in vitals.groups():
         words = _of_group(group)
         if words:
-            yield pb.Trouble(name=group.name, words=words[:_WORDS_LENGTH_MAX])
+            yield pb.Trouble(
+                name=group.name, words=words[:_WORDS_LENGTH_MAX], section="a-group-does-not-form"
+            )
 
 
 def _of_group(group: GroupState) -> str:

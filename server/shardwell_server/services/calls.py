@@ -41,6 +41,7 @@ from shardwell.errors import (
     SessionEndedError,
     ShardUnavailableError,
     ShardwellError,
+    StorageError,
 )
 from shardwell.wire import checksum
 from shardwell_server.access.audit import Note, no_audit
@@ -68,6 +69,8 @@ _END_S = 5.0
 """For the loop to end calls; it turns within that, or is not well."""
 _GRANTED_COUNT_MAX = 4096
 """Rights that a call is known to have; others are looked at each time."""
+_DAMAGE_COUNT_MAX = 8
+"""Damaged pieces that the status lists; all are in the log."""
 
 
 class Needs(enum.Enum):
@@ -130,7 +133,10 @@ class Call:
         # process may die, where a context is asked for these once its call is over.
         self.peer = context.peer()
         """Address of the client, as gRPC writes it; `UNIX_PEER`: it calls over the Unix socket."""
-        self._certificate = None if note is no_audit else _common_name(context.auth_context())
+        shown = context.auth_context() if note is not no_audit or rpc.name == "Attend" else {}
+        self._certificate = _common_name(shown)
+        self.certificate_pem = next(iter(shown.get("x509_pem_cert", ())), None)
+        """The certificate that the client has shown, of a call by which it attends."""
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
         self.unnoted: list[tuple[Right, str, str]] = []
@@ -346,6 +352,8 @@ class Calls:
         self._room = _AnswerRoom(answer_bytes_max)
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
+        self.damages: list[str] = []
+        """Errors of stored pieces that are damaged."""
         self.refusal_counts: Counter[str] = Counter()
         """Calls that ended with an error, by its name; any thread may read it."""
 
@@ -590,6 +598,11 @@ class Calls:
             timer.cancel()
             too_early.forget()
 
+    def note_damage(self, words: str) -> None:
+        """Keeps in mind that something stored is damaged; of many, the first. From any thread."""
+        if words not in self.damages and len(self.damages) < _DAMAGE_COUNT_MAX:
+            self.damages.append(words)
+
     async def _abort(self, call: Call, error: Exception) -> None:
         """Ends a call with the status of `error`."""
         if not isinstance(call.ending, SessionEndedError):  # the end of a session refuses nothing
@@ -606,6 +619,8 @@ class Calls:
                 peer=urllib.parse.unquote(call.peer),
             )
         self._guard.refused(call, error)
+        if isinstance(error, StorageError) and "damaged" in error.message:
+            self.note_damage(error.message)
         error.__traceback__ = None  # it has messages at hand, and gRPC keeps the error
         try:
             await call.context.abort(status.code, status.details, status.trailing_metadata)

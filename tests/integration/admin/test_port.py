@@ -146,10 +146,12 @@ def test_probes_of_a_shard_that_serves_and_stops(open_cluster, connect) -> None:
 def test_not_ready_without_files(open_cluster, tmp_path) -> None:
     running = open_cluster(1, data_dir=tmp_path / "data")
     assert get(running.admin_urls[0] + "ready")[0] == 200
+    assert metrics(running)["shardwell_files_gone",] == 0
     shutil.rmtree(tmp_path / "data")
     eventually("it says so", lambda: get(running.admin_urls[0] + "ready")[0] == 503)
     assert "shard-0" in get(running.admin_urls[0] + "ready")[1]
     assert get(running.admin_urls[0] + "live")[0] == 200
+    assert metrics(running)["shardwell_files_gone",] == 1
     with pytest.raises(shardwell.StorageError):
         running.close()
 
@@ -712,6 +714,7 @@ def test_damaged_files_are_told(cluster, connect, tmp_path) -> None:
     with weights.open("r+b") as file:
         file.seek(1000)
         file.write(b"\x55\xaa")
+    config = ShardConfig(shard_index=0, shard_count=1, admin_listen="127.0.0.1:0")
     with (
         DataDir(tmp_path / "data", config) as data_dir,
         ShardServer(config, data_dir) as server,
@@ -720,6 +723,14 @@ def test_damaged_files_are_told(cluster, connect, tmp_path) -> None:
         (trouble,) = eventually("it is found", lambda: client.status()[0].troubles)
         assert trouble.words.startswith("what was stored is damaged: ")
         assert "net" in trouble.words
+        assert trouble.section == "a-damaged-file"
+        assert server.admin is not None
+        status, ready = get(server.admin.url + "ready")
+        assert (status, "damaged" in ready, "net" in ready) == (200, True, False)
+        assert "\nshardwell_damaged 1.0\n" in get(server.admin.url + "metrics")[1]
+        with pytest.raises(shardwell.StorageError):  # and once more, by a call
+            client.parameter("net").get_weights()
+        assert len(client.status()[0].troubles) == 1
 
 
 def test_somebody_who_was_turned_away_is_told(tmp_path) -> None:

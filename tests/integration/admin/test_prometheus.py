@@ -8,6 +8,7 @@ own rule tests, and nowhere else.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from harness.polling import PATIENCE_S, eventually
 from harness.required import program
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "shardwell.json"
 SGD = shardwell.SGD(learning_rate=0.5)
@@ -147,7 +149,7 @@ def test_every_expression(cluster, connect, prometheus, tmp_path) -> None:
     (told,) = server.query(found["ShardwellWorkerMissing"])
     assert told["metric"]["worker"] == "w1"
     assert server.query(found["ShardwellVersionsApart"].replace("> 1", "== 1"))
-    for quiet in ("Down", "Restarting", "LimitNear", "VersionsApart"):
+    for quiet in ("Down", "Restarting", "LimitNear", "VersionsApart", "Damaged", "FilesGone"):
         (name,) = [each for each in found if each.endswith(quiet)]
         assert server.query(found[name]) == [], name
     server.query(found["ShardwellDiskFilling"])  # other programs may fill the machine's disk
@@ -178,6 +180,15 @@ CASES: dict[str, list[dict[str, str]]] = {
         series("shardwell_streams", "95x60"),
         series("shardwell_streams_limit", "100x60"),
     ],
+    "ShardwellDamaged": [series("shardwell_damaged", "1x60")],
+    "ShardwellFilesGone": [series("shardwell_files_gone", "1x60")],
+    "ShardwellEndsSoon": [
+        series("shardwell_ends_seconds", "2e6x60", kind="certificate", name="server.pem"),
+        series("shardwell_ends_seconds", "9e6x60", kind="authority", name="ca.pem"),
+    ],
+    "ShardwellEndsTomorrow": [
+        series("shardwell_ends_seconds", "3600-60x70", kind="token", name="trainer")
+    ],
     "ShardwellVersionsApart": [
         INFO,
         series("shardwell_shard_info", "1x60", cluster="c", shard_index="1", instance="b"),
@@ -185,6 +196,16 @@ CASES: dict[str, list[dict[str, str]]] = {
         series("shardwell_build_info", "1x60", version="2", instance="b"),
     ],
 }
+
+
+def test_each_rule_names_a_section_of_the_runbook() -> None:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    headings = re.findall(r"^#+ (.+)$", RUNBOOK.read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
+    for rule in group["rules"]:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "docs/runbook.md", rule["alert"]
+        assert anchor in anchors, rule["alert"]
 
 
 def test_each_rule_has_a_case() -> None:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -420,6 +420,70 @@ def renewed_by_force(files: Certificates) -> None:
     for path in (files.server, files.server_key, files.client, files.client_key):
         path.unlink()
     make_certificates(files.ca.parent, ["127.0.0.1"], 7)
+
+
+def test_an_authority_is_replaced_under_training(
+    cluster, connect, own, tmp_path, monkeypatch
+) -> None:
+    """As the runbook has it: both are believed for a time, and then the new one alone."""
+    monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
+    old = make_certificates_beside(own, tmp_path / "old")
+    running = cluster(2, tls=of_server(own), connection_age_s=1.0)
+    client = connect(running, "w0", tls=of_client(own), same_host=False)
+    net = client.parameter("net", size=300, optimizer=SGD, codec="fp32")
+    net.init(np.zeros(300, np.float32))
+    new = make_certificates(tmp_path / "new", ["localhost", "127.0.0.1"], 7)
+    steps = 0
+
+    def train(until: Callable[[], bool]) -> None:
+        nonlocal steps
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline_s
+            steps += 1
+            assert (net.exchange(np.ones(300, np.float32)) == -steps).all()
+
+    both = tmp_path / "both.pem"
+    both.write_bytes(own.ca.read_bytes() + new.ca.read_bytes())
+    shutil.copy(both, own.ca)
+    mixed = new._replace(ca=both)
+    train(lambda: all(answers(address, mixed) for address in running.addresses))
+    for name in ("server", "client"):
+        for each in ("", "_key"):
+            shutil.copy(getattr(new, f"{name}{each}"), getattr(own, f"{name}{each}"))
+    number = x509.load_pem_x509_certificate(new.server.read_bytes()).serial_number
+    train(lambda: all(int(serial(a, mixed), 16) == number for a in running.addresses))
+    first = connections_to(running.addresses)
+    train(lambda: not first & connections_to(running.addresses))
+    shutil.copy(new.ca, own.ca)
+    train(lambda: not any(answers(address, old._replace(ca=both)) for address in running.addresses))
+    first = connections_to(running.addresses)
+    train(lambda: not first & connections_to(running.addresses))
+    assert len(connect(running, "w1", tls=of_client(new)).status()) == 2
+    with pytest.raises(shardwell.AuthenticationError, match="refuses the certificate"):
+        connect(running, "w2", tls=Tls(ca=new.ca, cert=old.client, key=old.client_key))
+
+
+def make_certificates_beside(files: Certificates, directory: Path) -> Certificates:
+    """A copy, which stays when the files are replaced."""
+    shutil.copytree(files.ca.parent, directory)
+    return Certificates.of(directory)
+
+
+def answers(address: str, files: Certificates) -> bool:
+    """Whether a server takes a client's certificate: it speaks first, in HTTP/2."""
+    context = ssl.create_default_context(cafile=str(files.ca))
+    context.load_cert_chain(files.client, files.client_key)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), PATIENCE_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            return bool(secure.recv(1))
+    except OSError:
+        return False
 
 
 def test_all_that_connect_while_files_are_tried_are_served(cluster, own) -> None:

@@ -1,0 +1,126 @@
+"""Certificates and tokens that end: when, and the warnings before.
+
+Of the certificates in a file the first end counts. A client's certificate is known while the client
+is connected; JWTs, which are made anew all the time, are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from cryptography import x509
+
+from shardwell.connection.tls import TlsFiles
+from shardwell_server.access.access import Access, wall_clock_s
+from shardwell_server.access.rights import time_of
+
+_LOG = logging.getLogger("shardwell_server")
+DAY_S = 86400.0
+WARNED_DAYS = (30, 7, 1, 0)
+"""Days before an end at which it is in the log, once each."""
+_LOOK_INTERVAL_S = 60.0
+_LISTED_COUNT_MAX = 100
+"""Ends that are listed, those that come first."""
+
+
+class End(NamedTuple):
+    """The end of one thing."""
+
+    ends_s: float
+    """When, in seconds since 1970."""
+    kind: str
+    """"certificate", "authority", "token", or "certificate of worker"."""
+    name: str
+    """Path of the file; name of the token or worker."""
+
+    def words(self, now_s: float) -> str:
+        """What ends when, and what to do."""
+        left_s = self.ends_s - now_s
+        ends = f"ends in {left_s / DAY_S:.1f} days, at" if left_s > 0 else "has ended, at"
+        advice = "shardwell token renew" if self.kind == "token" else "put a new one in its place"
+        return f"{self.kind} {self.name} {ends} {time_of(self.ends_s)}; {advice}"
+
+
+class Ends:
+    """What a shard knows to end. Any thread may use it.
+
+    Args:
+        tls: The shard's files; None: it has none.
+        access: The tokens.
+        clients: Names of workers that are connected, with the ends of their certificates.
+        now_s: A clock that people set.
+    """
+
+    def __init__(
+        self,
+        tls: TlsFiles | None,
+        access: Access,
+        clients: Callable[[], list[tuple[str, float]]],
+        now_s: Callable[[], float] = wall_clock_s,
+    ) -> None:
+        self._tls, self._access, self._clients = tls, access, clients
+        self.now_s = now_s
+        """The clock."""
+        self._looked_s = -math.inf
+        self._told: dict[End, int] = {}
+        """The fewest days at which each was in the log."""
+
+    def all(self) -> list[End]:
+        """All there are, up to a limit; what ends first is first."""
+        return sorted({*self._of_files(), *self._of_tokens(), *self._of_clients()})[
+            :_LISTED_COUNT_MAX
+        ]
+
+    def soon(self) -> list[End]:
+        """Those that end within the longest time of the warnings."""
+        until_s = self.now_s() + WARNED_DAYS[0] * DAY_S
+        return [each for each in self.all() if each.ends_s <= until_s]
+
+    def warn(self) -> None:
+        """Writes a line to the log for each that has come close; looks once a minute at most."""
+        if time.monotonic() - self._looked_s < _LOOK_INTERVAL_S:
+            return
+        self._looked_s = time.monotonic()
+        soon = self.soon()
+        for each in soon:
+            left_days = (each.ends_s - self.now_s()) / DAY_S
+            stage = min(days for days in WARNED_DAYS if left_days <= days)
+            if stage < self._told.get(each, WARNED_DAYS[0] + 1):
+                self._told[each] = stage
+                level = logging.ERROR if left_days <= 0 else logging.WARNING
+                _LOG.log(level, "%s", each.words(self.now_s()))
+        self._told = {each: self._told[each] for each in soon}
+
+    def _of_files(self) -> Iterator[End]:
+        if self._tls is None:
+            return
+        tls, contents = self._tls.tls, self._tls.last
+        for kind, path, pem in (
+            ("certificate", tls.cert, contents.cert),
+            ("authority", tls.ca, contents.ca),
+        ):
+            ends_s = None if pem is None else first_end_s(pem)
+            if ends_s is not None:
+                yield End(ends_s, kind, str(path))
+
+    def _of_tokens(self) -> Iterator[End]:
+        for principal in self._access.principals():
+            if principal.expires_s < math.inf:
+                yield End(principal.expires_s, "token", principal.name)
+
+    def _of_clients(self) -> Iterator[End]:
+        for worker_id, ends_s in self._clients():
+            yield End(ends_s, "certificate of worker", worker_id)
+
+
+def first_end_s(pem: bytes) -> float | None:
+    """When the first of some certificates ends, in seconds since 1970; None: it can't be read."""
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+    except ValueError:  # what OpenSSL reads may have forms that this does not
+        return None
+    return min(each.not_valid_after_utc.timestamp() for each in found)
