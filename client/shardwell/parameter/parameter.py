@@ -658,7 +658,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def send(attempts: Attempts) -> None:
             progress, self._progress = self._progress, None
             if progress is not None:  # else the call before this one has said it
-                request = pb.ReportRequest(worker_id=self._worker_id, learner=progress.to_proto())
+                request = pb.ReportRequest(
+                    worker_id=self._worker_id,
+                    session=self._shards.channels[0].session.number,
+                    learner=progress.to_proto(),
+                )
                 self._send_report(request, attempts)
 
         def go_on(call: Future[None]) -> None:

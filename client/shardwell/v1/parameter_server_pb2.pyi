@@ -422,7 +422,7 @@ class SetLearningRateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "step", "figures", "incarnation", "worker_id", "learner", "crc32c")
+    __slots__ = ("shard", "parameter", "step", "figures", "incarnation", "worker_id", "learner", "session", "crc32c")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +430,7 @@ class ReportRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
@@ -438,8 +439,9 @@ class ReportRequest(_message.Message):
     incarnation: int
     worker_id: str
     learner: LearnerProgress
+    session: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., incarnation: _Optional[int] = ..., worker_id: _Optional[str] = ..., learner: _Optional[_Union[LearnerProgress, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., incarnation: _Optional[int] = ..., worker_id: _Optional[str] = ..., learner: _Optional[_Union[LearnerProgress, _Mapping]] = ..., session: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Figure(_message.Message):
     __slots__ = ("name", "value")

@@ -258,8 +258,8 @@ class ParameterServerServiceServicer(object):
         one that is sent again counts again. A learner in outer training says instead how far it has come:
         the last of each worker is kept, of the 1,024 workers that said so last. Call it on shard 0.
         Errors: NOT_FOUND, INVALID_ARGUMENT (neither a figure nor a learner's progress, a name that is none,
-        a number of the progress that is negative, not finite or above 2^62), RESOURCE_EXHAUSTED (too many
-        figures).
+        a number of the progress that is negative, not finite or above 2^62, a session of another worker),
+        RESOURCE_EXHAUSTED (too many figures), UNAVAILABLE (no such session of the caller's token attends).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -301,6 +301,7 @@ class ParameterServerService:
                     f"a learner's progress belongs to the parameter of its family's fragment 0; "
                     f"{request.parameter!r} is none"
                 )
+            self._shard.sessions.check(request.session, worker_id, call.principal.name)
             parameter.reports.note_learner(worker_id, progress)
         if figures or not request.HasField("learner"):
             parameter.reports.note(request.step, figures)

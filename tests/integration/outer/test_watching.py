@@ -20,6 +20,7 @@ import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import run_command
 from harness.threads import together
+from harness.tokens import Tokens
 from shardwell import LearnerProgress
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -144,6 +145,7 @@ def test_other_parameters_have_no_learners(cluster: Any, connect: Any) -> None:
     [
         (lambda request: setattr(request, "worker_id", ""), "worker_id"),
         (lambda request: setattr(request, "worker_id", "a/b"), "worker_id"),
+        (lambda request: setattr(request, "worker_id", "w9"), "that of worker 'w0'; got 'w9'"),
         (lambda request: setattr(request.learner, "waited_s", float("nan")), "waited_s"),
         (lambda request: setattr(request.learner, "kept_count", 2**63), "kept_count"),
         (lambda request: setattr(request, "parameter", "net.fragment-1"), "fragment 0"),
@@ -157,14 +159,45 @@ def test_a_request_by_hand_is_checked(
     client = connect(running, "w0")
     learner(client, worker_count=1).init(WEIGHTS)
     request = pb.ReportRequest(
-        parameter="net.fragment-0", worker_id="w9", learner=pb.LearnerProgress(inner_steps=1)
+        parameter="net.fragment-0", worker_id="w0", learner=pb.LearnerProgress(inner_steps=1)
     )
     channel = client._shards.channels[0]
+    request.session = channel.session.number
     request.shard.CopyFrom(channel.identity)
     change(request)
     with pytest.raises(shardwell.ArgumentError, match=words):
         channel.call("Report", request, pb.ReportResponse, timeout_s=PATIENCE_S, parameter="net")
     assert reported(client) == {}
+
+
+def test_nobody_reports_as_another_learner(cluster: Any, connect: Any, tmp_path: Path) -> None:
+    """A token that may contribute says how far its own workers are, whatever it knows."""
+    tokens = Tokens(tmp_path)
+    own, thief = tokens.add("own", "create"), tokens.add("thief", "contribute")
+    running = cluster(1, tokens=tokens.path)
+    client = connect(running, "w0", token_file=own)
+    learner(client, worker_count=1).init(WEIGHTS)
+    other = connect(running, "w1", token_file=thief)
+    channel, session = other._shards.channels[0], client._shards.channels[0].session.number
+    for number, error, words in (
+        (channel.session.number, shardwell.ArgumentError, "that of worker 'w1'; got 'w0'"),
+        (session, shardwell.SessionUnknownError, "attends by token 'thief'"),
+        (0, shardwell.SessionUnknownError, "worker 'w0'"),
+    ):
+        request = pb.ReportRequest(
+            parameter="net.fragment-0",
+            worker_id="w0",
+            session=number,
+            learner=pb.LearnerProgress(inner_steps=1),
+        )
+        request.shard.CopyFrom(channel.identity)
+        with pytest.raises(error, match=words):
+            channel.call(
+                "Report", request, pb.ReportResponse, timeout_s=PATIENCE_S, parameter="net"
+            )
+    assert reported(client) == {}
+    client.parameter("net.fragment-0").report_learner(LearnerProgress(inner_steps=3))
+    eventually("it says so itself", lambda: list(reported(client)) == ["w0"])
 
 
 # What operators see.
