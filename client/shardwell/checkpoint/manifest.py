@@ -3,7 +3,7 @@
 {
   "crc32c": "9ab1...",        of the file's bytes, with zeros in place of these eight digits
   "format": "shardwell-checkpoint",
-  "format_version": 2,        1 where there are no tables, so that earlier versions read it
+  "format_version": 3,        specs/formats.py says what each number is
   "shardwell_version": "0.1.0",
   "cluster_id": "prod",
   "shard_count": 2,
@@ -45,6 +45,7 @@ from shardwell.checkpoint.format import (
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.arguments import check_integer
+from shardwell.specs.formats import CHECKPOINT
 from shardwell.specs.layout import SIZE_MAX
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
@@ -54,7 +55,6 @@ from shardwell.v1 import table_pb2, types_pb2
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
-_FORMAT_VERSIONS = (1, 2)
 _SIZE_MAX_BYTES = 2**28
 """Most bytes of a manifest: a million files."""
 _NO_CRC = "00000000"
@@ -74,7 +74,7 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
     fields = {
         "crc32c": _NO_CRC,
         "format": _FORMAT,
-        "format_version": _FORMAT_VERSIONS[bool(checkpoint.tables)],
+        "format_version": CHECKPOINT.newest,
         "shardwell_version": checkpoint.software_version,
         "cluster_id": checkpoint.cluster_id,
         "shard_count": checkpoint.shard_count,
@@ -159,12 +159,7 @@ def read_manifest(directory: Path) -> Checkpoint:
             raise ValueError(f"it does not say that its format is {_FORMAT!r}")
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no manifest of a checkpoint: {error}") from None
-    version = fields.get("format_version")
-    if version not in _FORMAT_VERSIONS:
-        raise StorageError(
-            f"{path} has format version {version!r:.40}; expected {_FORMAT_VERSIONS[0]} or "
-            f"{_FORMAT_VERSIONS[1]}; use the version of shardwell that wrote it"
-        )
+    CHECKPOINT.check(path, fields.get("format_version"), fields.get("shardwell_version"))
     blank = _CRC.sub(f'"crc32c": "{_NO_CRC}"'.encode(), data, count=1)
     if found is None or found[1] != f"{crc32.iscsi(blank):08x}".encode():
         raise StorageError(f"{path} was damaged: its CRC32C is not what it says; take another copy")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from typing import NamedTuple
 
 from shardwell.process.environment import host_id, host_name
@@ -40,11 +39,6 @@ class Session(NamedTuple):
 def new_session() -> Session:
     """Draws the session of a client that connects now, in this process."""
     return Session(secrets.randbits(63) + 1, host_name(), os.getpid(), own_identity())
-
-
-def software_version() -> str:
-    """Version of this client's software. The package has it, which no module inside may import."""
-    return str(sys.modules["shardwell"].__version__)
 
 
 def unique_worker_id() -> str:

@@ -26,8 +26,9 @@ from shardwell.errors import (
 from shardwell.process.spans import Spans
 from shardwell.rpc import recording
 from shardwell.rpc.held_call import HeldCall
-from shardwell.rpc.session import Session, new_session, software_version
+from shardwell.rpc.session import Session, new_session
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
+from shardwell.specs.formats import software_version
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.endpoint import SAID_S, ShardEndpoint
 from shardwell.transport.unix_call import CallEndedError

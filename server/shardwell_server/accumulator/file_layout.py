@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +32,13 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell.specs.formats import SUMS
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
 from shardwell_server.store.row_undo import entry_bytes
 
 UNDO_ENTRY_COUNT = 4
 """Calls that change rows at once; more wait. As many as threads that find a core."""
 _MAGIC = b"shardwell sums\r\n"
-_FORMAT_VERSION = 1
 _BYTE_ORDER = 0x01020304
 _HEAD = struct.Struct("=16sIIQQQ")
 _CRC = struct.Struct("=I")
@@ -116,7 +117,7 @@ class Summary(NamedTuple):
 def new_head(layout: SumLayout, salt: int) -> bytes:
     """The first page of a new file, which is closed and has no sums."""
     page = bytearray(PAGE_SIZE_BYTES)
-    packed = _HEAD.pack(_MAGIC, _FORMAT_VERSION, _BYTE_ORDER, layout.dim, layout.row_count, salt)
+    packed = _HEAD.pack(_MAGIC, SUMS.newest, _BYTE_ORDER, layout.dim, layout.row_count, salt)
     page[:HEAD_SIZE_BYTES] = packed + _CRC.pack(crc32.iscsi(packed))
     struct.pack_into("=Q", page, 8 * _STATE_WORD, _word(State.CLOSED))
     _put(page, _BOOT, _BOOT_OFFSET, salt, b"")
@@ -133,16 +134,16 @@ def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
     remedy = "give the path of another file, or remove it"
     if not head.startswith(_MAGIC):
         raise StorageError(f"{path} is no file of a gradient accumulator, or damaged; {remedy}")
+    SUMS.check(path, int.from_bytes(head[len(_MAGIC) :][:4], sys.byteorder))
     if len(head) < HEAD_SIZE_BYTES or head[_HEAD.size :] != _CRC.pack(
         crc32.iscsi(head[: _HEAD.size])
     ):
         raise StorageError(f"{path}: its head was damaged; restore it from a copy, or remove it")
-    _, version, order, dim, row_count, salt = _HEAD.unpack(head[: _HEAD.size])
-    if (version, order) != (_FORMAT_VERSION, _BYTE_ORDER):
+    _, _, order, dim, row_count, salt = _HEAD.unpack(head[: _HEAD.size])
+    if order != _BYTE_ORDER:
         raise StorageError(
-            f"{path} has format version {version}, byte order {order:#010x}; expected "
-            f"{_FORMAT_VERSION}, {_BYTE_ORDER:#010x}: run the version of shardwell that wrote it, "
-            "on such a machine, or remove it"
+            f"{path} has byte order {order:#010x}; expected {_BYTE_ORDER:#010x}: open it on such "
+            "a machine as wrote it, or remove it"
         )
     if (dim, row_count) != (layout.dim, layout.row_count):
         raise StorageError(

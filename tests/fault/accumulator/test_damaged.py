@@ -161,9 +161,9 @@ def test_other_files_are_left_alone(tmp_path: Path, contents: bytes) -> None:
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sums"
     with monkeypatch.context() as patch:
-        patch.setattr(file_layout, "_FORMAT_VERSION", 2)
+        patch.setattr(file_layout, "SUMS", file_layout.SUMS._replace(newest=2))
         MmapGradientAccumulator(path, DIM, ROW_COUNT).close()
-    with pytest.raises(StorageError, match=r"format version 2.*expected 1"):
+    with pytest.raises(StorageError, match=r"has format 2; .* here reads format 1: run"):
         MmapGradientAccumulator(path, DIM, ROW_COUNT)
 
 

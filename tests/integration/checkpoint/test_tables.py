@@ -44,7 +44,7 @@ def open_table(client: shardwell.Client, **options: Any) -> shardwell.Table:
 def read_rows(path: Path, name: str = "rows") -> tuple[dict[str, np.ndarray], dict]:
     """A table's arrays by ascending id and its entry in the manifest, without Shardwell."""
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     (entry,) = [entry for entry in manifest["tables"] if entry["name"] == name]
     files = [load_file(path / file["path"]) for file in entry["files"]]
     assert [len(file["ids"]) for file in files] == [file["rows"] for file in entry["files"]]

@@ -164,8 +164,10 @@ def test_manifests_that_contradict_themselves(path, name) -> None:
 
 
 def test_versions_of_the_format(path, tmp_path) -> None:
-    """What earlier versions can't restore they refuse; without tables they read it."""
-    assert json.loads((path / MANIFEST).read_text())["format_version"] == 2
+    """Those of releases are read, too: 2, and 1 without tables."""
+    assert json.loads((path / MANIFEST).read_text())["format_version"] == 3
+    change_manifest(path, lambda fields: fields.update(format_version=2))
+    assert len(shardwell.inspect_checkpoint(path).tables) == 1
     change_manifest(path, lambda fields: (fields.pop("tables"), fields.update(format_version=1)))
     assert shardwell.inspect_checkpoint(path).tables == ()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from fastcrc import crc32
 
+import shardwell
 from harness.files import contents_of
 from shardwell.errors import ShardwellError
 from shardwell_server.config import ShardConfig
@@ -35,15 +36,14 @@ def test_a_new_directory_is_made_and_marked(tmp_path: Path) -> None:
     with DataDir(path, MINE) as data_dir:
         assert data_dir.path == path
         found = json.loads((path / "shard.json").read_text())
-    assert found == {
-        "format_version": 1,
+    fields = {
+        "format_version": 2,
+        "shardwell_version": shardwell.__version__,
         "cluster_id": "mine",
         "shard_index": 1,
         "shard_count": 3,
-        "crc32c": crc32.iscsi(
-            b'{"format_version": 1, "cluster_id": "mine", "shard_index": 1, "shard_count": 3}'
-        ),
     }
+    assert found == {**fields, "crc32c": crc32.iscsi(json.dumps(fields).encode())}
     assert sorted(entry.name for entry in path.iterdir()) == ["shard.json"]
 
 
@@ -81,11 +81,32 @@ def test_another_shards_directory_is_refused_and_left_alone(
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     DataDir(tmp_path, MINE).close()
     path = tmp_path / "shard.json"
-    found = json.loads(path.read_text()) | {"format_version": 2}
+    found = json.loads(path.read_text()) | {"format_version": 3, "shardwell_version": "9.1.0"}
     del found["crc32c"]
     path.write_text(json.dumps(found | {"crc32c": crc32.iscsi(json.dumps(found).encode())}))
-    with pytest.raises(DataDirError, match=r"shard\.json has format version 2; expected 1"):
+    told = (
+        r"shard\.json has format 3, written by shardwell 9\.1\.0; shardwell .* reads format 1 to 2"
+    )
+    with pytest.raises(DataDirError, match=told):
         DataDir(tmp_path, MINE)
+
+
+def test_an_older_format_has_the_newest_number_from_then_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that the version that wrote it refuses what this one goes on to write."""
+    fields = {"format_version": 1, "cluster_id": "mine", "shard_index": 1, "shard_count": 3}
+    checked = {**fields, "crc32c": crc32.iscsi(json.dumps(fields).encode())}
+    path = tmp_path / "shard.json"
+    path.write_text(json.dumps(checked))
+    for log_count in (1, 1):
+        DataDir(tmp_path, MINE).close()
+        assert json.loads(path.read_text())["format_version"] == 2
+        assert len(caplog.records) == log_count
+    path.write_text(json.dumps(checked))
+    with pytest.raises(DataDirError, match="belongs to another shard"):
+        DataDir(tmp_path, ShardConfig(shard_index=0, shard_count=3, cluster_id="mine"))
+    assert json.loads(path.read_text())["format_version"] == 1
 
 
 def test_every_bit_that_is_flipped_in_the_identity_is_found_or_means_the_same(

@@ -1,7 +1,7 @@
 """The contribution log: a line of JSON for each chunk whose step closes, with who is in its mean.
 
-    {"parameter": "net", "incarnation": "5d3f...", "shard": 0, "chunk": 3, "offset": 1536,
-     "size": 512, "step": 7, "contributors": ["w1", "w0"]}
+    {"format": 1, "parameter": "net", "incarnation": "5d3f...", "shard": 0, "chunk": 3,
+     "offset": 1536, "size": 512, "step": 7, "contributors": ["w1", "w0"]}
 
 `offset` and `size` are elements of the whole parameter, `contributors` are in the order of the sum,
 and `incarnation`, which a name that is made anew gets anew and one that is renamed keeps, is
@@ -19,16 +19,21 @@ import io
 import json
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwell.errors import ArgumentError
 from shardwell.placement.slices import Slice
+from shardwell.specs.formats import CONTRIBUTIONS
 
 _LOG = logging.getLogger("shardwell_server")
-_BEGIN = b'{"parameter": "'
+_BEGIN = f'{{"format": {CONTRIBUTIONS.newest}, "parameter": "'.encode()
 """Beginning of each line."""
+_BEGIN_UNNUMBERED = b'{"parameter": "'
+"""Beginning of a line of 0.2.0."""
+_FORMAT = re.compile(rb'{"format": ([0-9]{1,9}), ')
 
 
 class ClosedSet(NamedTuple):
@@ -55,6 +60,7 @@ class ContributionLog:
 
     Raises:
         ArgumentError: it can't be written, or is something else; that stays as it is.
+        StorageError: it is a log of another format, and stays as it is.
     """
 
     def __init__(self, path: Path, shard_index: int) -> None:
@@ -81,13 +87,17 @@ class ContributionLog:
 
         Raises:
             ArgumentError: the file is no contribution log.
+            StorageError: it is one of another format.
         """
         if not self._path.is_file():
             return False  # pipes and devices are only written to
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(0)
         begin = (self._file.read(len(_BEGIN)) or b"").partition(b"\n")[0]
-        if size and not (begin and _BEGIN.startswith(begin)):
+        if form := _FORMAT.match(begin):
+            CONTRIBUTIONS.check(self._path, int(form[1]))
+        known = (_BEGIN, _BEGIN_UNNUMBERED)
+        if size and not (begin and any(each.startswith(begin[: len(each)]) for each in known)):
             raise ArgumentError(
                 f"{self._path} is no contribution log: it does not begin with {_BEGIN.decode()!r}; "
                 "move it away, or give the log another name"
@@ -98,6 +108,7 @@ class ContributionLog:
     def take(self, closed: ClosedSet) -> None:
         """Writes a line."""
         line = {
+            "format": CONTRIBUTIONS.newest,
             "parameter": closed.parameter,
             "incarnation": f"{closed.incarnation:x}",
             "shard": self._shard_index,

@@ -19,13 +19,17 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.process.connected import Closing
+from shardwell.specs.formats import DIRECTORY, software_version
 from shardwell_server.config import ShardConfig
+from shardwell_server.store.files.mapped import sync_directory
 from shardwell_server.store.files.presence import identity_of, is_at
 
 _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700
 """Mode of the directory: what is in it, whatever its own mode, is for its user alone."""
-_FORMAT_VERSION = 1
+_FORMAT_NAME, _VERSION_NAME = "format_version", "shardwell_version"
+"""Its fields that say how the directory is written: the number of the format, and the version of
+shardwell that was the first to write it so."""
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"
 _VOLUME_NAMES = ("lost+found", ".snapshot")
@@ -58,30 +62,31 @@ def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
 def kept_cluster_id(path: Path) -> str | None:
     """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
     try:
-        return str(_read(path / _IDENTITY_NAME)["cluster_id"])
+        return str(_read(path / _IDENTITY_NAME)[0]["cluster_id"])
     except (OSError, ValueError, DataDirError):
         return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The identity in a file.
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    """The identity in a file, and the number of the directory's format, which is checked first.
 
     Raises:
         ValueError: says how it is damaged.
         DataDirError: it is another version's.
     """
     found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
+    if not isinstance(found, dict) or _FORMAT_NAME not in found:
+        raise ValueError(f"it holds no JSON object with a {_FORMAT_NAME}")
+    try:
+        DIRECTORY.check(path, found[_FORMAT_NAME], found.get(_VERSION_NAME))
+    except StorageError as error:
+        raise DataDirError(error.message) from None
     check = found.pop(_CHECK_NAME, None)
     if check != _check_of(found):
         raise ValueError(f"it was damaged: {_CHECK_NAME} {check!r}, expected {_check_of(found)}")
-    if found.get("format_version") != _FORMAT_VERSION:
-        raise DataDirError(
-            f"{path} has format version {found.get('format_version')!r}; expected "
-            f"{_FORMAT_VERSION}: run the version of shardwell that wrote it"
-        )
-    return found
+    number: int = found.pop(_FORMAT_NAME)
+    found.pop(_VERSION_NAME, None)
+    return found, number
 
 
 def _check_of(identity: dict[str, Any]) -> int:
@@ -90,7 +95,8 @@ def _check_of(identity: dict[str, Any]) -> int:
 
 def _text_of(identity: dict[str, Any]) -> str:
     """What the file of an identity has."""
-    return json.dumps({**identity, _CHECK_NAME: _check_of(identity)}, indent=2) + "\n"
+    fields = {_FORMAT_NAME: DIRECTORY.newest, _VERSION_NAME: software_version(), **identity}
+    return json.dumps({**fields, _CHECK_NAME: _check_of(fields)}, indent=2) + "\n"
 
 
 def _check_not_the_users(directory: int, path: Path, identity: dict[str, Any]) -> None:
@@ -136,7 +142,6 @@ class DataDir(Closing):
         self.path = path
         identity_path = path / _IDENTITY_NAME
         identity = {
-            "format_version": _FORMAT_VERSION,
             "cluster_id": config.cluster_id,
             "shard_index": config.shard_index,
             "shard_count": config.shard_count,
@@ -192,9 +197,12 @@ class DataDir(Closing):
 
     @staticmethod
     def _check_or_write(path: Path, identity: dict[str, object]) -> bool:
-        """Whether there was none, and it is written now."""
+        """Whether there was none, and it is written now; also in a directory of an older format.
+
+        That one has the newest number before anything else in it is written in a newer way.
+        """
         try:
-            found = _read(path)
+            found, number = _read(path)
         except FileNotFoundError:
             DataDir._write(path, identity)
             return True
@@ -207,6 +215,12 @@ class DataDir(Closing):
                 f"{path} belongs to another shard: expected {_in_words(identity)}, found "
                 f"{_in_words(found)}; start the shard that it belongs to, or give another directory"
             )
+        if number != DIRECTORY.newest:
+            DataDir._write(path, identity)
+            _LOG.warning(
+                "the data directory has a newer format from now on, which earlier versions refuse",
+                extra={"data_dir": str(path.parent), "was": number, "is": DIRECTORY.newest},
+            )
         return False
 
     @staticmethod
@@ -218,6 +232,7 @@ class DataDir(Closing):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(written, path)
+            sync_directory(path.parent)
         except OSError as error:
             raise DataDirError(
                 f"{path} can't be written: {error.strerror}; free space on that disk, or give a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +12,10 @@ from typing import Any, TypeVar
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell.specs.formats import DIRECTORY
 from shardwell_server.store.contract import Layout, TableLayout
 from shardwell_server.store.files.mapped import storage_error
 
-_FORMAT_VERSION = 1
 Kind = TypeVar("Kind", Layout, TableLayout)
 
 
@@ -26,7 +27,7 @@ def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
     """
     text = json.dumps(
         {
-            "format_version": _FORMAT_VERSION,
+            "format_version": DIRECTORY.newest,
             "byte_order": sys.byteorder,
             "salt": salt,
             **{each.name: getattr(layout, each.name) for each in dataclasses.fields(layout)},
@@ -49,18 +50,24 @@ def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
         raise storage_error(path, error, "reading it") from None
     except ValueError as error:
         raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
+    found = found if isinstance(found, dict) else {}
+    DIRECTORY.check(path, found.pop("format_version", None))
     if crc != f"{crc32.iscsi(text.encode()):08x}":
         raise StorageError(
             f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
         )
-    version, order = found.pop("format_version", None), found.pop("byte_order", sys.byteorder)
-    if (version, order) != (_FORMAT_VERSION, sys.byteorder):
+    order, salt = found.pop("byte_order", sys.byteorder), found.pop("salt", None)
+    if order != sys.byteorder:
         raise StorageError(
-            f"{path} has format version {version}, {order}-endian; expected {_FORMAT_VERSION}, "
-            f"{sys.byteorder}-endian: run the version of shardwell that wrote it, on such a machine"
+            f"{path} is {order}-endian; expected {sys.byteorder}-endian: run shardwell on such a "
+            "machine as wrote it"
         )
-    salt = found.pop("salt")
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
-    return kind(**values), salt
+    try:
+        return kind(**values), operator.index(salt)
+    except TypeError as error:
+        raise StorageError(
+            f"{path} does not have the fields of its format ({error}); {DIRECTORY.advice}"
+        ) from None

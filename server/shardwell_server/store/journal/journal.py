@@ -36,12 +36,14 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
+from shardwell.specs.formats import JOURNAL
 from shardwell_server.store.files.mapped import storage_error, sync_directory, sync_file
 
 Buffer: TypeAlias = "bytes | memoryview[int]"
 """Bytes of an entry."""
 EntryT = TypeVar("EntryT")
-_MAGIC = 0x314C5753  # "SWL1"
+_KIND = b"SWL"
+_MAGIC = int.from_bytes(_KIND + b"%d" % JOURNAL.newest, "little")
 _HEAD = struct.Struct("<IQ")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
@@ -163,6 +165,8 @@ def _head(synced_bytes: int) -> bytes:
 def _synced_bytes(path: Path, data: Bytes) -> int:
     """How much of a segment was synced, as its head says."""
     head = data[:HEAD_BYTES].tobytes()
+    if head[:3] == _KIND and head[3:4].isdigit():
+        JOURNAL.check(path, int(head[3:4]))
     synced_bytes: int = _HEAD.unpack(head[: _HEAD.size])[1] if len(head) == HEAD_BYTES else 0
     if head != _head(synced_bytes):
         raise _damaged(path, "its first bytes", 0)

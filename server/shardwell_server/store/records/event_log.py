@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +21,13 @@ from pathlib import Path
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
+from shardwell.specs.formats import EVENTS
 from shardwell_server.store.contract import Event
 from shardwell_server.store.files.mapped import reserve, storage_error, sync_directory
 
 _LOG = logging.getLogger("shardwell_server")
-_MAGIC = "shardwell events 1"
+_MAGIC = f"shardwell events {EVENTS.newest}"
+_FORMAT = re.compile(rb"shardwell events ([0-9]{1,9}) ")
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
 """Files are compacted when they are larger than that, and twice what they were afterwards."""
@@ -83,6 +86,8 @@ class EventLog:
         length = head[len(_MAGIC) : -9].strip()
         if length.isdigit():
             end = int(length)
+        if form := _FORMAT.match(head):
+            EVENTS.check(self._path, int(form[1]))
         if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
             raise self._damaged("its first line")
         events = []

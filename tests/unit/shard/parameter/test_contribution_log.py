@@ -13,6 +13,7 @@ from shardwell_server.shard.parameter.contribution_log import ClosedSet, Contrib
 
 CLOSED = ClosedSet("net", 255, 3, Slice(192, 64), 7, ("w1", "w0"), is_restored=False)
 LINE = {
+    "format": 1,
     "parameter": "net",
     "incarnation": "ff",
     "shard": 2,
