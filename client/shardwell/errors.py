@@ -15,6 +15,7 @@
     ├── MembersAliveError                 delete() of what workers still use; it names them
     ├── CorruptChunkError                 a chunk whose CRC, length or index does not fit
     ├── WrongShardError                   an address leads to another shard or cluster
+    ├── VersionMismatchError              the other side speaks another version of the wire contract
     ├── AuthenticationError (ConnectionError)  TLS or a token: one side does not believe the other
     ├── AccessDeniedError (PermissionError)    the token has no right to that
     ├── LimitError                        a named limit of a shard
@@ -184,6 +185,13 @@ class CorruptChunkError(ShardwellError):
 
 class WrongShardError(ShardwellError):
     """An address leads to a shard with another index, count or cluster id."""
+
+
+class VersionMismatchError(ShardwellError):
+    """A shard, or a group's server, speaks another version of the wire contract than this process.
+
+    The message names both. Install the same version of Shardwell everywhere.
+    """
 
 
 class AuthenticationError(ShardwellError, ConnectionError):

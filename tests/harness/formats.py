@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from harness.stories.killed import STORIES, AccumulatorStory, ParameterStory, TableStory
+from shardwell import v1
 from shardwell.specs import formats
 
 RELEASES = Path(__file__).parents[1] / "data/releases"
@@ -60,11 +61,22 @@ def current() -> dict[str, Any]:
                 "is": {"manifest": sorted(set(_paths(manifest)))},
             },
             "sums": {"number": formats.SUMS.newest, "is": _accumulated(root / "sums")},
+            "wire": {"number": formats.WIRE, "is": _messages()},
             "contributions": {
                 "number": formats.CONTRIBUTIONS.newest,
                 "is": {"line": sorted({key for each in lines for key in json.loads(each)})},
             },
         }
+
+
+def _messages() -> dict[str, str]:
+    """A digest of each .proto file without its comments."""
+    found = {}
+    for path in sorted(Path(v1.__file__).parent.glob("*_pb2.py")):
+        descriptor = importlib.import_module(f"shardwell.v1.{path.stem}").DESCRIPTOR
+        digest = hashlib.sha256(descriptor.serialized_pb).hexdigest()[:16]
+        found[path.stem.removesuffix("_pb2")] = digest
+    return found
 
 
 def _told(root: Path) -> dict[str, str]:

@@ -97,6 +97,11 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         types_pb2.ERROR_CODE_SESSION_ENDED,
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
+    (
+        errors.VersionMismatchError,
+        types_pb2.ERROR_CODE_VERSION_MISMATCH,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
     (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
 ]
 _BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}

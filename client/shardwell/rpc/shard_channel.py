@@ -5,6 +5,7 @@ Every call ends in a result or a ShardwellError; whether it is made again is for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
     StepOrderError,
+    VersionMismatchError,
 )
 from shardwell.process.spans import Spans
 from shardwell.rpc import recording
@@ -298,6 +300,7 @@ class ShardChannel(ShardEndpoint):
         Raises:
             ShardUnavailableError: gRPC has none, because its frame was damaged on its way.
             CorruptChunkError: its CRC does not fit.
+            VersionMismatchError: the shard speaks another version.
         """
         if response is None:
             raise ShardUnavailableError(
@@ -308,9 +311,9 @@ class ShardChannel(ShardEndpoint):
             )
         try:
             checksum.check_sealed(response)
-        except CorruptChunkError as error:
-            raise CorruptChunkError(
-                f"shard {self.shard_index} answered: {error.message}",
+        except (CorruptChunkError, VersionMismatchError) as error:
+            raise type(error)(
+                f"shard {self.shard_index} at {self.address} answered: {error.message}",
                 shard_index=self.shard_index,
                 parameter=parameter,
                 table=table,
@@ -349,6 +352,7 @@ class ShardChannel(ShardEndpoint):
 
         Raises:
             ClosedError: the channel was closed, before or meanwhile.
+            VersionMismatchError: a shard of another version has taken its place.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -370,8 +374,17 @@ class ShardChannel(ShardEndpoint):
         return True
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
-        """How it ended to ask the shard who it is."""
-        return self._code_of(self.question(timeout_s))
+        """How it ended to ask the shard who it is.
+
+        Raises:
+            VersionMismatchError: a shard of another version has taken its place.
+        """
+        question = self.question(timeout_s)
+        code = self._code_of(question)
+        if code is grpc.StatusCode.OK and (answer := question.result()) is not None:
+            with contextlib.suppress(CorruptChunkError, ShardUnavailableError):
+                self.received(_parsed(pb.GetStatusResponse, answer))
+        return code
 
     def question(self, timeout_s: float) -> Any:
         """Asks the shard who it is: a call that is under way.

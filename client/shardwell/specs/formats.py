@@ -61,6 +61,10 @@ SUMS = Format(1, 1, f"{_OLDER}, or remove it")
 CONTRIBUTIONS = Format(1, 1, "move it away, or give the log another name")
 """A contribution log. Lines of 0.2.0 have no number."""
 
+WIRE = 3
+"""The wire contract, protos/shardwell/v1. 1 and 2: 0.1.0 and 0.2.0, whose messages have no
+number."""
+
 
 def software_version() -> str:
     """Version of this software. The package has it, which no module inside may import."""

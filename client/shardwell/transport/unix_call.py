@@ -29,6 +29,7 @@ from shardwell.connection.error_codes import ERROR_DETAIL_KEY
 from shardwell.errors import CorruptChunkError
 from shardwell.process.owner import OwnerProcess
 from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.checksum import WIRE_VERSION
 from shardwell.wire.frames import FrameKind, FrameReader, head
 
 _READ_BYTES = 256 * 1024
@@ -172,7 +173,9 @@ class UnixCall:
         """Whether no more answers are taken before one is read."""
         self._callbacks: list[Callable[[], None]] = []
         self._writer: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        first = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
+        first = unix_stream_pb2.UnixStreamOpen(
+            method=method, authorization=authorization, wire_version=WIRE_VERSION
+        )
         opening = first.SerializeToString()
         connection.send(head(FrameKind.OPEN, len(opening)) + opening)  # a new one has room for it
         calls.add(connection.fileno(), self)

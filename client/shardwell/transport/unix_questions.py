@@ -23,6 +23,7 @@ from shardwell.threads.calls import cancelled_by
 from shardwell.transport.neighbour import PAUSE_S
 from shardwell.transport.unix_call import CallEndedError, ending_of, write_all
 from shardwell.v1 import unix_stream_pb2
+from shardwell.wire.checksum import WIRE_VERSION
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
@@ -150,7 +151,9 @@ class _Line:
 
     def ask(self, method: str, request: bytes, authorization: str, until_s: float) -> bytes | None:
         """See `UnixQuestions.ask`; None: the connection broke."""
-        opening = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
+        opening = unix_stream_pb2.UnixStreamOpen(
+            method=method, authorization=authorization, wire_version=WIRE_VERSION
+        )
         first = opening.SerializeToString()
         sent = write_all(
             self._connection,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/group.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x89\x01\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08strategy\x18\x03 \x01(\t\x12\"\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x13.shardwell.v1.Codec\x12\x18\n\x10\x61llow_non_finite\x18\x05 \x01(\x08\x12\x10\n\x08min_size\x18\x06 \x01(\r\"p\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x15\n\rarena_address\x18\x04 \x01(\t\x12\x16\n\x0estream_address\x18\x05 \x01(\t\"1\n\x11UnreachableMember\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\nLostMember\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04left\x18\x03 \x01(\x08\x12\x10\n\x08rebuilds\x18\x04 \x01(\x08\x12\x0f\n\x07\x65xpired\x18\x05 \x01(\x08\"\xe9\x02\n\x10JoinGroupRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.shardwell.v1.GroupSpec\x12$\n\x06member\x18\x02 \x01(\x0b\x32\x14.shardwell.v1.Member\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x1b\n\x13previous_generation\x18\x05 \x01(\x04\x12\x12\n\nlost_ranks\x18\x06 \x03(\r\x12\x1b\n\x13replacement_wait_ms\x18\x07 \x01(\r\x12\x1a\n\x12\x63hecked_generation\x18\x08 \x01(\x04\x12\x34\n\x0bunreachable\x18\t \x03(\x0b\x32\x1f.shardwell.v1.UnreachableMember\x12\x1d\n\x15previous_member_count\x18\n \x01(\r\x12\x19\n\x11without_newcomers\x18\x0b \x01(\x08\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\xa4\x01\n\x11JoinGroupResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x07members\x18\x02 \x03(\x0b\x32\x14.shardwell.v1.Member\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rmissing_ranks\x18\x05 \x03(\r\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\xba\x01\n\x11RenewLeaseRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.shardwell.v1.GroupSpec\x12$\n\x06member\x18\x02 \x01(\x0b\x32\x14.shardwell.v1.Member\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x14\n\x0cmember_count\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"c\n\x12RenewLeaseResponse\x12&\n\x04lost\x18\x01 \x03(\x0b\x32\x18.shardwell.v1.LostMember\x12\x15\n\rwaiting_count\x18\x02 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"E\n\x11LeaveGroupRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12LeaveGroupResponse2\xfe\x01\n\x0cGroupService\x12L\n\tJoinGroup\x12\x1e.shardwell.v1.JoinGroupRequest\x1a\x1f.shardwell.v1.JoinGroupResponse\x12O\n\nRenewLease\x12\x1f.shardwell.v1.RenewLeaseRequest\x1a .shardwell.v1.RenewLeaseResponse\x12O\n\nLeaveGroup\x12\x1f.shardwell.v1.LeaveGroupRequest\x1a .shardwell.v1.LeaveGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/group.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x89\x01\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08strategy\x18\x03 \x01(\t\x12\"\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x13.shardwell.v1.Codec\x12\x18\n\x10\x61llow_non_finite\x18\x05 \x01(\x08\x12\x10\n\x08min_size\x18\x06 \x01(\r\"p\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x15\n\rarena_address\x18\x04 \x01(\t\x12\x16\n\x0estream_address\x18\x05 \x01(\t\"1\n\x11UnreachableMember\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\nLostMember\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04left\x18\x03 \x01(\x08\x12\x10\n\x08rebuilds\x18\x04 \x01(\x08\x12\x0f\n\x07\x65xpired\x18\x05 \x01(\x08\"\xff\x02\n\x10JoinGroupRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.shardwell.v1.GroupSpec\x12$\n\x06member\x18\x02 \x01(\x0b\x32\x14.shardwell.v1.Member\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x1b\n\x13previous_generation\x18\x05 \x01(\x04\x12\x12\n\nlost_ranks\x18\x06 \x03(\r\x12\x1b\n\x13replacement_wait_ms\x18\x07 \x01(\r\x12\x1a\n\x12\x63hecked_generation\x18\x08 \x01(\x04\x12\x34\n\x0bunreachable\x18\t \x03(\x0b\x32\x1f.shardwell.v1.UnreachableMember\x12\x1d\n\x15previous_member_count\x18\n \x01(\r\x12\x19\n\x11without_newcomers\x18\x0b \x01(\x08\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\x12\x14\n\x0cwire_version\x18\x10 \x01(\x06\"\xba\x01\n\x11JoinGroupResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x07members\x18\x02 \x03(\x0b\x32\x14.shardwell.v1.Member\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x15\n\rmissing_ranks\x18\x05 \x03(\r\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\x12\x14\n\x0cwire_version\x18\x10 \x01(\x06\"\xba\x01\n\x11RenewLeaseRequest\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.shardwell.v1.GroupSpec\x12$\n\x06member\x18\x02 \x01(\x0b\x32\x14.shardwell.v1.Member\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x14\n\x0cmember_count\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"c\n\x12RenewLeaseResponse\x12&\n\x04lost\x18\x01 \x03(\x0b\x32\x18.shardwell.v1.LostMember\x12\x15\n\rwaiting_count\x18\x02 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"E\n\x11LeaveGroupRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12LeaveGroupResponse2\xfe\x01\n\x0cGroupService\x12L\n\tJoinGroup\x12\x1e.shardwell.v1.JoinGroupRequest\x1a\x1f.shardwell.v1.JoinGroupResponse\x12O\n\nRenewLease\x12\x1f.shardwell.v1.RenewLeaseRequest\x1a .shardwell.v1.RenewLeaseResponse\x12O\n\nLeaveGroup\x12\x1f.shardwell.v1.LeaveGroupRequest\x1a .shardwell.v1.LeaveGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,17 +41,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOSTMEMBER']._serialized_start=373
   _globals['_LOSTMEMBER']._serialized_end=464
   _globals['_JOINGROUPREQUEST']._serialized_start=467
-  _globals['_JOINGROUPREQUEST']._serialized_end=828
-  _globals['_JOINGROUPRESPONSE']._serialized_start=831
-  _globals['_JOINGROUPRESPONSE']._serialized_end=995
-  _globals['_RENEWLEASEREQUEST']._serialized_start=998
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1184
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1186
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1285
-  _globals['_LEAVEGROUPREQUEST']._serialized_start=1287
-  _globals['_LEAVEGROUPREQUEST']._serialized_end=1356
-  _globals['_LEAVEGROUPRESPONSE']._serialized_start=1358
-  _globals['_LEAVEGROUPRESPONSE']._serialized_end=1378
-  _globals['_GROUPSERVICE']._serialized_start=1381
-  _globals['_GROUPSERVICE']._serialized_end=1635
+  _globals['_JOINGROUPREQUEST']._serialized_end=850
+  _globals['_JOINGROUPRESPONSE']._serialized_start=853
+  _globals['_JOINGROUPRESPONSE']._serialized_end=1039
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1042
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1228
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1230
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1329
+  _globals['_LEAVEGROUPREQUEST']._serialized_start=1331
+  _globals['_LEAVEGROUPREQUEST']._serialized_end=1400
+  _globals['_LEAVEGROUPRESPONSE']._serialized_start=1402
+  _globals['_LEAVEGROUPRESPONSE']._serialized_end=1422
+  _globals['_GROUPSERVICE']._serialized_start=1425
+  _globals['_GROUPSERVICE']._serialized_end=1679
 # @@protoc_insertion_point(module_scope)

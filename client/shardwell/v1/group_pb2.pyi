@@ -60,7 +60,7 @@ class LostMember(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: bool = ..., rebuilds: bool = ..., expired: bool = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count", "without_newcomers", "crc32c")
+    __slots__ = ("spec", "member", "rank", "lease_ms", "previous_generation", "lost_ranks", "replacement_wait_ms", "checked_generation", "unreachable", "previous_member_count", "without_newcomers", "crc32c", "wire_version")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class JoinGroupRequest(_message.Message):
     PREVIOUS_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     member: Member
     rank: int
@@ -85,10 +86,11 @@ class JoinGroupRequest(_message.Message):
     previous_member_count: int
     without_newcomers: bool
     crc32c: int
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ..., without_newcomers: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., rank: _Optional[int] = ..., lease_ms: _Optional[int] = ..., previous_generation: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., replacement_wait_ms: _Optional[int] = ..., checked_generation: _Optional[int] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableMember, _Mapping]]] = ..., previous_member_count: _Optional[int] = ..., without_newcomers: bool = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
-    __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals", "crc32c")
+    __slots__ = ("generation", "members", "rank", "ready", "missing_ranks", "refusals", "crc32c", "wire_version")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +98,7 @@ class JoinGroupResponse(_message.Message):
     MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     rank: int
@@ -103,7 +106,8 @@ class JoinGroupResponse(_message.Message):
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
     refusals: _containers.RepeatedScalarFieldContainer[str]
     crc32c: int
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., rank: _Optional[int] = ..., ready: bool = ..., missing_ranks: _Optional[_Iterable[int]] = ..., refusals: _Optional[_Iterable[str]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., rank: _Optional[int] = ..., ready: bool = ..., missing_ranks: _Optional[_Iterable[int]] = ..., refusals: _Optional[_Iterable[str]] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("spec", "member", "generation", "rank", "member_count", "lease_ms", "crc32c")

@@ -522,19 +522,21 @@ class ContributorSet(_message.Message):
     def __init__(self, chunk_indexes: _Optional[_Iterable[int]] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ("identity_only", "parameter", "after", "crc32c")
+    __slots__ = ("identity_only", "parameter", "after", "crc32c", "wire_version")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     identity_only: bool
     parameter: str
     after: str
     crc32c: int
-    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "resources", "crc32c")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "resources", "crc32c", "wire_version")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +552,7 @@ class GetStatusResponse(_message.Message):
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     RESOURCES_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
     uptime_s: float
@@ -565,7 +568,8 @@ class GetStatusResponse(_message.Message):
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
     resources: Resources
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., resources: _Optional[_Union[Resources, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., resources: _Optional[_Union[Resources, _Mapping]] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class Resources(_message.Message):
     __slots__ = ("cpu_s", "core_count", "memory_bytes", "disk_used_bytes", "disk_free_bytes", "disk_size_bytes")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashardwell/v1/session.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x92\x01\n\x10\x45ndTenureRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tparameter\x18\x02 \x01(\t\x12\r\n\x05table\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05\x64rain\x18\x05 \x01(\x08\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x13\n\x11\x45ndTenureResponse\"g\n\x0b\x45ndedTenure\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0e\n\x06tenure\x18\x05 \x01(\x06\"\x89\x01\n\x10HeartbeatRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12(\n\x05\x65nded\x18\x03 \x03(\x0b\x32\x19.shardwell.v1.EndedTenure\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"M\n\x11HeartbeatResponse\x12(\n\x05\x65nded\x18\x01 \x03(\x0b\x32\x19.shardwell.v1.EndedTenure\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\xb5\x01\n\rAttendRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07process\x18\x06 \x01(\t\x12\x18\n\x10software_version\x18\x07 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x10\n\x0e\x41ttendResponse\"`\n\x11\x45ndSessionRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12\x45ndSessionResponse2\xc4\x02\n\x0eSessionService\x12\x45\n\x06\x41ttend\x12\x1b.shardwell.v1.AttendRequest\x1a\x1c.shardwell.v1.AttendResponse0\x01\x12O\n\nEndSession\x12\x1f.shardwell.v1.EndSessionRequest\x1a .shardwell.v1.EndSessionResponse\x12L\n\tHeartbeat\x12\x1e.shardwell.v1.HeartbeatRequest\x1a\x1f.shardwell.v1.HeartbeatResponse\x12L\n\tEndTenure\x12\x1e.shardwell.v1.EndTenureRequest\x1a\x1f.shardwell.v1.EndTenureResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ashardwell/v1/session.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\x92\x01\n\x10\x45ndTenureRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tparameter\x18\x02 \x01(\t\x12\r\n\x05table\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05\x64rain\x18\x05 \x01(\x08\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x13\n\x11\x45ndTenureResponse\"g\n\x0b\x45ndedTenure\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0e\n\x06tenure\x18\x05 \x01(\x06\"\x89\x01\n\x10HeartbeatRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12(\n\x05\x65nded\x18\x03 \x03(\x0b\x32\x19.shardwell.v1.EndedTenure\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"M\n\x11HeartbeatResponse\x12(\n\x05\x65nded\x18\x01 \x03(\x0b\x32\x19.shardwell.v1.EndedTenure\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\xcb\x01\n\rAttendRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07process\x18\x06 \x01(\t\x12\x18\n\x10software_version\x18\x07 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\x12\x14\n\x0cwire_version\x18\x10 \x01(\x06\"\x10\n\x0e\x41ttendResponse\"`\n\x11\x45ndSessionRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0f\n\x07session\x18\x02 \x01(\x06\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x14\n\x12\x45ndSessionResponse2\xc4\x02\n\x0eSessionService\x12\x45\n\x06\x41ttend\x12\x1b.shardwell.v1.AttendRequest\x1a\x1c.shardwell.v1.AttendResponse0\x01\x12O\n\nEndSession\x12\x1f.shardwell.v1.EndSessionRequest\x1a .shardwell.v1.EndSessionResponse\x12L\n\tHeartbeat\x12\x1e.shardwell.v1.HeartbeatRequest\x1a\x1f.shardwell.v1.HeartbeatResponse\x12L\n\tEndTenure\x12\x1e.shardwell.v1.EndTenureRequest\x1a\x1f.shardwell.v1.EndTenureResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,13 +43,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATRESPONSE']._serialized_start=485
   _globals['_HEARTBEATRESPONSE']._serialized_end=562
   _globals['_ATTENDREQUEST']._serialized_start=565
-  _globals['_ATTENDREQUEST']._serialized_end=746
-  _globals['_ATTENDRESPONSE']._serialized_start=748
-  _globals['_ATTENDRESPONSE']._serialized_end=764
-  _globals['_ENDSESSIONREQUEST']._serialized_start=766
-  _globals['_ENDSESSIONREQUEST']._serialized_end=862
-  _globals['_ENDSESSIONRESPONSE']._serialized_start=864
-  _globals['_ENDSESSIONRESPONSE']._serialized_end=884
-  _globals['_SESSIONSERVICE']._serialized_start=887
-  _globals['_SESSIONSERVICE']._serialized_end=1211
+  _globals['_ATTENDREQUEST']._serialized_end=768
+  _globals['_ATTENDRESPONSE']._serialized_start=770
+  _globals['_ATTENDRESPONSE']._serialized_end=786
+  _globals['_ENDSESSIONREQUEST']._serialized_start=788
+  _globals['_ENDSESSIONREQUEST']._serialized_end=884
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=886
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=906
+  _globals['_SESSIONSERVICE']._serialized_start=909
+  _globals['_SESSIONSERVICE']._serialized_end=1233
 # @@protoc_insertion_point(module_scope)

@@ -62,7 +62,7 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, ended: _Optional[_Iterable[_Union[EndedTenure, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("shard", "worker_id", "session", "host", "pid", "process", "software_version", "crc32c")
+    __slots__ = ("shard", "worker_id", "session", "host", "pid", "process", "software_version", "crc32c", "wire_version")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class AttendRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     worker_id: str
     session: int
@@ -79,7 +80,8 @@ class AttendRequest(_message.Message):
     process: str
     software_version: str
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[str] = ..., software_version: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., process: _Optional[str] = ..., software_version: _Optional[str] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell/v1/unix_stream.proto\x12\x0cshardwell.v1\"7\n\x0eUnixStreamOpen\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x15\n\rauthorization\x18\x02 \x01(\t\"=\n\rUnixStreamEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell/v1/unix_stream.proto\x12\x0cshardwell.v1\"M\n\x0eUnixStreamOpen\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x15\n\rauthorization\x18\x02 \x01(\t\x12\x14\n\x0cwire_version\x18\x10 \x01(\x06\"=\n\rUnixStreamEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell.v1.unix_stream_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_UNIXSTREAMOPEN']._serialized_start=48
-  _globals['_UNIXSTREAMOPEN']._serialized_end=103
-  _globals['_UNIXSTREAMEND']._serialized_start=105
-  _globals['_UNIXSTREAMEND']._serialized_end=166
+  _globals['_UNIXSTREAMOPEN']._serialized_end=125
+  _globals['_UNIXSTREAMEND']._serialized_start=127
+  _globals['_UNIXSTREAMEND']._serialized_end=188
 # @@protoc_insertion_point(module_scope)

@@ -5,12 +5,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UnixStreamOpen(_message.Message):
-    __slots__ = ("method", "authorization")
+    __slots__ = ("method", "authorization", "wire_version")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     AUTHORIZATION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     method: str
     authorization: str
-    def __init__(self, method: _Optional[str] = ..., authorization: _Optional[str] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, method: _Optional[str] = ..., authorization: _Optional[str] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class UnixStreamEnd(_message.Message):
     __slots__ = ("code", "details", "error")

@@ -21,15 +21,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastcrc import crc32
 from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
-from shardwell.errors import CorruptChunkError
+from shardwell.errors import CorruptChunkError, VersionMismatchError, WrongShardError
 from shardwell.numerics.codec import Bytes
 from shardwell.placement.rows import Ids
+from shardwell.specs.formats import WIRE, software_version
 from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
 
 CRC_FIELD = "crc32c"
 """Of messages that `of_message` is for."""
+WIRE_FIELD = "wire_version"
+"""Of messages with which two processes meet."""
+_FIRST = ("GetStatusRequest", "JoinGroupRequest")
+"""Messages that versions without number answer, too, as no CRC covers their wire_version."""
 _MASK = 2**64 - 1
+_WIRE_MASK = 2**32 - 1
+WIRE_VERSION = WIRE | (WIRE ^ _WIRE_MASK) << 32
+"""The `wire_version` of this version's messages."""
 _ZERO, _ONE = (number.to_bytes(8, "little") for number in (0, 1))
 _DOUBLE = struct.Struct("<d")
 _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
@@ -116,8 +125,11 @@ def of_message(message: Any) -> int:
 
 
 def seal(message: MessageT) -> MessageT:
-    """The message, whose CRC is made to fit, if its type has one; changed in place."""
-    if CRC_FIELD in message.DESCRIPTOR.fields_by_name:
+    """The message, with version and CRC, if its type has them; changed in place."""
+    fields = message.DESCRIPTOR.fields_by_name
+    if WIRE_FIELD in fields:
+        message.wire_version = WIRE_VERSION  # type: ignore[attr-defined]
+    if CRC_FIELD in fields:
         message.crc32c = of_message(message)  # type: ignore[attr-defined]
     return message
 
@@ -128,12 +140,16 @@ def sealed(message: Message) -> bytes:
 
 
 def check_sealed(message: Any) -> None:
-    """Refuses a message whose type has a CRC, and whose CRC does not fit.
+    """Refuses a message of another version, and one whose type has a CRC, which does not fit.
 
     Raises:
-        CorruptChunkError: so it was damaged.
+        CorruptChunkError: it was damaged.
+        VersionMismatchError, WrongShardError: the sender speaks another version.
     """
-    if CRC_FIELD not in message.DESCRIPTOR.fields_by_name:
+    fields = message.DESCRIPTOR.fields_by_name
+    if WIRE_FIELD in fields:
+        check_version(message)
+    if CRC_FIELD not in fields:
         return
     found, expected = of_message(message), getattr(message, CRC_FIELD)
     if found != expected:
@@ -146,6 +162,38 @@ def check_sealed(message: Any) -> None:
         raise CorruptChunkError(
             f"{message.DESCRIPTOR.name}: CRC32C of its fields is {found:#010x}; {cause}"
         )
+
+
+def check_version(message: Any) -> None:
+    """Refuses a message whose sender speaks another version of the wire contract.
+
+    Raises:
+        CorruptChunkError: its version was damaged.
+        VersionMismatchError: it has another version, or none, where it is an answer.
+        WrongShardError: it is a request without version: its sender knows no newer error.
+    """
+    word, name = message.wire_version, message.DESCRIPTOR.name
+    if word == WIRE_VERSION:
+        return
+    number = word & _WIRE_MASK
+    if word and word != number | (number ^ _WIRE_MASK) << 32:
+        raise CorruptChunkError(f"{name}: its wire_version was damaged; make the call again")
+    # Versions without number never have unknown fields, as which a damaged tag would leave it.
+    has_crc = CRC_FIELD in message.DESCRIPTOR.fields_by_name
+    if not word and (
+        len(UnknownFieldSet(message))
+        or (has_crc and message.crc32c not in (0, of_message(message)))
+    ):
+        raise CorruptChunkError(f"{name}: it has no wire_version, or was damaged; call again")
+    is_answer = name.endswith("Response")
+    version = str(number) if word else f"a version before {WIRE}"
+    software = getattr(message, "software_version", "")
+    by = software or ("another version" if word else "0.2.0 or earlier")
+    raise (VersionMismatchError if word or is_answer else WrongShardError)(
+        f"the {'server' if is_answer else 'client'} speaks {version} of the wire contract "
+        f"(shardwell {by}), and the {'client' if is_answer else 'server'} {WIRE} (shardwell "
+        f"{software_version()}): install one version of shardwell everywhere"
+    )
 
 
 def _append(message: Any, parts: list[bytes]) -> None:
@@ -194,7 +242,8 @@ def _fields(descriptor: Any) -> list[_Field]:
     """A message's fields but its CRC."""
     found = []
     for field in sorted(descriptor.fields, key=lambda each: each.number):
-        if field.name == CRC_FIELD:
+        is_version = field.name == WIRE_FIELD
+        if field.name == CRC_FIELD or (is_version and descriptor.name in _FIRST):
             continue
         append: Any = _append_number
         if field.message_type is not None:
@@ -204,7 +253,7 @@ def _fields(descriptor: Any) -> list[_Field]:
         elif field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
             append = _append_double
         is_pair = field.has_presence and field.message_type is None
-        absent = _ZERO * (1 + is_pair)
+        absent = b"" if is_version else _ZERO * (1 + is_pair)
         found.append(_Field(field.number, absent, field.is_repeated, field.has_presence, append))
     return found
 

@@ -21,11 +21,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.connection.credentials import AUTHORIZATION_KEY
-from shardwell.connection.error_codes import ERROR_DETAIL_KEY
-from shardwell.errors import CorruptChunkError, LimitError
+from shardwell.connection.error_codes import ERROR_DETAIL_KEY, to_status
+from shardwell.errors import CorruptChunkError, LimitError, VersionMismatchError, WrongShardError
 from shardwell.process.descriptors import check_descriptors
 from shardwell.process.unix_sockets import check_same_user, listening
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
+from shardwell.wire.checksum import check_version
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 from shardwell_server.services.calls import UNIX_PEER
@@ -321,6 +322,13 @@ class _Connection(asyncio.Protocol):
         self.answered_s = None
         if self._timer is not None:
             self._timer.cancel()
+        try:
+            check_version(opening)
+        except (VersionMismatchError, WrongShardError) as error:
+            status = to_status(error)
+            self._end(status.code, status.details, dict(status.trailing_metadata)[ERROR_DETAIL_KEY])
+            self._transport.close()
+            return
         serve, pack = self._serve_of(opening.method)
         self.task = asyncio.get_running_loop().create_task(serve(None, self))
         self.task.add_done_callback(partial(self._served, pack))

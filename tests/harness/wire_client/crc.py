@@ -17,6 +17,7 @@ from fastcrc import crc32
 GRADIENT, WEIGHTS, FIRST_WEIGHTS, SNAPSHOT = 1, 2, 3, 4
 ROW_GRADIENTS, ROWS_FETCH, ROWS_ANSWER, ROWS_SCAN, ROWS_LOAD, PEER_CHUNK = 5, 6, 7, 8, 9, 10
 WEIGHTS_FETCH = 11
+WIRE_VERSION = 0xFFFFFFFC00000003
 
 _NO_TYPE = SimpleNamespace(fields_by_name=())
 
@@ -50,7 +51,10 @@ def _all_fields(message: Any) -> list[Value]:
     values: list[Value] = []
     for number in sorted(message.DESCRIPTOR.fields_by_number):
         field = message.DESCRIPTOR.fields_by_number[number]
-        if field.name == "crc32c":
+        is_version = field.name == "wire_version"
+        if field.name == "crc32c" or (is_version and not message.wire_version):
+            continue
+        if is_version and message.DESCRIPTOR.name in ("GetStatusRequest", "JoinGroupRequest"):
             continue
         found = getattr(message, field.name)
         each = list(found) if field.is_repeated else [found]
@@ -68,7 +72,9 @@ def _all_fields(message: Any) -> list[Value]:
 
 
 def seal_message(message: Any) -> Any:
-    """A message without a payload, whose CRC fits now, if it has one; changed in place."""
+    """A message without a payload, with version and CRC that fit now; changed in place."""
+    if "wire_version" in message.DESCRIPTOR.fields_by_name:
+        message.wire_version = WIRE_VERSION
     if "crc32c" in message.DESCRIPTOR.fields_by_name:
         message.crc32c = of_message(message)
     return message

@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 
 from harness.polling import BRIEF_S, eventually
+from harness.wire_client.crc import seal_message
+from shardwell.v1 import parameter_server_pb2 as pb
 
 
 def wait_until_refusing(target: str) -> None:
@@ -17,7 +19,7 @@ def wait_until_refusing(target: str) -> None:
         with grpc.insecure_channel(target) as channel:
             call = channel.unary_unary("/shardwell.v1.ParameterServerService/GetStatus")
             try:
-                call(b"", timeout=BRIEF_S)
+                call(seal_message(pb.GetStatusRequest()).SerializeToString(), timeout=BRIEF_S)
             except grpc.RpcError:
                 return True
             return False

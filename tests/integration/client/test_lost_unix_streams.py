@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from harness.polling import PATIENCE_S
+from harness.wire_client.crc import WIRE_VERSION
 from shardwell.process.unix_sockets import connected
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, head
@@ -56,7 +57,8 @@ def test_answers_to_a_caller_that_has_gone(
         streams.listen(str(tmp_path), "shard")
         await streams.start()
         caller = connected(streams.address, socket.SOCK_STREAM, PATIENCE_S)
-        opening = unix_stream_pb2.UnixStreamOpen(method=METHOD).SerializeToString()
+        opens = unix_stream_pb2.UnixStreamOpen(method=METHOD, wire_version=WIRE_VERSION)
+        opening = opens.SerializeToString()
         caller.sendall(head(FrameKind.OPEN, len(opening)) + opening)
         async with asyncio.timeout(PATIENCE_S):
             await begun.wait()

@@ -236,7 +236,9 @@ def test_two_calls_of_one_connection(cluster) -> None:
     """As a worker in another language makes them."""
     running = cluster(1)
     authorization = common_authorization() or ""
-    opening = unix_stream_pb2.UnixStreamOpen(method=STATUS, authorization=authorization)
+    opening = unix_stream_pb2.UnixStreamOpen(
+        method=STATUS, authorization=authorization, wire_version=crc.WIRE_VERSION
+    )
     request = crc.seal_message(pb.GetStatusRequest(identity_only=True)).SerializeToString()
     reader = FrameReader()
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:

@@ -25,6 +25,7 @@ from harness.faults.standing_still import stopped
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import common_authorization
+from harness.wire_client.crc import WIRE_VERSION
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS
@@ -442,7 +443,9 @@ def frame(kind: int, contents: bytes) -> bytes:
 
 def opening(method: str = EXCHANGE) -> bytes:
     authorization = common_authorization() or ""
-    opens = unix_stream_pb2.UnixStreamOpen(method=method, authorization=authorization)
+    opens = unix_stream_pb2.UnixStreamOpen(
+        method=method, authorization=authorization, wire_version=WIRE_VERSION
+    )
     return frame(FrameKind.OPEN, opens.SerializeToString())
 
 

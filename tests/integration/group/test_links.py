@@ -22,6 +22,7 @@ import pytest
 import shardwell
 from harness.group.ranks import error_of, joined, on_ranks
 from harness.polling import PATIENCE_S, eventually
+from harness.wire_client.crc import WIRE_VERSION
 from shardwell.errors import WorkerLostError
 from shardwell.group.transport import links, server
 from shardwell.group.transport.links import ACCEPTED, Link, Links
@@ -203,7 +204,7 @@ class Stranger:
         self.connection.sendall(head(kind, len(contents)) + contents)
 
     def open(self, method: str = RECEIVE_CHUNKS) -> None:
-        opening = unix_stream_pb2.UnixStreamOpen(method=method)
+        opening = unix_stream_pb2.UnixStreamOpen(method=method, wire_version=WIRE_VERSION)
         self.send(FrameKind.OPEN, opening.SerializeToString())
 
     def heard(self) -> list[tuple[int, bytes]]:

@@ -28,6 +28,7 @@ from harness.certificates import authority, of_client, of_server
 from harness.polling import PATIENCE_S
 from harness.tokens import Tokens
 from harness.wire_client import crc as wire_crc
+from harness.wire_client.crc import WIRE_VERSION
 from harness.wire_client.table import table_spec
 from harness.wire_client.worker import spec
 from shardwell import Tls
@@ -522,7 +523,9 @@ def unix_outcome(
     def frame(kind: int, contents: bytes) -> bytes:
         return len(contents).to_bytes(4, "little") + kind.to_bytes(4, "little") + contents
 
-    opening = unix_stream_pb2.UnixStreamOpen(method=path, authorization=authorization or "")
+    opening = unix_stream_pb2.UnixStreamOpen(
+        method=path, authorization=authorization or "", wire_version=WIRE_VERSION
+    )
     codes = {code.value[0]: code for code in Code}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE_S)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
 
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import table_spec
@@ -275,3 +276,37 @@ def test_a_message_is_sealed_and_looked_at() -> None:
 
 def test_those_that_differ_in_presence_alone_differ() -> None:
     assert len({checksum.of_message(each) for each in MESSAGES}) == len(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GetStatusRequest(parameter="net"),
+        pb.GetStatusResponse(software_version="0.2.0", uptime_s=1.5),
+        session_pb2.AttendRequest(worker_id="w", session=LARGE),
+        group_pb2.JoinGroupRequest(rank=1),
+        group_pb2.JoinGroupResponse(generation=5),
+    ],
+    ids=lambda message: message.DESCRIPTOR.name,
+)
+def test_no_flipped_bit_makes_another_version(message: Any) -> None:
+    """One is what ends a client; a damaged message is sent again."""
+    sent = checksum.sealed(message)
+    for bit in range(8 * len(sent)):
+        spoilt = bytearray(sent)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        try:
+            found = type(message).FromString(bytes(spoilt))
+        except DecodeError:
+            continue
+        if not _is_same(found, message):
+            with pytest.raises(CorruptChunkError):
+                checksum.check_sealed(found)
+
+
+def _is_same(found: Any, sent: Any) -> bool:
+    """Whether a flipped bit left the fields as they were, as in a number that is unknown."""
+    copy = type(sent)()
+    copy.CopyFrom(found)
+    copy.DiscardUnknownFields()
+    return bool(copy == sent)

@@ -34,6 +34,7 @@ from shardwell.transport.arena import ARENA_BYTES_MAX
 from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import arena_pb2
 from shardwell.v1 import peer_pb2 as pb
+from shardwell.wire.checksum import check_version
 
 _LOOK_INTERVAL_S = 0.1
 _LOG = logging.getLogger("shardwell.group")
@@ -253,7 +254,9 @@ class PeerServer:
         """ReceiveChunks over a Unix socket."""
         try:
             with self._opening(link):
-                method = link.opened().method
+                opened = link.opened()
+                check_version(opened)
+                method = opened.method
                 if method != RECEIVE_CHUNKS:
                     raise ArgumentError(f"{method!r:.80} is not to be called here")
                 request = pb.ReceiveChunksRequest.FromString(link.accept())
