@@ -50,20 +50,15 @@ class Storage(Named, Protocol):
         """The logged events, in order."""
 
     def log(self, event: Event) -> None:
-        """Adds an event; it is kept when the call returns.
-
-        Raises:
-            StorageError: it could not be written; nothing changed.
-        """
+        """Adds an event, kept when the call returns; StorageError: nothing changed."""
 
     def compact(self, events: Sequence[Event]) -> None:
         """Replaces what was logged by fewer events that say the same, where that saves much."""
 
     def add_seat(self) -> None:
-        """Makes room for the marks of one seat more. Its event is the caller's to log, after.
+        """Makes room for the marks of one seat more, before the caller logs its event.
 
-        Raises:
-            StorageError: there is no room; nothing changed.
+        StorageError: there is no room; nothing changed.
         """
 
     def make_durable(self) -> None:
@@ -77,11 +72,7 @@ class Storage(Named, Protocol):
         """
 
     def sync(self) -> None:
-        """Writes to disk what was journaled.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Writes to disk what was journaled; StorageError: the disk failed."""
 
 
 # Parameters.
@@ -93,13 +84,10 @@ class ChunkRecord(NamedTuple):
     version: int = 0
     """Updates applied so far, which is also the number of the open step."""
     contribution_count: int = 0
-    """Contributions to the open step."""
     sample_total: int = 0
-    """Their samples."""
     total_factor: float = 0.0
     """The open step's sum is total_factor * 2^shift * gradient_sum; 0: there is none."""
     shift: int = 0
-    """The exponent in total_factor's formula."""
     is_encoded: bool = False
     """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
     ParameterStorage.is_in_memory."""
@@ -124,13 +112,11 @@ class Layout:
     """What storage is made for; kept with it."""
 
     name: str
-    """The parameter; checked by `shardwell.specs.names`."""
     slice_size: int
     """Elements of this shard's slice; 0 is possible."""
     chunk_element_count: int
     """Elements of a chunk; the last may be shorter."""
     with_sum: bool
-    """Whether gradients are summed before they are applied."""
     initial_slots: tuple[float, ...] = ()
     """First value of each array of optimizer state."""
     kept_size_bytes: int = 0
@@ -140,12 +126,10 @@ class Layout:
 
     @property
     def chunk_count(self) -> int:
-        """Chunks of the slice."""
         return -(-self.slice_size // self.chunk_element_count)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all arrays."""
         return 4 * self.slice_size * (1 + self.with_sum + len(self.initial_slots))
 
 
@@ -170,7 +154,6 @@ class JournalEntry(NamedTuple):
     """The codec's bytes; of NO_SEAT, a float64: the norm; or nothing, where an open set is decided
     without a contribution."""
     closes: bool = False
-    """Whether it decides an open set."""
 
 
 class ChunkChange(Protocol):
@@ -184,10 +167,7 @@ class ChunkChange(Protocol):
         """
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """Commits it all: the arrays as written, `record`, and that a seat gave `step`.
-
-        With NO_SEAT, no seat gave anything.
-        """
+        """Commits the arrays as written, `record`, and that a seat gave `step`; NO_SEAT: none."""
 
 
 class ParameterStorage(Storage, Protocol):
@@ -207,7 +187,7 @@ class ParameterStorage(Storage, Protocol):
         """The record of each chunk."""
 
     def last_steps(self) -> list[list[int]]:
-        """The last step that each seat gave to each chunk, -1 for none; by seat, then chunk."""
+        """The last step of each seat for each chunk, -1 for none; by seat, then chunk."""
 
     def change(
         self, chunk_index: int, transition: Transition
@@ -226,10 +206,9 @@ class ParameterStorage(Storage, Protocol):
         *,
         closes: bool = False,
     ) -> None:
-        """Notes a transition that is about to be made, see JournalEntry; the chunk's lock is held.
+        """Notes a transition that is about to be made; the chunk's lock is held.
 
-        Raises:
-            StorageError: it can't be written; the contribution must not be counted.
+        StorageError: it can't be written; the contribution must not be counted.
         """
 
     def replay(self) -> Iterable[JournalEntry]:
@@ -247,9 +226,7 @@ class ParameterStorage(Storage, Protocol):
         """Makes an image on disk of every chunk that the block calls the result with, all of them.
 
         The chunk's lock is held at that call. When the block ends, the image is in force.
-
-        Raises:
-            StorageError: it can't be written; the one before stays in force.
+        StorageError: the one before stays in force.
         """
 
     def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
@@ -259,18 +236,10 @@ class ParameterStorage(Storage, Protocol):
         count that the chunk's record has contributions of. To be called before the transition that
         leaves the version, or adds a seat, is begun; the chunk's lock is held. The message
         survives the process where files do.
-
-        Args:
-            chunk_index: The chunk.
-            version: Version of the weights, or of the open step.
-            encoded: At most `Layout.kept_size_bytes`.
         """
 
     def kept(self, chunk_index: int, version: int) -> bytes | None:
-        """What `keep` kept of a version; None: another version, or nothing.
-
-        What a file holds is not checked: its reader checks the CRC that a message has.
-        """
+        """The bytes that `keep` kept of a version, unchecked; None: another version, or nothing."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Makes weights and optimizer state of a chunk stand as they lie: first weights.
@@ -279,11 +248,7 @@ class ParameterStorage(Storage, Protocol):
         """
 
     def verify(self, chunk_index: int) -> None:
-        """Checks what an earlier process has left of a chunk, before it is believed.
-
-        Raises:
-            StorageError: it was damaged; names the file.
-        """
+        """Checks what an earlier process left of a chunk; StorageError names the damaged file."""
 
 
 # Tables.
@@ -301,23 +266,18 @@ class TableLayout:
     """What storage is made for; kept with it."""
 
     name: str
-    """The table; checked by `shardwell.specs.names`."""
     dim: int
-    """Values of a row."""
     slot_widths: tuple[int, ...]
     """Values that a row has of each array of optimizer state."""
     row_capacity: int
-    """Rows that there can be; disk and memory are those of rows that there are."""
     rows_per_change_max: int
     """Rows of one change at the most."""
     with_sum: bool
-    """Whether gradients are summed before they are applied."""
     description: dict[str, Any] = field(default_factory=dict)
     """What the shard needs to make the table again: a JSON object."""
 
     @property
     def row_size_bytes(self) -> int:
-        """Bytes of one row in all arrays, with key, counts and checks."""
         values = self.dim * (1 + self.with_sum) + sum(self.slot_widths)
         return 4 * values + 5 * 8 + self.with_sum * (8 + 1)
 
@@ -346,14 +306,13 @@ class TableRecord(NamedTuple):
 
     @property
     def is_loading(self) -> bool:
-        """Whether the rows are those of a load that has not finished."""
         return self.contribution_count == LOADING
 
     @staticmethod
     def unpacked(
         row_used: int, version: int, packed_count: int, sample_total: int, shift: int
     ) -> TableRecord:
-        """The record that files have, whose count is its complement while the step is closing."""
+        """The record that files have; its count is its complement while the step is closing."""
         is_closing = packed_count < LOADING  # no step closes without a contribution
         count = ~packed_count if is_closing else packed_count
         return TableRecord(row_used, version, count, sample_total, shift, is_closing)
@@ -392,10 +351,9 @@ class RowChange(Protocol):
 
     @property
     def weights_before(self) -> Float32:
-        """(n, dim): the rows as they were, read-only; gone with `commit`.
+        """(n, dim): the rows before the change, read-only, gone with `commit`; no new rows.
 
-        To be asked after `write` or `update`, of a change of `values`. What it holds of new rows
-        has no meaning.
+        To be asked after `write` or `update`, of a change of `values`.
         """
 
     def write(
@@ -407,28 +365,20 @@ class RowChange(Protocol):
     ) -> None:
         """Writes rows of the change, all of them, new ones too; faster than the caller could.
 
-        Given arrays need not be read again for the rows' checks. The copies may be given.
-
-        Args:
-            weights: (n, dim), C-contiguous; not to be altered before `commit`. None: written
-                directly, or not at all.
-            slots: (n, width) each, the same; empty or all.
-            sums: (n, dim), the same.
+        Given arrays need not be read again for the rows' checks, and are not to be altered before
+        `commit`. The copies may be given. None: written directly, or not at all.
         """
 
     def update(self, operations: Operations, gradients: Float32) -> None:
         """Runs an optimizer's operations on the rows where they lie, of a change `in_place`.
 
-        Args:
-            operations: See `row_batches.update`.
-            gradients: (n, dim) float32, C-contiguous, overwritten.
+        `gradients` is (n, dim), C-contiguous, and overwritten.
         """
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
-        """Makes it all stand: the rows as written, `record`, and what a worker has contributed.
+        """Commits rows, `record`, and what a worker has contributed.
 
-        Raises:
-            StorageError: it can't be journaled, as on a full disk; the change never began.
+        StorageError: it can't be journaled, as on a full disk; the change never began.
         """
 
 
@@ -460,15 +410,10 @@ class TableStorage(Storage, Protocol):
         """What each seat has contributed, by seat."""
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
-        """Makes room for places from 0 to below `row_count`.
+        """Makes room for places below `row_count`, and for more if there is, up to `at_most`.
 
-        Args:
-            row_count: So many are needed.
-            at_most: It may make more room than that, but no more than this; None: as it likes.
-
-        Raises:
-            LimitError: that is more than `row_capacity`; nothing changed.
-            StorageError: there is no disk space; nothing changed.
+        LimitError: that is more than `row_capacity`. StorageError: the disk is full. Nothing
+        changed.
         """
 
     @property
@@ -476,57 +421,39 @@ class TableStorage(Storage, Protocol):
         """Places that there is room for."""
 
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
-        """Keeps what rows were before a step, beside those that it kept of the same step.
+        """Keeps rows as they were before a step, beside those that it kept of the same step.
 
-        To be called before the change that writes them is committed. Kept rows survive the
-        process where files do; not where the disk is full or failed, and then this returns False.
+        To be called before the change that writes them is committed. Kept rows survive the process
+        where files do; False: the disk is full or failed, and they do not.
         """
 
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
-        """What an earlier process kept: step, ids and rows.
-
-        Raises:
-            StorageError: it can't be read.
-        """
+        """The step, ids and rows that an earlier process kept; StorageError: it can't be read."""
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes on disk for taking changes back, taken when it is made; 0: there is no disk."""
+        """The bytes on disk for taking changes back, taken when it is made; 0: there is no disk."""
 
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> AbstractContextManager[RowChange]:
         """Begins a change of rows that are reserved; without `commit`, it never began.
 
-        Args:
-            places: Places of the rows; those from `row_used` on are new.
-            values: Whether keys, update_counts, last_steps, weights and slots are to be written.
-            sums: Whether sums and has_sum are.
-            in_place: With `values`: there are no copies, and `update` alone changes
-                weights and slots of rows below `row_used` that have not been free. State that
-                others begin with is written before it.
-
-        Raises:
-            StorageError: a row that an earlier process left was damaged; nothing changed.
+        Places from `row_used` on are new. `values` are keys, update_counts, last_steps, weights and
+        slots; `sums` are sums and has_sum. With `in_place` and `values` there are no copies, and
+        `update` alone changes weights and slots of rows below `row_used` that have not been free.
+        State that others begin with is written before it. StorageError: a row that an earlier
+        process left was damaged; nothing changed.
         """
 
     def verify(self, places: Places) -> None:
-        """Checks rows that an earlier process has left, before they are believed.
-
-        Raises:
-            StorageError: one was damaged; names the file and the row.
-        """
+        """Checks rows that an earlier process has left; StorageError names the file and the row."""
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
         """Writes an image that keeps the journal short, if it is time, while changes go on.
 
         To be called now and then by a thread of its own; takes long where there are many rows.
-
-        Args:
-            is_stopping: Whether to give up.
-
-        Raises:
-            StorageError: it can't be written, or a row was damaged; the one before stays in force.
+        StorageError: it can't be written, or a row was damaged; the one before stays in force.
         """
 
 
@@ -539,11 +466,7 @@ Begin = Callable[[Kind], None]
 
 
 def check_not_retired(storage: Named) -> None:
-    """Refuses to change what other storage has taken the place of.
-
-    Raises:
-        StorageError: it is retired.
-    """
+    """Raises StorageError if other storage has taken the place of this."""
     if storage.is_retired:
         raise StorageError(f"{storage.layout.name!r} has another name since; open that")
 
@@ -556,25 +479,16 @@ class Store(Protocol):
     """Storage of one shard. Calls come from one thread at a time."""
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        """What an earlier process left, to be called once, first.
+        """Recovers an earlier process's parameters; to be called once, first.
 
-        Raises:
-            StorageError: something can't be believed; names the file, and what to do.
+        StorageError: something can't be believed; names the file, and what to do.
         """
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
-        """The tables that an earlier process left, to be called once, after `recover`.
-
-        Raises:
-            StorageError: something can't be believed; names the file, and what to do.
-        """
+        """Recovers an earlier process's tables; to be called once, after `recover`."""
 
     def check_present(self) -> None:
-        """Refuses what could not be kept.
-
-        Raises:
-            StorageError: `look` has found something missing.
-        """
+        """Raises StorageError if `look` has found something missing."""
 
     def look(self) -> None:
         """Looks whether files still have their names; any thread may call it, one at a time.
@@ -590,9 +504,7 @@ class Store(Protocol):
     def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> ParameterStorage:
         """Makes the storage of a new parameter, whose name is unique in the store.
 
-        Args:
-            layout: Its layout.
-            begin: What takes it over. When that fails, the storage was never made.
+        `begin` takes it over; when that fails, the storage was never made.
 
         Raises:
             LimitError: there is no memory for it.
@@ -602,71 +514,35 @@ class Store(Protocol):
     def create_table(
         self, layout: TableLayout, begin: Begin[TableStorage] = nothing
     ) -> TableStorage:
-        """Makes the storage of a new table, whose name is unique among its tables.
-
-        Args:
-            layout: Its layout.
-            begin: See `create`.
-
-        Raises:
-            LimitError: there is no address space for it.
-            StorageError: there is no room on the disk, or it can't be written to.
-        """
+        """Makes the storage of a new table, whose name is unique among its tables: see `create`."""
 
     def rename(self, name: str, layout: Layout) -> ParameterStorage:
-        """Gives the storage of a parameter another name, whole or not at all.
+        """Gives the storage of a parameter another name, whole or not at all, and returns it.
 
-        Args:
-            name: Its name.
-            layout: Its layout with the new one, which is unique in the store.
-
-        Returns:
-            What takes the place of the storage, with the same arrays; the storage is retired, and
-            no call changes it meanwhile.
-
-        Raises:
-            StorageError: it can't be written; the storage has its old name.
+        The old storage is retired; no call changes it meanwhile. StorageError: it has its old name.
         """
 
     def rename_table(self, name: str, layout: TableLayout) -> TableStorage:
-        """Gives the storage of a table another name: see `rename`.
-
-        Raises:
-            StorageError: it can't be written; the storage has its old name.
-        """
+        """Gives the storage of a table another name: see `rename`."""
 
     def remove(self, name: str) -> None:
         """Removes the storage of a parameter, with its files, whole or not at all.
 
         Its arrays stay valid for those who still use them; what they write is kept nowhere.
-
-        Raises:
-            StorageError: it can't be removed; nothing changed.
+        StorageError: it can't be removed; nothing changed.
         """
 
     def remove_table(self, name: str) -> None:
-        """Removes the storage of a table: see `remove`.
-
-        Raises:
-            StorageError: it can't be removed; nothing changed.
-        """
+        """Removes the storage of a table: see `remove`."""
 
     def name_events(self) -> Sequence[Event]:
-        """What `log_name` noted, in order; to be called after `recover`.
-
-        Raises:
-            StorageError: the file was damaged.
-        """
+        """The events that `log_name` noted, in order; to be called after `recover`."""
 
     def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
         """Notes what became of a name; it survives a loss of power, removals before it too.
 
-        Args:
-            event: The event.
-            compacted: Events that say the same as all so far, this one included.
-
-        Raises:
-            StorageError: it could not be written; nothing is noted.
+        `compacted` says the same as all events so far, with this one. StorageError: nothing is
+        noted.
         """
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ class Cell(NamedTuple):
     """One value of a batch of rows."""
 
     row: int
-    """Index of the row in the batch."""
     column: int
 
 
@@ -38,15 +37,8 @@ def add_rows(
 ) -> Float32:
     """New sums of a batch of rows: sum + factor * gradient, or just the latter where no sum is.
 
-    Args:
-        sums: (n, dim): the sums so far.
-        has_sum: (n,): which of them have a meaning.
-        gradients: (n, dim), overwritten unless `factor` is 1.
-        factor: Factor of all gradients; float32 holds it exactly.
-        out: (n, dim), where the new sums go; default: into `sums`.
-
-    Returns:
-        `out`. A value may be infinite where the sum is beyond float32: see `first_bad_cell`.
+    `gradients` are overwritten unless `factor` is 1; float32 holds the factor exactly. `out` is by
+    default `sums`. A value may be infinite where the sum is beyond float32: see `first_bad_cell`.
     """
     out = sums if out is None else out
     with np.errstate(over="ignore", invalid="ignore"):
@@ -66,12 +58,7 @@ def add_rows(
 def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
     """Each row once, ascending, with the sum of its gradients, added up as a worker does.
 
-    Args:
-        rows: (n,), in any order.
-        gradients: (n, dim), unchanged.
-
-    Returns:
-        (m,) and (m, dim) float32, which is `gradients` itself where rows ascend without repeats.
+    The result is `gradients` itself where rows ascend without repeats.
     """
     if rows.size < 2 or bool((rows[1:] > rows[:-1]).all()):
         return rows, gradients

@@ -30,17 +30,14 @@ class RowArrays(NamedTuple):
 
     @property
     def of_values(self) -> tuple[Rows, ...]:
-        """What a change of values writes."""
         return (self.keys, self.update_counts, self.last_steps, self.weights, *self.slots)
 
     @property
     def of_sums(self) -> tuple[Rows, ...]:
-        """What a change of sums writes."""
         return (self.has_sum,) if self.sums is None else (self.sums, self.has_sum)
 
     @property
     def all(self) -> tuple[Rows, ...]:
-        """Every array."""
         return (*self.of_values, *self.of_sums)
 
 
@@ -69,11 +66,10 @@ class WrittenRows(NamedTuple):
     """Rows as a change wrote them."""
 
     places: Places
-    """Places of old rows."""
     values: Sequence[Rows]
-    """Their arrays of values; empty: none was written."""
+    """Arrays of values; empty: none was written."""
     sums: Sequence[Rows]
-    """Their sums and has_sum; empty: none was written, or all were cleared."""
+    """Sums and has_sum; empty: none was written, or all were cleared."""
     clears: bool
     """Whether no row has a sum any more."""
     new_start: int
@@ -94,10 +90,7 @@ def write_again(rows: WrittenRows, arrays: RowArrays, row_used: int) -> None:
 
 
 def gather(array: Rows, places: Places, into: Rows, *, may_wait: bool = False) -> Rows:
-    """Copies rows to the beginning of `into`, and returns that part; places are in range.
-
-    `may_wait`: see `row_batches.gather`.
-    """
+    """Copies rows to the beginning of `into`, and returns that part; places are in range."""
     row_batches.gather(array, places, into, may_wait=may_wait)
     return into[: places.size]
 
@@ -109,11 +102,7 @@ def scatter(arrays: Sequence[Rows], places: Places, saved: Sequence[Rows]) -> No
 
 
 def check_capacity(layout: TableLayout, row_count: int) -> None:
-    """Checks that there can be so many rows.
-
-    Raises:
-        LimitError: there can't.
-    """
+    """Raises LimitError if a table has no room for so many rows."""
     if row_count > layout.row_capacity:
         raise LimitError(
             f"table {layout.name!r} can't have {row_count} rows on this shard; its capacity is "

@@ -35,27 +35,21 @@ _COLUMN_COUNT = 4
 
 
 class _Words:
-    """Words that look random and are the same for a salt and a name, everywhere."""
-
     def __init__(self, salt: int, name: str) -> None:
         seed = int.from_bytes(name.encode()[:8].ljust(8), "little") ^ (salt << 20)
         self._next = mix(np.array([seed], np.uint64))[0]
 
     def take(self, count: int) -> Checks:
-        """The next ones."""
         with np.errstate(over="ignore"):
             found = mix(np.arange(count, dtype=np.uint64) + self._next)
             self._next = mix(found[-1:] + np.uint64(1))[0]
         return found
 
     def odd(self, count: int) -> list[np.uint64]:
-        """The next ones, made odd."""
         return list(self.take(count) | np.uint64(1))
 
 
 class _ArrayHash:
-    """The part of one array, whose rows have `width` float32 values."""
-
     def __init__(self, width: int, words: _Words) -> None:
         self._pieces = []
         for start in range(0, 4 * width, _PIECE_BYTES):
@@ -66,7 +60,6 @@ class _ArrayHash:
             self._pieces.append((slice(start, start + size), factors.astype(np.int16), constants))
 
     def of(self, rows: Float32) -> Checks:
-        """(n,) of (n, width) C-contiguous rows."""
         found = np.zeros(len(rows), np.uint64)
         data = rows.view(np.uint8)
         for part, factors, constants in self._pieces if len(rows) else ():
@@ -96,7 +89,7 @@ class SumChecks:
         self._sum_constants = words.odd(2)
 
     def of_sums(self, places: Places, has_sum: npt.NDArray[np.bool_], sums: Float32) -> Checks:
-        """Checks of the sums of rows, which count where there is one; (n, dim), C-contiguous."""
+        """Checks of rows' sums, which count where there is one; (n, dim), C-contiguous."""
         found = self._of_sum.of(sums)
         found += self._sum_constants[1]
         found *= has_sum.view(np.uint8)  # not as bool, which hides damaged bits
@@ -104,7 +97,6 @@ class SumChecks:
         return found
 
     def of_no_sums(self, places: Places) -> Checks:
-        """What `of_sums` gives where there is none."""
         return _words(places) * self._sum_constants[0]
 
 

@@ -42,7 +42,6 @@ def entry_bytes(arrays: Sequence[Rows], row_count_max: int) -> int:
 
 
 def _strides(arrays: Sequence[Rows]) -> list[int]:
-    """Bytes of one row: of places, then of each array."""
     return [8, *(array.itemsize * (array.shape[1] if array.ndim > 1 else 1) for array in arrays)]
 
 
@@ -53,13 +52,8 @@ def _room(stride: int, row_count_max: int) -> int:
 class RowUndo:
     """One entry. One thread at a time.
 
-    Args:
-        file: Where it is; `entry_bytes` from `start` on, a multiple of the page's size.
-        arrays: All that a change may write, of equal length; those of another process's entry are
-            the same in the same order.
-        row_count_max: Rows of one change at the most.
-        salt: Drawn for the table, so that no other's entry fits.
-        reached: Called after every write.
+    `arrays` are all that a change may write, of equal length; those of another process's entry are
+    the same in the same order. `salt` is the table's, so that no other's entry fits.
     """
 
     def __init__(
@@ -100,14 +94,7 @@ class RowUndo:
     def save(self, sequence: int, places: Places, numbers: Sequence[int]) -> list[Rows]:
         """Saves rows, which may be written afterwards; what was saved before is forgotten.
 
-        Args:
-            sequence: Comes back from `pending`.
-            places: Up to row_count_max, in range, without repeats.
-            numbers: Numbers of the arrays to be written.
-
-        Returns:
-            The saved rows, an array for each of `numbers`: (places.size, ...) read-only views,
-            which hold until the next call.
+        Returns read-only views of the saved rows, by array, which hold until the next call.
         """
         words, n = self._words, places.size
         self.void()
@@ -126,15 +113,14 @@ class RowUndo:
         return found
 
     def void(self) -> None:
-        """Nothing is to be taken back: the rows stand as they are written."""
+        """Forgets the saved rows: those of the file count as they are written."""
         self._words[0] = 0
         self._reached("undo voided")
 
     def roll_back(self) -> int:
-        """Takes back what was written since `save`, and is void then. Safe to begin again.
+        """Takes back what was written since `save`, and is void then; returns how many rows.
 
-        Returns:
-            How many rows were saved.
+        It is safe to begin again.
         """
         _, _, which, n = self._words
         for number in _numbers(which):
@@ -146,10 +132,8 @@ class RowUndo:
     def pending(self) -> int | None:
         """The sequence number of a change that may have been cut off; None if there is none.
 
-        To be called before `roll_back` when an earlier process left the entry.
-
-        Raises:
-            StorageError: the entry was damaged.
+        To be called before `roll_back` when an earlier process left the entry. StorageError: it was
+        damaged.
         """
         valid, sequence, which, n = self._words
         if valid == 0:
@@ -175,5 +159,4 @@ class RowUndo:
 
 
 def _numbers(which: int) -> list[int]:
-    """The numbers of the bits that are set."""
     return [number for number in range(which.bit_length()) if which >> number & 1]

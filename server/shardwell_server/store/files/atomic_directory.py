@@ -23,7 +23,6 @@ class AtomicDirectories:
     """The directories below one path. One thread at a time.
 
     Args:
-        path: Where they are.
         reached: Called after every write.
         is_synced: Whether names are on disk when a call returns, not only with the kernel.
     """
@@ -37,11 +36,7 @@ class AtomicDirectories:
         """What has the next number's name because it could not be removed."""
 
     def existing(self) -> Iterator[Path]:
-        """The finished directories, in order; removes unfinished ones. To be called first.
-
-        Raises:
-            StorageError: another thing has the path, or it can't be read.
-        """
+        """The finished directories, in order; removes unfinished ones. To be called first."""
         try:
             self._path.mkdir(exist_ok=True)
             entries = sorted(self._path.iterdir())
@@ -62,12 +57,9 @@ class AtomicDirectories:
 
     @contextlib.contextmanager
     def making(self, fill: Callable[[Path], None], doing: str) -> Iterator[Path]:
-        """A new directory, which `fill` has filled under another name; yields it.
+        """Makes a directory, which `fill` has filled under another name, and yields it.
 
         When the block fails, there is none; what could not be removed then is, at the next call.
-
-        Raises:
-            StorageError: it can't be made; `doing` says in the message what failed.
         """
         directory = self._path / f"{self._next_number:06d}"
         at = making = directory.with_suffix(".new")
@@ -105,13 +97,7 @@ class AtomicDirectories:
         self._next_number += 1
 
     def remove(self, directory: Path) -> None:
-        """Removes one that was made: it is gone once it has lost its name.
-
-        What can't be removed of its files is, at the next start.
-
-        Raises:
-            StorageError: it keeps its name; nothing changed.
-        """
+        """Removes a directory: it is gone without its name; its files go at the next start."""
         gone = directory.with_suffix(".new")
         try:
             os.replace(directory, gone)
@@ -122,10 +108,6 @@ class AtomicDirectories:
         self._reached("removed files")
 
     def sync(self) -> None:
-        """Makes the names of all survive a loss of power.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Makes the names of all survive a loss of power; OSError: the disk failed."""
         if self._path.exists():
             sync_directory(self._path)

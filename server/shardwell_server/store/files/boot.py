@@ -16,12 +16,7 @@ _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Boot:
-    """One directory's mark.
-
-    Args:
-        path: The directory.
-        boot_id: This start of the machine; default: the kernel's, None where it tells none.
-    """
+    """The mark of one directory; `boot_id` is by default the kernel's, None where it tells none."""
 
     def __init__(self, path: Path, boot_id: str | None = None) -> None:
         self._path = path / "boot.json"
@@ -41,11 +36,7 @@ class Boot:
         return state != "running" or boot_id is None or boot_id != self._boot_id
 
     def mark(self, state: str) -> None:
-        """Notes a state: "recovering" from torn files, "running", or "clean", when all is synced.
-
-        Raises:
-            StorageError: it can't be written.
-        """
+        """Notes a state: "recovering" from torn files, "running", or "clean": all is synced."""
         written = self._path.with_suffix(".new")
         try:
             with written.open("w") as file:

@@ -20,11 +20,7 @@ Kind = TypeVar("Kind", Layout, TableLayout)
 
 
 def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
-    """Writes the file.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Writes the file of a layout."""
     text = json.dumps(
         {
             "format_version": DIRECTORY.newest,
@@ -38,11 +34,7 @@ def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
 
 
 def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
-    """The layout and salt in a file.
-
-    Raises:
-        StorageError: it is damaged, or another version's.
-    """
+    """Reads layout and salt from a file; StorageError: it is damaged, or another version's."""
     try:
         text, _, crc = path.read_text().strip().rpartition("\n")
         found = json.loads(text)

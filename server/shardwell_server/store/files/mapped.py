@@ -34,12 +34,9 @@ def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
 
 
 def reserve(file: int, size_bytes: int) -> None:
-    """Makes a file that large and takes its disk space now.
+    """Makes a file that large and takes its disk space now; OSError: it may have grown.
 
     A write to a mapped page that has none would kill the process when the disk is full.
-
-    Raises:
-        OSError: there is no room; the file may have grown.
     """
     if size_bytes:
         os.posix_fallocate(file, 0, size_bytes)
@@ -70,7 +67,6 @@ class MappedFile:
     """A file whose bytes are memory shared with the kernel: what is written survives the process.
 
     Attributes:
-        data: (size,) uint8, writable.
         identity: Device and inode, which stay when its name goes.
     """
 
@@ -83,11 +79,6 @@ class MappedFile:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> Self:
-        """A new file of zeros.
-
-        Raises:
-            OSError: it can't be made.
-        """
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(file, size_bytes)
@@ -97,11 +88,7 @@ class MappedFile:
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> Self:
-        """A file that exists.
-
-        Raises:
-            StorageError: it is missing, can't be opened, or has another size.
-        """
+        """Opens a file; StorageError: it is missing, can't be opened, or has another size."""
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -120,20 +107,12 @@ class MappedFile:
             os.close(file)
 
     def words(self, offset: int, count: int) -> memoryview[int]:
-        """`count` unsigned words of 8 bytes from `offset`, a multiple of 8: a view.
-
-        Storing one is a single instruction, so it is seen whole or not at all.
-        """
+        """`count` words of 8 bytes from `offset`, a view; each is stored whole or not at all."""
         if count == 0:
             return NO_WORDS
         part: memoryview[int] = self.data[offset : offset + 8 * count].data.cast("Q")
         return part
 
     def sync(self) -> None:
-        """Returns when all that was written is on disk.
-
-        Raises:
-            OSError: the disk failed.
-        """
         if self._mapping is not None:
             self._mapping.sync()

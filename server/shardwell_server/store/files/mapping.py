@@ -38,8 +38,6 @@ _MS_SYNC = 0x4 if sys.platform == "linux" else 0x10
 
 
 class _Pages:
-    """Mapped memory, which arrays keep that NumPy makes of it."""
-
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -52,12 +50,7 @@ class _Pages:
 class Mapping:
     """Bytes of a file that are memory shared with the kernel; unmapped with the last view of them.
 
-    Args:
-        file: A descriptor, which may be closed then.
-        size_bytes: From the file's start on, at least 1; the file has as many.
-
-    Raises:
-        OSError: it can't be mapped.
+    `file` may be closed then. `size_bytes` is at least 1, and the file has as many.
     """
 
     def __init__(self, file: int, size_bytes: int) -> None:
@@ -70,28 +63,18 @@ class Mapping:
         weakref.finalize(pages, _UNMAP, address, size_bytes).atexit = False
         self._address = address
         self.data: Bytes = np.asarray(pages)
-        """(size_bytes,) uint8, writable: a view."""
 
     def sync(self, size_bytes: int | None = None) -> None:
-        """Returns when what was written to the first `size_bytes` is on disk; default: to all.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Returns when what was written to the first `size_bytes` is on disk; default: to all."""
         if _SYNC(self._address, self.data.size if size_bytes is None else size_bytes, _MS_SYNC):
             raise _failed()
 
     def advise(self, advice: int, start: int, size_bytes: int) -> None:
-        """Tells the kernel how a part is used: see madvise(2); `start` is a multiple of a page.
-
-        Raises:
-            OSError: the kernel or the file system can't do it.
-        """
+        """Tells the kernel how a part is used: see madvise(2); `start` is a multiple of a page."""
         if _ADVISE(self._address + start, size_bytes, advice):
             raise _failed()
 
 
 def _failed() -> OSError:
-    """Why the last call of the system failed on this thread."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

@@ -17,10 +17,7 @@ from shardwell_server.store.files.mapped import MappedFile
 class NamedFiles:
     """The files of one directory, which are to keep their names. One thread at a time.
 
-    Args:
-        directory: Where they are.
-        files: Those that are mapped, and must stay the same files.
-        names: Others that must be there; they may be replaced.
+    `files` are mapped and must stay the same files; those of `names` may be replaced.
     """
 
     def __init__(self, directory: Path, files: Sequence[MappedFile], names: Sequence[str]) -> None:
@@ -67,32 +64,19 @@ class Presence:
 
     @property
     def is_gone(self) -> bool:
-        """Whether something was missing at any look."""
         return self._gone is not None
 
     def begin(self) -> None:
-        """Notes which directory it is; to be called once, before the first look.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Notes which directory it is; to be called once, before the first look."""
         self._identity = identity_of(os.stat(self._path))
 
     def check(self) -> None:
-        """Refuses to go on where `look` has found something missing.
-
-        Raises:
-            StorageError: it did.
-        """
+        """Raises StorageError if `look` has found something missing."""
         if self._gone is not None:
             raise StorageError(self._gone)
 
     def look(self, names: Sequence[str], opened: Iterable[NamedFiles]) -> None:
-        """Looks whether all are there: the directory, `names` in it, and what was opened.
-
-        Raises:
-            StorageError: something is missing, now or at an earlier look.
-        """
+        """Raises StorageError if the directory, one of `names`, or an opened file is missing."""
         if self._gone is None:
             self._gone = self._missing(names, opened)
         self.check()

@@ -25,16 +25,7 @@ EXTENT_BYTES_MAX = 64 << 20
 
 
 def extended(reserved: int, wanted: int, capacity: int, unit_bytes: int = 1) -> int:
-    """How much to reserve when `wanted` is needed: more, so that it is needed rarely.
-
-    All in units of `unit_bytes`: bytes, or rows.
-
-    Args:
-        reserved: Units that are reserved.
-        wanted: Units that are needed; at most `capacity`.
-        capacity: The most that there may be.
-        unit_bytes: Bytes of a unit, in all files together.
-    """
+    """Returns more units than are wanted, so that more room is needed rarely."""
     extent_bytes = min(max(reserved * unit_bytes, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
     return min(max(wanted, reserved + extent_bytes // unit_bytes), capacity)
 
@@ -42,21 +33,14 @@ def extended(reserved: int, wanted: int, capacity: int, unit_bytes: int = 1) -> 
 class SparseFile(MappedFile):
     """A mapped file with room for its first `reserved_bytes`. One thread at a time reserves.
 
-    Attributes:
-        data: (size,) uint8, writable up to `reserved_bytes`.
-        reserved_bytes: 0 where the file was opened: `reserve` notes again what an earlier process
-            had.
+    Of a file that was opened, `reserve` notes again what an earlier process had.
     """
 
     reserved_bytes = 0
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> Self:
-        """A new file of zeros without disk space.
-
-        Raises:
-            OSError: it can't be made, or file systems or limits forbid one that large.
-        """
+        """Makes a file of zeros without disk space."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(file, size_bytes)
@@ -70,12 +54,9 @@ class SparseFile(MappedFile):
             self._mapping.advise(mmap.MADV_RANDOM, 0, self.data.size)
 
     def reserve(self, size_bytes: int) -> None:
-        """Takes disk space for the first `size_bytes`, in whole pages; exactly, see `extended`.
+        """Takes disk space for the first `size_bytes`, in whole pages.
 
-        Existing bytes stay as they are.
-
-        Raises:
-            StorageError: there is none; nothing changed.
+        StorageError: there is none; nothing changed.
         """
         size_bytes = min(-(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
         if size_bytes <= self.reserved_bytes:
@@ -110,7 +91,6 @@ class SparseFile(MappedFile):
 
 
 def _remove(mapping: Mapping, start: int, size_bytes: int) -> None:
-    """Makes a hole in the mapped file, whose size stays."""
     mapping.advise(mmap.MADV_REMOVE, start, size_bytes)
 
 
@@ -120,16 +100,8 @@ def reserve_all(
     """Reserves rows in files that all have them; returns how many are reserved now.
 
     Takes more than is wanted where there is space (`extended`), else exactly that. What some files
-    have taken, when another could not, is given back: no uncounted space is kept.
-
-    Args:
-        files: Each with the bytes that it has of one row.
-        reserved: Rows that all of them have room for.
-        wanted: Rows that are needed.
-        capacity: Rows that there may be.
-
-    Raises:
-        StorageError: there is no disk space for what is wanted; nothing changed.
+    have taken, when another could not, is given back: no uncounted space is kept. StorageError:
+    there is none for what is wanted.
     """
     row_bytes = sum(stride for _, stride in files)
     before = [file.reserved_bytes for file, _ in files]
@@ -148,11 +120,7 @@ def reserve_all(
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copies a file's bytes, and its holes as holes; replaces what `target` held.
-
-    Raises:
-        OSError: it can't be done.
-    """
+    """Copies a file's bytes, and its holes as holes; replaces what `target` held."""
     with source.open("rb") as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         os.ftruncate(written.fileno(), size)

@@ -40,14 +40,12 @@ from shardwell.specs.formats import JOURNAL
 from shardwell_server.store.files.mapped import storage_error, sync_directory, sync_file
 
 Buffer: TypeAlias = "bytes | memoryview[int]"
-"""Bytes of an entry."""
 EntryT = TypeVar("EntryT")
 _KIND = b"SWL"
 _MAGIC = int.from_bytes(_KIND + b"%d" % JOURNAL.newest, "little")
 _HEAD = struct.Struct("<IQ")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
-"""Where a segment's first entry begins."""
 _PREFIX = "journal-"
 _IMAGE = "image-"
 _NUMBER = re.compile(r"[0-9]{6,}")
@@ -63,7 +61,7 @@ def segments(directory: Path) -> dict[int, Path]:
 
 
 def _numbered(directory: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
-    """What has a name of ours with that suffix, by number, in order; other names are the user's."""
+    """Files with that prefix and suffix by number, in order; other names are the user's."""
     found = {}
     for path in directory.glob(f"{prefix}*{suffix}"):
         number = path.name.removeprefix(prefix).removesuffix(suffix)
@@ -92,13 +90,8 @@ def read_segment(
 ) -> Iterator[tuple[EntryT, int]]:
     """The whole entries of a segment, and where each ends.
 
-    Args:
-        path: Path of the segment.
-        of: The parameter or table, for messages.
-        read: The entry that begins at an offset, and its end. Raises NotWholeError.
-
-    Raises:
-        StorageError: what was synced was damaged.
+    `read` returns the entry at an offset, and its end, or raises NotWholeError. StorageError: the
+    synced part was damaged.
     """
     data = _mapped(path)
     synced_bytes = _synced_bytes(path, data)
@@ -116,11 +109,7 @@ def read_segment(
 
 
 def cut_off(path: Path, end: int) -> None:
-    """Takes off what lies behind the last whole entry and was never synced.
-
-    Raises:
-        StorageError: the disk failed.
-    """
+    """Takes off what lies behind the last whole entry and was never synced."""
     try:
         data = _mapped(path)
         end = max(end, _synced_bytes(path, data))
@@ -133,11 +122,8 @@ def cut_off(path: Path, end: int) -> None:
 def sync_segments(directory: Path) -> None:
     """Returns when all that an earlier process wrote is on disk, and noted to be.
 
-    Where it was killed, the last entry may be cut off by the end of the file.
-
-    Raises:
-        OSError: the disk failed.
-        StorageError: a segment was damaged.
+    Where it was killed, the last entry may be cut off by the end of the file. OSError: the disk
+    failed. StorageError: a segment was damaged.
     """
     for path in segments(directory).values():
         sync_file(path)
@@ -163,7 +149,6 @@ def _head(synced_bytes: int) -> bytes:
 
 
 def _synced_bytes(path: Path, data: Bytes) -> int:
-    """How much of a segment was synced, as its head says."""
     head = data[:HEAD_BYTES].tobytes()
     if head[:3] == _KIND and head[3:4].isdigit():
         JOURNAL.check(path, int(head[3:4]))
@@ -199,16 +184,9 @@ class Journal:
         self.has_failed = (directory / FAILED_NAME).exists()
         """Whether a sync has failed, now or in an earlier process, and no image was made since."""
         self.number = 0
-        """Number of the segment that is written."""
 
     def begin_segment(self, *, anyway: bool = False) -> int:
-        """Goes on in a new segment; returns its number.
-
-        Unless nothing was written to this one, which is then as good; except with `anyway`.
-
-        Raises:
-            StorageError: it can't be made.
-        """
+        """Goes on in a new segment if this has entries, or with `anyway`; returns its number."""
         if self._file >= 0 and self._size == HEAD_BYTES and not anyway:
             return self.number
         number = max([self.number, *segments(self._directory)], default=0) + 1
@@ -240,15 +218,10 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the segment that is written."""
         return self._size
 
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Adds an entry; it is durable after the next `sync`.
-
-        Raises:
-            StorageError: it can't be written; nothing changed.
-        """
+        """Adds an entry, durable after the next `sync`; StorageError: nothing changed."""
         size = sum(len(part) for part in parts)
         with self._append_lock:
             try:
@@ -266,8 +239,7 @@ class Journal:
     def sync(self) -> None:
         """Returns when everything appended before is on disk; threads share the disk's work.
 
-        Raises:
-            StorageError: the disk failed; what was not synced must not be acknowledged.
+        StorageError: the disk failed; what was not synced must not be acknowledged.
         """
         wanted = self._written
         if self._synced >= wanted and not self.has_failed:
@@ -281,7 +253,7 @@ class Journal:
                 raise storage_error(self._path(self.number), error, "syncing it") from None
 
     def _sync_file(self) -> None:
-        """One `fdatasync`; the lock of syncs is held."""
+        """Calls `fdatasync` once; the lock of syncs is held."""
         wanted = self._written
         if self.has_failed:  # the kernel tells of a lost page once
             raise OSError(errno.EIO, "an earlier sync failed, until an image is written")
@@ -289,7 +261,6 @@ class Journal:
         self._synced = wanted
 
     def _ask_disk(self) -> None:
-        """One `fdatasync`, which is noted; or that the disk has failed."""
         size_bytes = self._size
         try:
             os.fdatasync(self._file)
@@ -301,18 +272,15 @@ class Journal:
             raise
 
     def sync_segment(self) -> None:
-        """Returns when the segment that is written is on disk, whatever has failed before it.
+        """Returns when this segment is on disk, whatever has failed before it.
 
         For an image that was begun with it, and needs no other.
-
-        Raises:
-            OSError: the disk failed.
         """
         with self._sync_lock:
             self._ask_disk()
 
     def repaired(self) -> None:
-        """There is a whole image that was begun after the newest segment was."""
+        """Forgets a failed sync: a whole image was begun after the newest segment was."""
         with self._sync_lock:
             if self.has_failed:
                 (self._directory / FAILED_NAME).unlink(missing_ok=True)
@@ -322,7 +290,6 @@ class Journal:
         return self._directory / f"{_PREFIX}{number:06d}"
 
     def close(self) -> None:
-        """Syncs and closes."""
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
                 try:
@@ -345,11 +312,7 @@ def images(directory: Path) -> dict[int, Path]:
 def forget_images(
     directory: Path, reached: Callable[[str], None], before: int | None = None
 ) -> None:
-    """Removes images and journal segments of lower numbers; None: all.
-
-    Raises:
-        StorageError: they can't be removed.
-    """
+    """Removes images and journal segments of lower numbers; None: all."""
     try:
         older = [p for n, p in images(directory).items() if before is None or n < before]
         for path in older:
@@ -372,14 +335,8 @@ def forget_images(
 class Journaling:
     """Journal and images beside the files that serve. To be made when replay is over.
 
-    Args:
-        directory: Directory of the files.
-        reached: Called after every write.
-        sync_names: Makes names, and what is not mapped, survive a loss of power.
-        syncs_each: Whether `make_durable` waits for the disk.
-
-    Raises:
-        StorageError: the disk failed.
+    `sync_names` makes names, and what is not mapped, survive a loss of power; with `syncs_each`,
+    `make_durable` waits for the disk.
     """
 
     def __init__(
@@ -397,7 +354,6 @@ class Journaling:
             raise storage_error(directory, error, "syncing it") from None
         self.journal = Journal(directory, reached)
         self.wants_image = not images(directory) or self.journal.has_failed
-        """Whether it is time for an image."""
         self._directory = directory
         self._reached = reached
         self._syncs_each = syncs_each
@@ -408,31 +364,19 @@ class Journaling:
         return self.journal.begin_segment(anyway=anyway)
 
     def append(self, parts: Sequence[Buffer], image_bytes: int) -> None:
-        """Adds an entry; `image_bytes` is how large an image would be.
-
-        Raises:
-            StorageError: it can't be written; nothing changed.
-        """
+        """Adds an entry; `image_bytes` is how large an image would be."""
         self.journal.append(parts)
         size_bytes = self._older_bytes + self.journal.size_bytes
         if size_bytes > max(2 * image_bytes, IMAGE_AT_BYTES_MIN):
             self.wants_image = True
 
     def make_durable(self) -> None:
-        """Returns when all entries may be acknowledged.
-
-        Raises:
-            StorageError: the disk failed; they must not be.
-        """
+        """Returns when all entries may be acknowledged; StorageError: they must not be."""
         if self._syncs_each:
             self.sync()
 
     def sync(self) -> None:
-        """Returns when all entries are on disk.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Returns when all entries are on disk."""
         try:
             self.journal.sync()
         finally:
@@ -442,11 +386,8 @@ class Journaling:
     def imaging(self, number: int) -> Iterator[Path]:
         """A directory for an image, which is in force when the block has filled and synced it.
 
-        Args:
-            number: Number of the segment that was begun with it.
-
-        Raises:
-            StorageError: it can't be written; the one before stays in force.
+        `number` is that of the segment begun with it. StorageError: the image before stays in
+        force.
         """
         image = image_path(self._directory, number)
         making = image.with_suffix(".new")
@@ -477,16 +418,7 @@ class Journaling:
 def forget_journal(
     directory: Path, reached: Callable[[str], None], sync_files: Callable[[], None]
 ) -> None:
-    """Makes images and journal superfluous, and removes them.
-
-    Args:
-        directory: Directory of the files.
-        reached: Called after every write.
-        sync_files: Writes the files that serve to disk.
-
-    Raises:
-        StorageError: the disk failed.
-    """
+    """Removes images and journal, after `sync_files` has written the files that serve to disk."""
     if images(directory) or segments(directory):
         try:
             sync_files()

@@ -56,11 +56,7 @@ def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
 
 
 def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntry, int]]:
-    """The whole entries of a segment of a parameter's, and where each ends.
-
-    Raises:
-        StorageError: what was synced was damaged.
-    """
+    """The whole entries of a parameter's segment, and where each ends."""
 
     def read(data: Bytes, start: int) -> tuple[JournalEntry, int]:
         begin = start + _HEAD_BYTES

@@ -99,8 +99,6 @@ def _heads(
 
 
 class _Found(NamedTuple):
-    """Where an entry is."""
-
     path: Path
     payload_start: int
     payload_end: int
@@ -111,14 +109,7 @@ class _Found(NamedTuple):
 
 
 class TableJournal:
-    """Reads the segments of one table's directory.
-
-    Args:
-        directory: The table's.
-        name: The table's.
-        arrays: The table's arrays; those of rows in entries have the same kinds.
-        salt: The table's.
-    """
+    """The segments of one table's directory, whose arrays have the kinds of `arrays`."""
 
     def __init__(self, directory: Path, name: str, arrays: RowArrays, salt: int) -> None:
         self._directory = directory
@@ -129,14 +120,9 @@ class TableJournal:
         self._salt = salt
 
     def entries(self, first_segment: int, at_least: int) -> Iterator[TableEntry]:
-        """The changes that stood, in order, from the beginning of a segment on.
+        """The committed changes, in order, from the beginning of a segment on.
 
-        Args:
-            first_segment: Number of the segment.
-            at_least: Sequence number of a change that must be among them, or before them.
-
-        Raises:
-            StorageError: the journal does not begin there, has a gap, or ends too early.
+        StorageError: the journal does not begin there, has a gap, or ends before change `at_least`.
         """
         found: list[_Found] = []
         for number, path in segments(self._directory).items():
@@ -160,7 +146,7 @@ class TableJournal:
             raise self._gone(f"it ends with change {sequence}; the image has {at_least}")
 
     def _head(self, path: Path, data: Bytes, start: int) -> tuple[_Found, int]:
-        """The entry that begins at an offset of a segment, and its end. See `read_segment`."""
+        """The entry that begins at an offset of a segment, and its end; for `read_segment`."""
         begin = start + _HEAD_BYTES
         if begin > data.size:
             raise NotWholeError("its head", is_cut=True)
@@ -215,10 +201,10 @@ class TableJournal:
 
 
 def _committed(found: list[_Found]) -> list[_Found]:
-    """The entries of changes that stood, in order.
+    """The entries of committed changes, in order.
 
-    A process that is killed after an entry, and before its record, leaves one that never stood: the
-    next process's mark has a lower sequence number, or its next change the same.
+    A process that is killed after an entry, and before its record, leaves one that was never
+    committed: the next process's mark has a lower sequence number, or its next change the same.
     """
     committed: list[_Found] = []
     limit = 2**64

@@ -27,13 +27,7 @@ from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 
 
 class _MemoryChange:
-    """A transition of one chunk, used again and again: what is written is committed.
-
-    Args:
-        chunk_index: The chunk.
-        records: Records of all chunks.
-        last_steps: By seat, then chunk.
-    """
+    """A transition of one chunk, used again and again: what is written is committed."""
 
     __slots__ = ("_chunk_index", "_last_steps", "_records")
 
@@ -85,7 +79,6 @@ class MemoryParameter(MemoryStorage):
             for index in range(layout.chunk_count)
         ]
         self._kept: dict[int, tuple[int, bytes]] = {}
-        """Version and encoding, by chunk."""
 
     def records(self) -> list[ChunkRecord]:
         return list(self._records)

@@ -34,11 +34,7 @@ _NUMBER_COUNT = 3
 
 
 class MemoryStorage:
-    """What a parameter and a table in memory have in common. Nothing outlives the process.
-
-    Args:
-        layout: What it is made for.
-    """
+    """The common part of a parameter and a table in memory. Nothing outlives the process."""
 
     def __init__(self, layout: Any) -> None:
         self.layout = layout
@@ -46,7 +42,7 @@ class MemoryStorage:
         self._logged: list[Event] = []
 
     def renamed(self, layout: Any) -> Self:
-        """What takes its place, with the same arrays and all that was committed."""
+        """The storage under a new layout, with the same arrays and all that was committed."""
         made = copy.copy(self)
         made.layout, made.is_retired = layout, False
         return made
@@ -76,7 +72,6 @@ class MemoryTable(MemoryStorage):
     updates_in_place = True
 
     def __init__(self, layout: TableLayout) -> None:
-        """Raises MemoryError when there is no address space."""
         super().__init__(layout)
         arrays = make_arrays(layout, layout.row_capacity, lambda _, *shape: lazy_zeros(*shape))
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]

@@ -35,9 +35,6 @@ class KeptRows:
     """The file of one table; made with its first entry. One thread at a time.
 
     Args:
-        path: Path of the file.
-        dim: Values of a row.
-        row_count_max: Rows of one entry.
         salt: Drawn for the table, so that no other's entry fits.
     """
 
@@ -79,11 +76,7 @@ class KeptRows:
         return False
 
     def read(self) -> list[tuple[int, Ids, Float32]]:
-        """The entries of the last step that has any: step, ids and rows; `put` goes on there.
-
-        Raises:
-            StorageError: the file can't be read.
-        """
+        """The step, ids and rows of the last step that has any; `put` goes on there."""
         if self._end < 0:
             return []
         try:

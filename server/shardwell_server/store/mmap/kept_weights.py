@@ -44,7 +44,6 @@ class KeptWeights:
         self._reached = reached
 
     def put(self, chunk_index: int, version: int, encoded: bytes) -> None:
-        """Writes a chunk's place."""
         assert len(encoded) <= self._size_max_bytes
         start = chunk_index * self._place_bytes
         self._words[start // 8] = version
@@ -55,7 +54,6 @@ class KeptWeights:
         self._reached("what is kept")
 
     def get(self, chunk_index: int, version: int) -> bytes | None:
-        """A chunk's encoding in a version; None: the place has another, or none."""
         start = chunk_index * self._place_bytes
         found, length = self._words[start // 8], self._words[start // 8 + 1]
         if found != version or not 0 < length <= self._size_max_bytes:
@@ -64,6 +62,6 @@ class KeptWeights:
         return self._file.data[first : first + length].tobytes()
 
     def copy(self, source: KeptWeights, chunk_index: int) -> None:
-        """Makes a chunk's place what it is in another storage of the same layout."""
+        """Copies a chunk's place from another storage of the same layout."""
         place = slice(chunk_index * self._place_bytes, (chunk_index + 1) * self._place_bytes)
         np.copyto(self._file.data[place], source._file.data[place])

@@ -101,7 +101,6 @@ class MmapParameter(MmapStorage):
             Transition.ADD: summed,
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
-        """The arrays that a transition writes, by chunk."""
         file = opened("undo", undo.file_size(layout))
         self._undo = UndoArea(file, layout, salt, reached)
         size = kept_weights.file_size(layout)
@@ -263,11 +262,7 @@ class MmapParameter(MmapStorage):
             image.sync_contents()
 
     def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
-        """Makes a chunk what it is in another storage of the same layout.
-
-        Raises:
-            StorageError: there is no room for the marks.
-        """
+        """Copies a chunk from another storage of the same layout."""
         for into, array in zip(self._arrays(), source._arrays(), strict=True):
             np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
         if self._kept is not None and source._kept is not None:
@@ -305,7 +300,7 @@ class MmapParameter(MmapStorage):
         self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
 
     def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
-        """Compares CRCs of a chunk's arrays with those that stand."""
+        """Compares CRCs of a chunk's arrays with those of its record."""
         stored, names = self._stored[chunk_index], ("weights", "gradient_sum", *self._slot_names)
         for number in numbers:
             if found[number] != stored.crcs[number]:
@@ -329,7 +324,6 @@ class MmapParameter(MmapStorage):
         )
 
     def _parts(self, *arrays: Float32 | None) -> list[Arrays]:
-        """Each chunk's parts of arrays, without those that the parameter lacks."""
         found = [array for array in arrays if array is not None]
         return [
             [self._chunk(array, index) for array in found]
@@ -356,7 +350,6 @@ class _MmapChange:
         self._transition = transition
         self._arrays = of._changing[transition][chunk_index]
         self._crcs: list[int] | None = None
-        """Of what was written; None: nothing was."""
         self._entry: undo.UndoEntry | None = None
         self._is_committed = False
 
@@ -407,7 +400,6 @@ class _MmapChange:
 
 
 def _crc(values: Float32) -> int:
-    """CRC32C of an array's bytes."""
     crc = 0
     for start, stop in blocks(values.size):
         block = values[start:stop]

@@ -17,19 +17,16 @@ from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows, gath
 from shardwell_server.store.row_checks import Checks, RowChecks
 
 _WEIGHTS = 3
-"""Weights among the arrays of values."""
 _KEYS_PER_PASS = 1 << 18
 _VALUES_PER_PASS = 1 << 20
-"""Rows, and values, that are checked at a time: some megabytes of working memory."""
+"""Rows, or values, of one pass: some megabytes of working memory."""
 
 
 class RowGuard:
     """The checks of one table.
 
-    Attributes:
-        arrays: All arrays that a change may write, checks too, in an order that stays.
-        of_values: Numbers among them of what a change of values writes.
-        of_sums: The same of a change of sums; empty where there are none.
+    `arrays` are those that a change may write, checks too, in a fixed order; `of_values` and
+    `of_sums` are the numbers among them of each kind of change.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class RowGuard:
         salt: int,
         array: Callable[[str, tuple[int, ...], npt.DTypeLike], Rows],
     ) -> None:
-        """Maps the files of checks with `array`, as `make_arrays` does."""
         shape = (layout.row_capacity,)
         self._row_checks: Checks = array("row_checks", shape, np.uint64)
         self._key_checks: Checks = array("key_checks", shape, np.uint64)
@@ -54,7 +50,6 @@ class RowGuard:
         self.of_sums = range(len(values), len(self.arrays))
         self._directory = directory
         self.table = layout.name
-        """For errors."""
         self._rows_per_pass = max(_VALUES_PER_PASS // max(layout.dim, *layout.slot_widths, 1), 1)
         self._rows = arrays
         self._checks = RowChecks(layout, salt)
@@ -65,7 +60,6 @@ class RowGuard:
     def numbered(
         self, weights: Float32 | None, slots: Sequence[Float32], sums: Float32 | None
     ) -> list[tuple[int, Float32]]:
-        """Rows that there are of these arrays, each with the number of its array."""
         found = list(enumerate(slots, start=_WEIGHTS + 1))
         if weights is not None:
             found.append((_WEIGHTS, weights))
@@ -83,13 +77,8 @@ class RowGuard:
     ) -> WrittenRows:
         """Writes the checks of rows as they lie; returns the rows, without new ones.
 
-        Args:
-            places: Places that were written; those from `row_used` on are left to `write_new`.
-            copies: Arrays to gather rows in.
-            row_used: Places from there on are new.
-            given: Rows at all places that need not be gathered, by number of their array.
-            values: Whether their values were written.
-            sums: Whether their sums were.
+        Rows at places from `row_used` on are left to `write_new`. `given` has rows by number of
+        their array; the others are gathered in `copies`.
         """
         if places.size and places.max() >= row_used:
             is_old = places < row_used
@@ -130,11 +119,7 @@ class RowGuard:
         return [array[start:stop] for array in every]
 
     def check_keys(self, row_used: int) -> None:
-        """Checks keys, and which places are free and have no sum; all rows are unverified then.
-
-        Raises:
-            StorageError: one was damaged.
-        """
+        """Checks keys, and which places are free and have no sum; all rows are unverified then."""
         rows = self._rows
         for part, places in _passes(0, row_used, _KEYS_PER_PASS):
             found = self._checks.of_keys(places, rows.keys[part], rows.update_counts[part])
@@ -174,7 +159,6 @@ class RowGuard:
             self._compare("sums", places, found, self._sum_checks[places])
 
     def _compare(self, name: str, places: Places, found: Checks, expected: Checks) -> None:
-        """Compares the checks of rows as they lie with those that stand."""
         bad = np.flatnonzero(found != expected)
         if bad.size:
             place = places[bad[0]]
@@ -188,7 +172,6 @@ class RowGuard:
 
 
 def _passes(start: int, stop: int, size: int) -> Iterator[tuple[slice, Places]]:
-    """Parts of a range of places, as slices and as arrays."""
     for begin in range(start, stop, size):
         end = min(begin + size, stop)
         yield slice(begin, end), np.arange(begin, end)

@@ -34,18 +34,9 @@ from shardwell_server.store.records.worker_steps import WorkerSteps
 
 
 class MmapStorage(ABC):
-    """Base of both.
-
-    Args:
-        directory: Directory of the files.
-        layout: What they are made for.
-        unit_count: Units of which each worker's last step is kept.
-        salt: Drawn for the storage, so that no other's records fit.
-        reached: Called after every write.
-    """
+    """The common base of both kinds; `unit_count` units have a last step of each worker."""
 
     LAYOUT_NAME: ClassVar[str]
-    """The file that says what the others are."""
 
     def __init__(
         self,
@@ -59,7 +50,6 @@ class MmapStorage(ABC):
         self.layout = layout
         self.is_retired = False
         self.presence: Presence | None = None
-        """Presence of the store that it belongs to, from then on."""
         self._salt = salt
         self._reached = reached
         self._files: list[MappedFile] = []
@@ -69,13 +59,11 @@ class MmapStorage(ABC):
         self.is_torn = False
         """Whether the machine lost power, and it was not gone through since."""
         self.has_image = False
-        """Whether an image has replaced the files."""
         self.rolled_back_count = 0
         """Chunks or rows of changes that were cut off, and taken back in `recover`."""
         self._journaling: Journaling | None = None
 
     def _complete(self, layout: Layout | TableLayout) -> None:
-        """Makes the files that new storage has beside those that are mapped."""
         (self.directory / "marks").touch()
         self._reached("file")
         self._marks.open()
@@ -83,11 +71,7 @@ class MmapStorage(ABC):
         write_layout(self.directory / self.LAYOUT_NAME, layout, self._salt)
 
     def renamed(self, layout: Layout | TableLayout) -> Self:
-        """What takes its place, with the same files, and another name in their layout.
-
-        Raises:
-            StorageError: the layout can't be written; the files have their old name.
-        """
+        """Gives the files another name in their layout; StorageError: they have the old one."""
         path = self.directory / self.LAYOUT_NAME
         written = path.with_suffix(".new")
         try:
@@ -106,7 +90,7 @@ class MmapStorage(ABC):
 
     @cached_property
     def named_files(self) -> NamedFiles:
-        """What must keep its name for as long as this is used."""
+        """The names to be kept for as long as this is used."""
         return NamedFiles(self.directory, self._files, (self.LAYOUT_NAME, "marks", "events"))
 
     @classmethod
@@ -114,11 +98,7 @@ class MmapStorage(ABC):
     def create(
         cls, directory: Path, layout: Any, salt: int, reached: Callable[[str], None]
     ) -> Self:
-        """New files in an empty directory.
-
-        Raises:
-            OSError, OverflowError: they can't be made.
-        """
+        """Makes files in an empty directory; OSError, OverflowError: they can't be made."""
 
     @classmethod
     @abstractmethod
@@ -131,17 +111,10 @@ class MmapStorage(ABC):
         *,
         is_torn: bool = False,
     ) -> Self:
-        """What an earlier process left: takes back what it was in the middle of.
+        """Opens an earlier process's files, and takes back what it was in the middle of.
 
-        Args:
-            directory: Where it is.
-            layout: What it is.
-            salt: The salt that it was made with.
-            reached: Called after every write.
-            is_torn: Whether the machine lost power, so that an image replaces the files.
-
-        Raises:
-            StorageError: a file was damaged; it is named.
+        After a loss of power (`is_torn`) an image replaces the files. StorageError: a file was
+        damaged.
         """
 
     @abstractmethod
@@ -150,11 +123,7 @@ class MmapStorage(ABC):
 
     @classmethod
     def _restore_image(cls, directory: Path, reached: Callable[[str], None]) -> bool:
-        """Puts the newest image in the place of the files; False if there is none.
-
-        Raises:
-            StorageError: it can't be done.
-        """
+        """Puts the newest image in the place of the files; False if there is none."""
         newest = list(images(directory).values())[-1:]
         try:
             for image in newest:
@@ -193,12 +162,7 @@ class MmapStorage(ABC):
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
         """Begins to journal; to be called once, when replay is over.
 
-        Args:
-            syncs_each: Whether `make_durable` waits for the disk.
-            is_new: Whether it was just made, and everything is on the disk.
-
-        Raises:
-            StorageError: the journal, or a first image, can't be written.
+        `is_new`: it was just made, and everything is on the disk.
         """
         self._events.is_synced = True
         journaling = Journaling(
@@ -225,42 +189,25 @@ class MmapStorage(ABC):
             self._journaling.sync()
 
     def drop_journal(self) -> None:
-        """Makes image and journal of an earlier process superfluous, and removes them.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Makes image and journal of an earlier process superfluous, and removes them."""
         forget_journal(self.directory, self._reached, self._sync_all)
 
     # The disk.
 
     def close(self) -> None:
-        """Writes everything to disk.
-
-        Raises:
-            OSError: the disk failed.
-        """
         if self._journaling is not None:
             self._journaling.close()
         self._sync_all()
 
     def sync_contents(self) -> None:
-        """Makes what the files hold survive a loss of power; names are left to the caller.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Makes what the files hold survive a loss of power; names are left to the caller."""
         for file in self._files:
             file.sync()
         self._marks.sync()
         self._sync_unmapped()
 
     def sync_names(self) -> None:
-        """Makes what is not mapped survive a loss of power, and the names of all files.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Makes what is not mapped survive a loss of power, and the names of all files."""
         self._sync_unmapped()
         sync_directory(self.directory)
         sync_directory(self.directory.parent)

@@ -52,14 +52,12 @@ def _nothing(point: str) -> None:
 
 
 def _drop(storage: MmapStorage | None) -> None:
-    """Closes the journal of one whose files are gone."""
     if storage is not None:
         with contextlib.suppress(OSError, MemoryError):
             storage.close()
 
 
 def _closed(storage: MmapStorage) -> OSError | None:
-    """Closes it; what failed, so that the others are closed all the same."""
     try:
         storage.close()
     except OSError as error:
@@ -68,15 +66,7 @@ def _closed(storage: MmapStorage) -> OSError | None:
 
 
 class _Kind(Generic[LayoutT, StorageT]):
-    """All parameters of a store, or all tables.
-
-    Args:
-        what: "parameter" or "table".
-        directories: Directory of each.
-        storage: How one is kept.
-        layout: The layout of one.
-        reached: Called after every write.
-    """
+    """All parameters of a store, or all tables; `what` names the kind in messages."""
 
     def __init__(
         self,
@@ -87,7 +77,6 @@ class _Kind(Generic[LayoutT, StorageT]):
         reached: Callable[[str], None],
     ) -> None:
         self.open: dict[str, StorageT] = {}
-        """By name."""
         self._what = what
         self._directories = directories
         self._storage = storage
@@ -95,11 +84,6 @@ class _Kind(Generic[LayoutT, StorageT]):
         self._reached = reached
 
     def recover(self, presence: Presence, *, is_torn: bool) -> list[tuple[LayoutT, StorageT]]:
-        """What an earlier process left.
-
-        Raises:
-            StorageError: something can't be believed; names the file, and what to do.
-        """
         found: list[tuple[LayoutT, StorageT]] = []
         for entry in self._directories.existing():
             layout, salt = read_layout(entry / self._storage.LAYOUT_NAME, self._layout)
@@ -127,11 +111,7 @@ class _Kind(Generic[LayoutT, StorageT]):
     def create(
         self, layout: LayoutT, presence: Presence, doing: str, start: Callable[[StorageT], None]
     ) -> StorageT:
-        """Makes one; `start` takes it over, and where that fails it was never made.
-
-        Raises:
-            StorageError: `doing` failed.
-        """
+        """Makes one; `start` takes it over, and where that fails it was never made."""
         if layout.name in self.open:
             raise ValueError(f"storage of {self._what} {layout.name!r} exists")
         salt = secrets.randbits(32)
@@ -155,27 +135,16 @@ class _Kind(Generic[LayoutT, StorageT]):
         return storage
 
     def rename(self, name: str, layout: LayoutT) -> StorageT:
-        """Gives one another name; returns what takes its place.
-
-        Raises:
-            StorageError: it can't be written; nothing changed.
-        """
         made = self.open[name].renamed(layout)
         del self.open[name]
         self.open[layout.name] = made
         return made
 
     def remove(self, name: str) -> None:
-        """Removes one with its files; its arrays stay mapped while they are used.
-
-        Raises:
-            StorageError: it can't be removed; nothing changed.
-        """
         self._directories.remove(self.open[name].directory)
         del self.open[name]
 
     def sync_names(self) -> None:
-        """Makes the names of all directories survive a loss of power; OSError: the disk failed."""
         self._directories.sync()
 
 
@@ -183,9 +152,7 @@ class MmapStore:
     """Parameters and tables in memory-mapped files, which survive the process.
 
     Args:
-        path: A directory that belongs to this process (see store/files/data_dir.py).
         durability: What an acknowledged gradient survives beside the process.
-        boot: Whether the machine lost power; default: as the directory and the kernel say.
         reached: Called after every write with its name, for tests that stop there.
     """
 
@@ -316,7 +283,6 @@ class MmapStore:
         self._names.compact(compacted)
 
     def _begin_names(self, event: Event) -> None:
-        """Makes the log with its first event, whole or not at all."""
         making = self._path / "names.new"
         EventLog(making, _NAMES_SALT, self._reached, is_synced=True).create([event])
         os.replace(making, self._path / "names")
@@ -326,10 +292,9 @@ class MmapStore:
         self._has_names = True
 
     def close(self) -> None:
-        """The files stay; they are unmapped when the last reference to the arrays is gone.
+        """Closes the journals; files stay mapped until the last reference to the arrays is gone.
 
-        Raises:
-            StorageError: the disk failed; what it lacks is on it only if the machine stays up.
+        StorageError: the disk failed; what it lacks is on it only if the machine stays up.
         """
         opened = self._all()
         self._parameters.open, self._tables.open = {}, {}

@@ -96,7 +96,6 @@ class MmapTable(MmapStorage):
         kind: str,
         reached: Callable[[str], None],
     ) -> None:
-        """Maps the files; `kind` is "create" or "open"."""
         super().__init__(directory, layout, 1, salt, reached)
         self._row_files: list[tuple[SparseFile, int]] = []
 
@@ -140,7 +139,7 @@ class MmapTable(MmapStorage):
         self._kept = KeptRows(directory / "kept", layout.dim, layout.rows_per_change_max, salt)
         self._image_lock = threading.Lock()
         self._marked = (-1, 0)
-        """Number and size of the segment, when it had a mark and nothing else."""
+        """The number and size of the segment when it had a mark alone."""
 
     @classmethod
     def create(
@@ -251,11 +250,7 @@ class MmapTable(MmapStorage):
     # The journal.
 
     def _replay(self) -> None:
-        """Writes again what the image that was restored lacks.
-
-        Raises:
-            StorageError: a part of the journal is gone; it is named.
-        """
+        """Writes again what the restored image lacks; StorageError names a lost segment."""
         (*_, number) = images(self.directory)
         journal = TableJournal(self.directory, self.layout.name, self._arrays, self._salt)
         for entry in journal.entries(number, self._stored.sequence):
@@ -287,11 +282,7 @@ class MmapTable(MmapStorage):
     def _journal(
         self, journaling: Journaling, stored: StoredTableRecord, rows: WrittenRows
     ) -> None:
-        """Notes what a change wrote, before it is committed.
-
-        Raises:
-            StorageError: it can't be written; the change must not stand.
-        """
+        """Notes what a change wrote, before it is committed; StorageError: it must not be."""
         image_bytes = stored.record.row_used * self.layout.row_size_bytes
         journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
@@ -311,7 +302,7 @@ class MmapTable(MmapStorage):
             image.sync_contents()
 
     def _begin_segment(self, journaling: Journaling) -> int:
-        """Goes on in a new segment, unless this one is as good; no change is under way."""
+        """Goes on in a new segment if this one has more than a mark; no change is under way."""
         journal = journaling.journal
         number = journal.number
         if (
@@ -341,23 +332,19 @@ class MmapTable(MmapStorage):
         raise _StoppedError
 
     def copy_rows(self, source: MmapTable, start: int, stop: int) -> None:
-        """Makes rows what they are in another table of the same layout and salt; there is room."""
+        """Copies rows from another table of the same layout and salt; there is room."""
         for into, array in zip(self._guard.arrays, source._guard.arrays, strict=True):
             np.copyto(into[start:stop], array[start:stop])
 
     def copy_records(self, source: MmapTable) -> None:
-        """Takes over another table's counters, and what workers have contributed to it.
-
-        Raises:
-            StorageError: there is no room for the marks.
-        """
+        """Takes over another table's counters, and what workers have contributed to it."""
         self._records.put(source._stored)
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):
             self._marks.put(seat_index, 0, source._marks.get(seat_index, 0))
 
     def put(self, stored: StoredTableRecord) -> None:
-        """Makes a record stand, on disk and then here, and the mark that it names."""
+        """Commits a record, on disk and then here, and the mark that it names."""
         self._records.put(stored)
         self._stored, self.record = stored, stored.record
         if stored.position is not None:
@@ -381,7 +368,6 @@ class MmapRowChange:
         self.weights_before = self.weights
 
     def __enter__(self) -> MmapRowChange:
-        """Saves rows, and copies them."""
         of, places, guard = self._of, self._places, self._of._guard
         of._lock.acquire()
         try:

@@ -79,7 +79,6 @@ class UndoEntry:
         self._reached = reached
 
     def begin(self, chunk_index: int, sequence: int, transition: Transition) -> None:
-        """Makes it the entry of a change that is to come."""
         words, kind = self._words, _KINDS[transition]
         words[0] = 0
         self._reached("undo voided")
@@ -89,7 +88,6 @@ class UndoEntry:
         self._reached("undo's check")
 
     def save(self, arrays: Arrays, start: int, stop: int) -> None:
-        """Saves elements [start, stop), which may be written afterwards."""
         for saved, array in zip(self._saved, arrays, strict=False):
             np.copyto(saved[start:stop], array[start:stop])
             self._reached("undo saved")
@@ -97,11 +95,7 @@ class UndoEntry:
         self._reached("undo's progress")
 
     def roll_back(self, arrays: Arrays) -> None:
-        """Takes back what was written, and is void then.
-
-        Raises:
-            StorageError: the entry was damaged.
-        """
+        """Takes back what was written, and is void then; StorageError: the entry was damaged."""
         progress = self._words[0]
         if progress > arrays[0].size:
             raise self._damaged()
@@ -112,16 +106,11 @@ class UndoEntry:
         self._reached("undo done")
 
     def void(self) -> None:
-        """Nothing is to be taken back."""
         self._words[0] = 0
         self._reached("undo voided")
 
     def pending(self, chunk_count: int) -> tuple[int, int, Transition] | None:
-        """Chunk, sequence number and kind of a change that may have been cut off.
-
-        Raises:
-            StorageError: the entry was damaged.
-        """
+        """Chunk, sequence number and kind of a change that may have been cut off."""
         progress, chunk_index, sequence, kind, check = self._words
         if progress == 0:
             return None
@@ -162,6 +151,5 @@ class UndoArea:
         return self._free.pop()
 
     def give_back(self, entry: UndoEntry) -> None:
-        """Ends what `take` began."""
         self._free.append(entry)
         self._free_count.release()

@@ -48,13 +48,7 @@ def file_size(count: int) -> int:
 class AtomicRecords:
     """Records of one file, by index. Different ones may be put at once.
 
-    Args:
-        file: File of `file_size(count)` bytes.
-        count: How many.
-        packed_bytes: Bytes of each, without CRC.
-        what: What a record is of, in messages: "chunk 3" for index 3.
-        salt: Drawn for the owner, so that no other's records fit.
-        reached: Called after every write.
+    `what` names an index in messages, as "chunk 3"; `salt` is the owner's, so that no other's fit.
     """
 
     def __init__(
@@ -76,7 +70,7 @@ class AtomicRecords:
         self._reached = reached
 
     def put(self, index: int, packed: bytes) -> None:
-        """Makes a record stand: its sequence number, one more than the last, and what it says."""
+        """Commits a record under the next sequence number."""
         start = index * _STRIDE_BYTES
         (sequence,) = _SEQUENCE.unpack_from(packed)
         place = start + _PLACES[sequence & 1]
@@ -88,11 +82,7 @@ class AtomicRecords:
         self._reached("record's word")
 
     def get(self, index: int) -> bytes:
-        """The current record.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """The current record; StorageError: it was damaged."""
         start = index * _STRIDE_BYTES
         word = self._words[start // 8]
         place = start + _PLACES[word & 1]
@@ -105,7 +95,6 @@ class AtomicRecords:
         return packed
 
     def damaged(self, index: int, reason: str) -> StorageError:
-        """The error that says so."""
         return StorageError(
             f"{self._file.path}: the record of {self._what(index)} was damaged: {reason}; "
             "restore the directory from a copy or a checkpoint"
@@ -124,9 +113,7 @@ class StoredChunkRecord(NamedTuple):
     """Transitions of the chunk so far."""
     record: ChunkRecord
     seat_index: int
-    """Seat of the contributor, -1 for none."""
     step: int
-    """Of which step."""
     crcs: tuple[int, ...]
     """CRC32C of weights, sum and slots; the sum's has no meaning while it has none."""
 
@@ -149,10 +136,8 @@ class ChunkRecords:
             file, chunk_count, size, lambda index: f"chunk {index}", salt, reached
         )
         self.stored = [StoredChunkRecord(0, ChunkRecord(), -1, -1, ())] * chunk_count
-        """What `put` wrote, or `read` found, by chunk."""
 
     def put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
-        """Replaces a record on disk, and then in `stored`."""
         record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
         assert not record.is_encoded  # which a file does not tell
         packed = _CHUNK.pack(
@@ -171,11 +156,7 @@ class ChunkRecords:
         self.stored[chunk_index] = stored
 
     def read(self) -> None:
-        """Fills `stored` from the file.
-
-        Raises:
-            StorageError: a record was damaged.
-        """
+        """Fills `stored` from the file; StorageError: a record was damaged."""
         self.stored[:] = map(self._get, range(len(self.stored)))
 
     def _get(self, chunk_index: int) -> StoredChunkRecord:
@@ -197,7 +178,6 @@ class StoredTableRecord(NamedTuple):
     """A record with what only the store needs."""
 
     sequence: int
-    """Changes of the table so far."""
     record: TableRecord
     position: Position | None
     """The last change's contributor, and how far it has come."""
@@ -210,7 +190,6 @@ class TableRecords:
         self._records = AtomicRecords(file, 1, _TABLE.size, lambda _: "the table", salt, reached)
 
     def put(self, stored: StoredTableRecord) -> None:
-        """Makes a record stand."""
         record, position = stored.record, stored.position or Position(-1)
         packed = _TABLE.pack(
             stored.sequence,
@@ -226,11 +205,7 @@ class TableRecords:
         self._records.put(0, packed)
 
     def get(self, row_capacity: int) -> StoredTableRecord:
-        """The current record.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """The current record; StorageError: it was damaged."""
         sequence, row_used, version, samples, step, count, shift, seat, parts = _TABLE.unpack(
             self._records.get(0)
         )

@@ -51,11 +51,6 @@ class EventLog:
         self._compact_at = _COMPACT_BYTES
 
     def create(self, events: Sequence[Event] = ()) -> None:
-        """Writes a new file.
-
-        Raises:
-            OSError: it can't be written.
-        """
         lines = b"".join(self._line(event) for event in events)
         end = _HEAD_BYTES + len(lines)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -73,11 +68,7 @@ class EventLog:
         self._end, self._reserved = end, end + _GROWTH_BYTES
 
     def read(self) -> list[Event]:
-        """The events that stand, in order.
-
-        Raises:
-            StorageError: the file was damaged.
-        """
+        """The committed events, in order; StorageError: the file was damaged."""
         try:
             data = self._path.read_bytes()
         except OSError as error:
@@ -103,11 +94,7 @@ class EventLog:
         return events
 
     def append(self, event: Event) -> None:
-        """Adds an event; it is committed when the call returns.
-
-        Raises:
-            StorageError: it can't be written; nothing changed.
-        """
+        """Adds an event, committed when the call returns; StorageError: nothing changed."""
         line = self._line(event)
         with self._lock:
             end = self._end + len(line)

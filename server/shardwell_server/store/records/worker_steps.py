@@ -52,11 +52,6 @@ class WorkerSteps:
         self._file: MappedFile | None = None
 
     def open(self) -> None:
-        """Maps the rows that are there.
-
-        Raises:
-            StorageError: the file is missing or can't be mapped.
-        """
         try:
             size = self.path.stat().st_size
         except OSError as error:
@@ -72,15 +67,10 @@ class WorkerSteps:
 
     @property
     def row_capacity(self) -> int:
-        """Rows that there is room for."""
         return self._row_capacity
 
     def make_room(self, row_count: int) -> None:
-        """Makes room for so many seats.
-
-        Raises:
-            StorageError: there is no disk space; nothing changed.
-        """
+        """Makes room for so many seats; StorageError: the disk is full, nothing changed."""
         if row_count <= self._row_capacity or not self._row_bytes:
             return
         capacity = max(row_count, min(2 * self._row_capacity, row_count + 64))
@@ -122,11 +112,7 @@ class WorkerSteps:
         return self._words[(seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8] - 1
 
     def row(self, seat_index: int) -> list[int]:
-        """The last step of a seat for each chunk, -1 for none.
-
-        Raises:
-            StorageError: an entry was damaged.
-        """
+        """The last step of a seat for each chunk, -1 for none; StorageError: one was damaged."""
         entries = self._row(seat_index)
         found, checks = entries[:, 0], entries[:, 1]
         bad = np.flatnonzero(checks != self._checks(seat_index, found))
@@ -142,7 +128,6 @@ class WorkerSteps:
         return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
-        """Returns when all marks are on disk."""
         if self._file is not None:
             self._file.sync()
 
@@ -152,7 +137,6 @@ class WorkerSteps:
         return words.reshape(-1, 2)
 
     def _checks(self, seat_index: int, marks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """The checks that `put` writes, of a whole row."""
         chunks = np.arange(self._chunk_count, dtype=np.uint64)
         place = np.uint64((seat_index * _SEAT_FACTOR + self._salt) & _MASK)
         return marks * np.uint64(_STEP_FACTOR) + chunks * np.uint64(_CHUNK_FACTOR) + place
@@ -174,14 +158,8 @@ def recover_marks(
 ) -> None:
     """Opens the marks that an earlier process left, and writes what it was cut off at again.
 
-    Args:
-        marks: Not open yet.
-        seat_count: Seats that the event log has.
-        latest: Seat and step of each chunk's record; seat -1: none.
-        is_torn: Whether marks may lack seats.
-
-    Raises:
-        StorageError: records, marks and events do not fit each other, or there is no room.
+    `latest` has seat and step of each chunk's record, seat -1 for none. Torn marks may lack seats.
+    StorageError: records, marks and events do not fit each other, or there is no room.
     """
     directory = marks.path.parent
     marks.open()
