@@ -62,14 +62,13 @@ class CallOptions(NamedTuple):
     timeout_s: float | None = None
     retry: bool = False
     generation: int = 0
-    """Number of the only one in which an elastic group makes it; 0: any, if the call allows it."""
+    """The only generation in which an elastic group makes it; 0: any, if the call allows it."""
 
 
 class Started(Protocol):
     """A call that was made ready and announced, or will be."""
 
     result: Future[int]
-    """Done when the call is."""
 
     @property
     def array(self) -> Float32:
@@ -116,8 +115,7 @@ class CallMaker:
     ) -> Call:
         """A call of rank `rank` among `size`; None for `operation` is a barrier.
 
-        Raises:
-            ArgumentError: `timeout_s` can't be used. What else is wrong is in the announcement.
+        ArgumentError: `timeout_s` can't be used. Other problems are in the announcement.
         """
         op, root, sample_count, codec, timeout_s, _, _ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
@@ -177,11 +175,7 @@ class CallMaker:
         )
 
     def _look(self, call: Call, plan: Plan) -> None:
-        """Notes the peaks of chunks that enter here, and refuses what is not finite.
-
-        Raises:
-            NonFiniteError: a value is not; of several, the first is named.
-        """
+        """Notes the peaks of chunks that enter here, and refuses what is not finite."""
         entering = set(plan.entering)
         looked_at = range(len(plan.chunks)) if plan.operation.reduces else plan.entering
         if self._threads.count < 2 or call.array.size < _SPREAD_ELEMENT_COUNT:
@@ -193,7 +187,6 @@ class CallMaker:
                 spread.give(partial(self._look_at, enters=index in entering), call, plan, index)
 
     def _look_at(self, call: Call, plan: Plan, index: int, *, enters: bool) -> None:
-        """The same of one chunk, on any thread."""
         where, _, _ = plan.chunks[index]
         peak = finite_peak(
             f"array of {plan.operation.value}",

@@ -64,15 +64,12 @@ class PendingCall:
     retries: bool
     """It can be made again when data have moved."""
     waits: bool
-    """Its caller waits for the result."""
     only_in: int
     """Number of the only generation in which it may be made; 0: any."""
     input: Float32 | None = None
-    """What the array was, of a call that writes and is made again."""
+    """The array's values before, of a call that writes and is made again."""
     call: Call | None = None
-    """As it was announced last."""
     announced_in: int = 0
-    """Number of that generation."""
     result: Future[int] = field(default_factory=Future)
 
     @property
@@ -129,9 +126,7 @@ class ElasticGroup(Group):
         """Counts by generation, for members that have not received them yet."""
         self._is_stateful = False
         self._is_expelled = False
-        """Whether the others went on without this member."""
         self._repair_begun_in = 0
-        """Number of the last generation for whose end a thread was started."""
 
     def begin(self, timeout_s: float) -> None:
         """Begins the first generation, with all others of it; blocks."""
@@ -144,10 +139,9 @@ class ElasticGroup(Group):
 
     @override
     def join(self, *, timeout_s: float | None = None) -> int:
-        """Not in an elastic group: a worker that has no more batches leaves with `close`.
+        """Raises ArgumentError always.
 
-        Raises:
-            ArgumentError: always.
+        A worker of an elastic group that has no more batches leaves with `close`.
         """
         raise ArgumentError(
             "in an elastic group a worker without more batches leaves with close(); join() keeps "
@@ -271,7 +265,7 @@ class ElasticGroup(Group):
     def _call_ended(
         self, pending: PendingCall, call: Call, generation: Generation, result: Future[int]
     ) -> None:
-        """A call has ended in one generation; on the engine's thread."""
+        """Ends a call, or keeps it to be settled; on the engine's thread."""
         error = result.exception()
         if pending.call is not call:
             return
@@ -285,7 +279,6 @@ class ElasticGroup(Group):
     def _is_to_settle(
         self, pending: PendingCall, error: BaseException, generation: Generation
     ) -> bool:
-        """Whether what becomes of a call that failed is known in the next generation."""
         if isinstance(error, Regrouping):
             return True
         progress = pending.made.progress
@@ -344,14 +337,8 @@ class ElasticGroup(Group):
     ) -> None:
         """Comes into the generation that follows, and settles what was called before.
 
-        Args:
-            previous: The generation that is over, or to be.
-            finishes: Receives what ends calls, to be called without the lock.
-            timeout_s: How long the other members are waited for; None: as the first call says.
-            wait_s: How long the others wait for replacements.
-
-        Raises:
-            ShardwellError: there is none for this member in time; all calls fail with it.
+        `finishes` receives what ends calls, to be called without the lock. All calls fail with the
+        error that is raised where no generation follows in time.
         """
         waiting = list(self._pending.values())
         if timeout_s is None:
@@ -396,7 +383,7 @@ class ElasticGroup(Group):
             return generation
 
     def _note_counts(self, previous: Generation) -> None:
-        """How far the calls of a generation are that is over, for members that do not know it."""
+        """Notes how far a past generation's calls are, for members that do not know it."""
         counts = previous.engine.counts
         if counts.moved:  # all its members knew of those before
             self._standings = {}
@@ -404,7 +391,6 @@ class ElasticGroup(Group):
         self._standings = known
 
     def _settle(self, pending: PendingCall, generation: Generation, finishes: list[Finish]) -> None:
-        """Ends a call of an earlier generation, or announces it in this one."""
         call = pending.call
         if call is not None:
             fate = fate_of(
@@ -468,7 +454,6 @@ class ElasticGroup(Group):
 
 
 def _copied(array: Any) -> Float32 | None:
-    """The input of a call; None of what is no array, which the call refuses."""
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
         return None
     return array.reshape(-1).copy()

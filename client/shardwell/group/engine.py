@@ -68,33 +68,28 @@ class Call:
     """One call of this rank."""
 
     announcement: pb.CollectiveCall
-    """The message to rank 0."""
     operation: Operation | None
     """None: a barrier, or a join."""
     array: Float32
     """(n,) float32, read and written in place."""
     reduction: Reduction
-    """How elements are combined."""
     codec_name: str
-    """How chunks travel."""
     timeout_s: float
-    """For the others to call; then again for the data."""
+    """Bound of the wait for the others to call; then again for the data."""
     plan: Plan | None = None
     """Its chunks, if all ranks take part; None: it moves none, or can't be made."""
     peaks: dict[int, float] = field(default_factory=dict)
     """Largest magnitudes of chunks that enter here, if all ranks take part."""
     may_have_nans: bool = False
-    """Whether ranks may contribute NaN."""
     result: Future[int] = field(default_factory=Future)
     """Done when the array is; with a join, the rank that was last."""
     place: tuple[int, int] = (0, 1)
     """This rank's number among those that take part, and how many they are, once data move."""
     progress: Progress = Progress.ANNOUNCED
-    """How far it is."""
     ranks: tuple[int, ...] = ()
-    """Of OPERATION_STATE: those that take part."""
+    """The participants of an OPERATION_STATE."""
     have_state: tuple[bool, ...] = ()
-    """Of OPERATION_STATE: whether each of them has the group's state."""
+    """Of OPERATION_STATE: each participant's answer, True with the group's state."""
 
     @property
     def is_join(self) -> bool:
@@ -103,13 +98,9 @@ class Call:
 
 
 class _Moving(NamedTuple):
-    """A call whose chunks move."""
-
     call: Call
     call_index: int
-    """As rank 0 says it."""
     ranks: list[int]
-    """The ranks that take part."""
     collective: Collective
     deadline_s: float
 
@@ -164,7 +155,6 @@ class Engine:
         self._links = links
         self._traffic = traffic
         self.next_call_index = 0
-        """Index of the next call that is announced; set after a join."""
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardwell-group", daemon=True)
         self._thread.start()
@@ -241,7 +231,6 @@ class Engine:
         return 0
 
     def _note(self, call: Call, progress: Progress) -> None:
-        """How far a call is now."""
         call.progress = progress
         reached = call.announcement.call_index + 1
         if progress is Progress.MOVING:
@@ -250,11 +239,7 @@ class Engine:
             self.counts = Counts(reached, reached)
 
     def _await_others(self, call: Call) -> None:
-        """Waits until all ranks of an elastic group have the whole result.
-
-        Raises:
-            ShardwellError: the generation has ended, which some may not have seen.
-        """
+        """Waits until all ranks of an elastic group have the whole result."""
         self._note(call, Progress.PREPARED)
         index = call.announcement.call_index
         self._agreement.made(index)
@@ -279,7 +264,6 @@ class Engine:
         return error if ended is None else ended()
 
     def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:
-        """Moves the chunks of a call that all ranks agree on."""
         ranks = list(verdict.active_ranks)
         place = ranks.index(self._rank)
         sample_counts = list(verdict.sample_counts)
@@ -336,11 +320,7 @@ class Engine:
         self._mailbox.forget(verdict.call_index)
 
     def _arrival(self, moving: _Moving) -> Arrival:
-        """The next chunk that comes.
-
-        Raises:
-            WorkersMissingError: none has, until the deadline.
-        """
+        """The next chunk that comes; WorkersMissingError: none has, until the deadline."""
         call, index, ranks, collective, deadline_s = moving
         arrival = self._mailbox.take(index, deadline_s - time.monotonic())
         if arrival is None:
@@ -360,13 +340,9 @@ class Engine:
     def _made_beside(
         self, moving: _Moving, arithmetics: Sequence[ChunkArithmetic]
     ) -> list[Sending]:
-        """Does what can be done now for as many chunks as there are threads; what is to be sent.
+        """Does the jobs that are ready, one a thread and chunk; returns what is to be sent.
 
         Waits for what comes while there is nothing else, and never while a thread works.
-
-        Args:
-            moving: The call.
-            arithmetics: One for each chunk.
         """
         collective = moving.collective
         made: list[tuple[Job, list[Sending]]] = []
@@ -393,7 +369,6 @@ class Engine:
         return [sending for _, sendings in made for sending in sendings]
 
     def _late(self, call: Call, what: str, late: tuple[int, ...]) -> WorkersMissingError:
-        """The deadline of a call's data has passed."""
         return WorkersMissingError(
             f"rank {self._rank} waited {call.timeout_s:.3g} s for {what} rank "
             f"{', '.join(map(str, late))} in {_name(call)}; see whether they are stuck, or "
@@ -422,7 +397,6 @@ def plan_of(
 def _make(
     collective: Collective, arithmetic: ChunkArithmetic, jobs: Sequence[tuple[Job, list[Sending]]]
 ) -> None:
-    """Does the jobs of one chunk, one after the other."""
     for job, sendings in jobs:
         sendings += collective.made(job, arithmetic)
 

@@ -134,16 +134,7 @@ class Generation:
             self._host.newcomer_count = count
 
     def settled(self, standings: Standings, timeout_s: float) -> Standings:
-        """What all ranks of an elastic group know of earlier generations; blocks. Once.
-
-        Args:
-            standings: What this rank knows.
-            timeout_s: How long the others are waited for.
-
-        Raises:
-            DeadlineError: not all have said it.
-            ShardwellError: the generation is over.
-        """
+        """The counts of all ranks of an elastic group for earlier generations; blocks. Once."""
         self._agreement.settle(standings)
         answer = self._mailbox.await_standings(timeout_s)
         if answer is None:
@@ -171,11 +162,7 @@ class Generation:
             raise self._mailbox.ended()
 
     def submit(self, call: Call) -> None:
-        """Announces a call, and makes it when its turn comes. Does not block.
-
-        Raises:
-            ShardwellError: the generation is over.
-        """
+        """Announces a call, and makes it when its turn comes. Does not block."""
         with self._announcing:
             if self._closing:
                 raise ClosedError("the group was closed; join it again")
@@ -323,11 +310,7 @@ class Generation:
     # What the engine needs of other ranks.
 
     def outgoing(self, rank: int) -> Outgoing:
-        """Where chunks for a rank go.
-
-        Raises:
-            ShardwellError: the generation is over.
-        """
+        """The way of chunks to a rank; raises when the generation is over."""
         with self._lock:
             link = self._outgoing.get(rank)
             if link is None:  # a late rank still receives what was sent before
@@ -338,11 +321,7 @@ class Generation:
             return link
 
     def listen_to(self, rank: int) -> None:
-        """Has chunks of a rank come to the mailbox from now on. Safe to repeat.
-
-        Raises:
-            ShardwellError: the generation is over.
-        """
+        """Has chunks of a rank come to the mailbox from now on. Safe to repeat."""
         with self._lock:
             self._check_links()
             if rank not in self._incoming:
@@ -393,13 +372,10 @@ class Membership(Protocol):
         *,
         without_newcomers: bool = False,
     ) -> Generation:
-        """The generation that follows; blocks until it is ready.
+        """The generation that follows `previous`; blocks until it is ready.
 
-        Args:
-            previous: The one that it follows.
-            timeout_s: How long the other members are waited for.
-            wait_s: How long the others wait for replacements.
-            without_newcomers: In an elastic group, whether it has members of the last one alone.
+        The other members are waited for `timeout_s`, replacements for `wait_s`.
+        `without_newcomers`: an elastic group's next generation has members of the last one alone.
         """
 
     @property

@@ -32,15 +32,7 @@ _REASON_LENGTH_MAX = 200
 
 
 class Greeting:
-    """Greets members in the background, from construction until `close`.
-
-    Args:
-        group: Name of the group.
-        own_id: The member_id of the worker that greets.
-        members: Members of the generation, by rank; the worker itself among them.
-        deadline_s: When to give up, by `time.monotonic`.
-        tls: What connections are made with; None: no TLS.
-    """
+    """Greets members in the background, from construction until `close` or `deadline_s`."""
 
     def __init__(
         self,
@@ -99,7 +91,7 @@ class Greeting:
                 self._known.set()
 
     def _reason(self, member: group_pb2.Member) -> str | None:
-        """Why a member can't be reached; None if it was."""
+        """The reason why a member can't be reached; None if it was."""
         peer = Peer(member, tls=self._tls)
         with self._lock:
             if not self._over.is_set():
@@ -136,7 +128,7 @@ class Greeting:
 
 
 def _nobody_listens(address: str) -> str | None:
-    """Why nothing can ever come of a call there; None where it only may be late."""
+    """The reason why no call there can ever succeed; None where the process may only be late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()

@@ -50,7 +50,6 @@ StartedT = TypeVar("StartedT", bound=Started)
 
 
 def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
-    """Leaves a group, if it is still there."""
     group = of()
     if group is not None:
         group.close()
@@ -338,11 +337,7 @@ class Group(Connected):
         return given
 
     def _tried_state(self, state: SharedState, timeout_s: float | None) -> bool | None:
-        """Whether this worker was given the state; None: newcomers with another one are to leave.
-
-        Raises:
-            GroupMismatchError: the ranks' states differ.
-        """
+        """Shares the state; None: newcomers with another one are to leave."""
         asked = self._ended(partial(self._ask_for_state, timeout_s))
         if all(asked.have_state):
             return False
@@ -458,7 +453,6 @@ class Group(Connected):
         self._leave(self._membership.leave)
 
     def _abort(self, error: BaseException) -> None:
-        """Leaves at once, and tells the others why."""
         failed = WorkerLostError(
             f"rank {self.rank} left in the middle, because of {error!r:.200}", rank=self.rank
         )
@@ -550,7 +544,7 @@ class Group(Connected):
         return self._run(made, _ENGINE_S)
 
     def _run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
-        """What `body` returns, on a thread that no signal reaches."""
+        """Runs `body` on a thread that no signal reaches."""
         self._check_open()
         return self._threads.run(body, timeout_s)
 
@@ -565,15 +559,9 @@ class _CallsUnderWay:
     def submit(self, call: Call, generation: Generation, *, waits: bool) -> None:
         """Gives a call to the generation's engine. Blocks while too many are under way.
 
-        Args:
-            call: The call, which occupies a slot until its result has arrived.
-            generation: The generation whose ranks make the call.
-            waits: Whether the caller waits for its result.
-
-        Raises:
-            ArgumentError: a callback of the engine waits for what comes after it.
-            LimitError: too many are under way, and a callback can't wait for one to end.
-            WorkerLostError, ClosedError: the generation is over.
+        The call occupies a slot until its result has arrived. A callback of the engine never waits:
+        ArgumentError where it would wait for what comes after it, LimitError where too many are
+        under way.
         """
         is_callback = generation.engine.is_current_thread
         if waits and is_callback:

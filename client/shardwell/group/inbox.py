@@ -40,21 +40,17 @@ class Inbox:
         self.is_taken = False
         """Whether the engine reads, and no other thread."""
         self._sources: dict[int, Source] = {}
-        """By descriptor."""
         self._paused: dict[int, Source] = {}
-        """Sources that are full."""
         self._lock = threading.Lock()
-        """Guards both, and is held by who reads."""
+        """Guards both, and is held by the reader."""
         self._files: tuple[int, ...] = ()
-        """What wakes the engine, and the thread; none: it is not open."""
+        """Descriptors that wake the engine, and the thread; none: it is not open."""
         self._waking = threading.Lock()
         """Guards them: a closed descriptor may be another's."""
         self._polls = (select.poll(), select.poll())
-        """What the engine waits for, and the thread."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwell-inbox", daemon=True)
         self._reader_id = 0
-        """The engine's thread, while it reads."""
 
     def open(self) -> bool:
         """Makes it ready for `add`; whether it is."""

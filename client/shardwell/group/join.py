@@ -247,8 +247,6 @@ def join_group(
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """A worker's arguments in its group: rank, addresses and where the group meets."""
-
     name: str
     rank: int
     size: int
@@ -266,11 +264,7 @@ def _arguments(
     *,
     elastic: bool,
 ) -> _Arguments:
-    """The caller's arguments, and for the rest those of the launcher.
-
-    Raises:
-        ArgumentError: it can't be used, or is not enough.
-    """
+    """The caller's arguments, and for the rest those of the launcher."""
     launched: LaunchEnvironment | None = None
     if elastic and rank is None and isinstance(rendezvous, str):
         rank = 0  # any: a newcomer has a rank that is free
@@ -328,11 +322,7 @@ def listening_address(address: str) -> str:
 
 
 def _host_towards(meeting: str) -> str:
-    """This machine's address on the way to the meeting place; nothing is sent.
-
-    Raises:
-        ShardUnavailableError: there is no way.
-    """
+    """This machine's address on the way to the meeting place; nothing is sent."""
     host, _, port = meeting.rpartition(":")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -349,7 +339,6 @@ def _host_towards(meeting: str) -> str:
 
 
 def _meeting_place(credentials: Credentials) -> grpc.GenericRpcHandler:
-    """What a worker serves where the others meet."""
     token = credentials.token
     admit = admit_anybody if token is None else admit_same(SameToken(token))
     return GroupService(admit=admit).handler()
@@ -381,7 +370,6 @@ class _Membership:
         self._lease_ms = int(1000 * lease_s)
         self._lease: LeaseKeeper | None = None
         self.generation: Generation
-        """See `Membership` in generation.py; once `join` has come to one."""
         self._has_joined = False
         member_id = uuid.uuid4().hex
         self._server = PeerServer(
@@ -403,7 +391,6 @@ class _Membership:
         self._rendezvous = Rendezvous(arguments.rendezvous, credentials)
 
     def join(self, timeout_s: float) -> None:
-        """Comes to the first generation; blocks until it is ready."""
         formed = self._rendezvous.join(
             self._spec,
             self._member,
@@ -422,7 +409,6 @@ class _Membership:
         *,
         without_newcomers: bool = False,
     ) -> Generation:
-        """See `Membership` in generation.py."""
         deadline_s = time.monotonic() + timeout_s
         lost_ranks = previous.lost_ranks
         previous.abort(rebuilding(previous.rank), min(TELLING_S, timeout_s / 4))
@@ -448,16 +434,13 @@ class _Membership:
 
     @property
     def waiting_count(self) -> int:
-        """See `Membership` in generation.py."""
         return 0 if self._lease is None else self._lease.waiting_count
 
     def leave(self) -> None:
-        """See `Membership` in generation.py."""
         self.generation.close()
         self.close()
 
     def close(self) -> None:
-        """See `Membership` in generation.py."""
         self._end_lease()
         if self._has_joined:  # a join that fails has left
             with contextlib.suppress(ShardwellError):  # without an answer, no server needs to know
@@ -514,7 +497,7 @@ class _Membership:
             lease.close()
 
     def _reachable_address(self) -> str:
-        """Where others reach the server, if it listens on all interfaces, or on port 0."""
+        """The address at which others reach the server: not that of all interfaces, nor port 0."""
         host, _, port = self._server.address.rpartition(":")
         if self._arguments.serves_rendezvous:
             return self._arguments.rendezvous

@@ -30,32 +30,24 @@ class Mailbox:
         # None is the end. Queues of the interpreter's own: a chunk costs no lock of ours.
         self._arrivals: dict[int, queue.SimpleQueue[Arrival | None]] = {}
         self._put_count = [0] * size
-        """By rank: chunks that came; written by its link's thread alone."""
+        """Chunks that came, by rank; written by its link's thread alone."""
         self._taken_count = [0] * size
         """By rank: chunks that were taken; written by the engine's thread alone."""
         self._blocked_count = 0
         self._waits_for_inbox = False
-        """Whether the engine has found nothing, and who brings something has to say so."""
         self._made_count = 0
-        """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
         self._standings: pb.Standings | None = None
         self._ended: MakeError | None = None
         self._is_ending: MakeError | None = None
         self.inbox = Inbox()
-        """Sockets that the engine reads itself."""
 
     def put_arrival(self, arrival: Arrival, *, waits: bool = True) -> None:
         """Adds a chunk; blocks while too many of its sender are here. One thread for each rank.
 
-        Args:
-            arrival: The chunk.
-            waits: False: does not block, as who reads the inbox has asked `is_full`.
-
-        Raises:
-            ShardwellError: the generation is at its end.
-            CorruptChunkError: its call is over.
+        Without `waits` it does not block: the reader of the inbox has asked `is_full`.
+        CorruptChunkError: the chunk's call is over.
         """
         if waits and self.is_full(arrival.rank):
             with self._changed:
@@ -92,11 +84,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def await_standings(self, timeout_s: float) -> pb.Standings | None:
-        """What all ranks know of earlier generations; None if it has not come in time.
-
-        Raises:
-            ShardwellError: the generation has ended before.
-        """
+        """The counts of all ranks for earlier generations; None if they have not come in time."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._standings is not None or self._is_ending is not None, timeout_s
@@ -108,9 +96,7 @@ class Mailbox:
     def end(self, make_error: MakeError, *, lets_finish: bool = False) -> None:
         """Ends all waits with an error; of several errors the first one counts.
 
-        Args:
-            make_error: Makes a new one for each wait.
-            lets_finish: Calls that have a verdict go on.
+        With `lets_finish`, calls that have a verdict go on.
         """
         with self._changed:
             if not lets_finish:
@@ -129,11 +115,7 @@ class Mailbox:
         return self._is_ending
 
     def await_verdict(self, call_index: int | None, timeout_s: float) -> pb.Verdict | None:
-        """The verdict of a call, or of `join` with None; None if there is none in time.
-
-        Raises:
-            ShardwellError: the generation has ended before.
-        """
+        """The verdict of a call, or of `join` with None; None if there is none in time."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -156,11 +138,7 @@ class Mailbox:
             return self._ended
 
     def take(self, call_index: int, timeout_s: float) -> Arrival | None:
-        """The next chunk of a call, in order of arrival; None if there is none in time.
-
-        Raises:
-            ShardwellError: the generation has ended.
-        """
+        """The next chunk of a call, in order of arrival; None if there is none in time."""
         arrivals = self._arrivals_of(call_index)
         if self._ended is not None:
             raise self._ended()
@@ -182,7 +160,6 @@ class Mailbox:
     def _next(
         self, arrivals: queue.SimpleQueue[Arrival | None], timeout_s: float
     ) -> Arrival | None:
-        """Takes the next arrival of a queue; None: the end, or nothing in time."""
         try:
             if not self.inbox.is_taken:
                 return arrivals.get(timeout=max(timeout_s, 0.0))

@@ -20,14 +20,7 @@ _PIECE_SIZE_BYTES = 2**24
 
 
 class SharedState:
-    """The arrays of one member; views, written by `StagedState.write` alone.
-
-    Args:
-        state: Arrays by name.
-
-    Raises:
-        ArgumentError: an array has no bytes that can be shared.
-    """
+    """The arrays of one member; views, written by `StagedState.write` alone."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
@@ -60,7 +53,6 @@ class SharedState:
         return StagedState(self)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-        """Parts of arrays from `start` to `stop`, each with where it begins."""
         begin = 0
         for array in self.arrays:
             first, last = max(start, begin), min(stop, begin + array.size)
@@ -91,7 +83,6 @@ class StagedState:
 
 
 def _bytes_of(name: str, array: Any) -> npt.NDArray[np.uint8]:
-    """An array's memory."""
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise ArgumentError(f"state {name!r} must be a NumPy array of numbers; got {got}")

@@ -53,11 +53,9 @@ class Agreement(Protocol):
         """Tells that this rank leaves after the calls that it has made."""
 
     def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
-        """Ends streams and threads; blocks.
+        """Ends streams and threads; blocks until the others have read what this rank says last.
 
-        Args:
-            parting_s: How long the others may take to read what this rank says last.
-            gone_ranks: Ranks that are known to be gone, and are not waited for.
+        `gone_ranks` are known to be gone, and are not waited for.
         """
 
 
@@ -104,7 +102,6 @@ class Coordinator(Agreement):
         self.newcomer_count: Callable[[], int] = lambda: 0
         """Workers that wait for the next generation of an elastic group, as of a moment ago."""
         self._standings: dict[int, Standings] = {}
-        """By rank of an elastic group."""
         self._changed = threading.Condition()
         # Bounded by the calls that a rank may be ahead.
         self._answers: list[queue.SimpleQueue[pb.AgreeResponse | None]] = [
@@ -172,11 +169,7 @@ class Coordinator(Agreement):
     def serve(
         self, rank: int, requests: Iterator[pb.AgreeRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AgreeResponse]:
-        """Answers another rank's stream, until it leaves or the generation ends.
-
-        Raises:
-            ArgumentError: the rank has one already.
-        """
+        """Answers another rank's stream, until it leaves or the generation ends."""
         answers = self._answers[rank]
         with self._changed:
             if rank in self._streaming:
@@ -229,7 +222,6 @@ class Coordinator(Agreement):
             self._changed.notify_all()
 
     def _settle(self, rank: int, standings: Standings) -> None:
-        """What all ranks know, for all, once the last has said so."""
         self._standings[rank] = standings
         if len(self._standings) == self._size:
             answer = to_message(merged(self._standings.values()))

@@ -41,29 +41,20 @@ Verdicts = list[tuple[int, pb.Verdict]]
 
 @dataclass
 class _Open:
-    """A call that is not decided."""
-
     calls: dict[int, pb.CollectiveCall] = field(default_factory=dict)
     deadline_s: float = math.inf
 
 
 class CallMatcher:
-    """For one thread at a time.
-
-    Args:
-        size: Number of ranks.
-        is_elastic: Whether calls have second verdicts, and the generation ends where ranks change.
-    """
+    """The matcher of one generation's calls, for one thread at a time."""
 
     def __init__(self, size: int, *, is_elastic: bool = False) -> None:
         self._size = size
         self._is_elastic = is_elastic
         self.newcomer_count = 0
-        """Workers that wait for the next generation."""
         self._moving: dict[int, set[int]] = {}
-        """By call that goes on in an elastic group: ranks that have not made it."""
+        """By call that goes on in an elastic group: the ranks that have not made it."""
         self._moving_ranks: dict[int, list[int]] = {}
-        """By such a call: all that take part."""
         self._next_index = [0] * size
         self._inactive_from: list[float] = [math.inf] * size
         self._joined: dict[int, list[float]] = {}
@@ -82,11 +73,7 @@ class CallMatcher:
         return min(waits, default=math.inf)
 
     def call(self, rank: int, call: pb.CollectiveCall, now_s: float) -> Verdicts:
-        """A rank calls.
-
-        Raises:
-            ArgumentError: it is out of order, or no call.
-        """
+        """Notes a rank's call; ArgumentError: it is out of order, or no call."""
         self._check(rank, call)
         deadline_s = now_s + call.wait_timeout_ms / 1000
         if call.operation == pb.OPERATION_JOIN:
@@ -112,11 +99,7 @@ class CallMatcher:
         return self._decide(index)
 
     def made(self, rank: int, index: int) -> Verdicts:
-        """A rank of an elastic group has all that it will have of a call that goes on.
-
-        Raises:
-            ArgumentError: it takes no part in the call, or has said so before.
-        """
+        """Notes that a rank of an elastic group has all that it will have of a call."""
         awaited = self._moving.get(index, set())
         if rank not in awaited:
             raise ArgumentError(f"rank {rank} has not to make call {index}")
@@ -250,7 +233,6 @@ class CallMatcher:
         return {rank for rank in range(self._size) if self._inactive_from[rank] > index}
 
     def _decide(self, index: int) -> Verdicts:
-        """The verdicts of an open call, if it can be decided now."""
         opened, active = self._open[index], self._active(index)
         missing = active - set(opened.calls)
         gone = sorted(rank for rank in missing if rank in self._left)
@@ -282,7 +264,7 @@ class CallMatcher:
         return self._not_made(index, pb.Verdict(call_index=index, regroup=True))
 
     def _not_made(self, index: int, verdict: pb.Verdict) -> Verdicts:
-        """A verdict for those who have called, and for those who will."""
+        """Returns a verdict for those who have called, and keeps it for those who will."""
         calls = self._open.pop(index).calls
         # Of those who do not agree, the first one's.
         verdict.operation = calls[min(calls)].operation
@@ -292,7 +274,6 @@ class CallMatcher:
         return verdicts
 
     def _forget_failures(self) -> None:
-        """Drops the failures that every rank has a verdict of."""
         late = [
             self._reached(rank)
             for rank in range(self._size)
@@ -308,7 +289,6 @@ class CallMatcher:
 
 
 def _failure(code: types_pb2.ErrorCode, message: str, ranks: list[int]) -> pb.Failure:
-    """About `ranks`, the first of which an error has as its `rank`."""
     detail = types_pb2.ErrorDetail(code=code, element_index=-1)
     if ranks:
         detail.rank = ranks[0]
@@ -318,7 +298,6 @@ def _failure(code: types_pb2.ErrorCode, message: str, ranks: list[int]) -> pb.Fa
 
 
 def _disagreement(index: int, calls: dict[int, pb.CollectiveCall], size: int) -> pb.Failure | None:
-    """Why a call that all ranks have made must fail; None if it need not."""
     problems = {rank: call.problem for rank, call in calls.items() if call.HasField("problem")}
     if problems:
         problem_words = "; ".join(
@@ -370,7 +349,6 @@ def _name(call: pb.CollectiveCall) -> str:
 
 
 def _described(call: pb.CollectiveCall) -> str:
-    """All that ranks must have in common, in words."""
     parts = []
     if call.operation not in _THAT_MOVE_NOTHING:
         parts.append(f"{call.element_count} elements")

@@ -22,13 +22,11 @@ class Counts(NamedTuple):
     """How far the calls of one generation are."""
 
     made: int = 0
-    """Calls below this one have ended."""
     moved: int = 0
     """Calls below this one have a verdict, so that data may have been written."""
 
 
 Standings = Mapping[int, Counts]
-"""By the numbers of generations."""
 
 
 class Fate(enum.Enum):
@@ -43,13 +41,9 @@ class Fate(enum.Enum):
 
 
 def fate_of(index: int, counts: Counts, *, is_prepared: bool, retries: bool) -> Fate:
-    """What becomes of a call.
+    """Decides a call's fate by the largest counts that a member of the next generation knows.
 
-    Args:
-        index: The call's, in its generation.
-        counts: The largest of that generation that a member of the next one knows.
-        is_prepared: Whether this rank has the whole result.
-        retries: Whether all ranks keep its input.
+    `is_prepared`: this rank has the whole result; `retries`: all ranks keep its input.
     """
     if index < counts.made:
         return Fate.MADE if is_prepared else Fate.FAILED
@@ -79,11 +73,7 @@ def to_message(standings: Standings) -> pb.Standings:
 
 
 def from_message(message: pb.Standings) -> dict[int, Counts]:
-    """What another rank has sent.
-
-    Raises:
-        ArgumentError: it is more than a rank can know, or contradicts itself.
-    """
+    """The counts in another rank's message; ArgumentError: it can't know so much."""
     if len(message.standings) > STANDING_COUNT_MAX:
         raise ArgumentError(
             f"standings must be at most {STANDING_COUNT_MAX}; got {len(message.standings)}"

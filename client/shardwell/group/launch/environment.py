@@ -37,9 +37,7 @@ class LaunchEnvironment:
     """A worker's place in its group, and where the group meets, as its launcher tells."""
 
     rank: int
-    """0 to `size` - 1."""
     size: int
-    """Number of workers."""
     local_rank: int | None
     """The rank among the workers of this machine, such as for choosing a GPU; None if unknown."""
     group_name: str
@@ -58,16 +56,9 @@ class LaunchEnvironment:
 
     @staticmethod
     def of(environ: Mapping[str, str], *, parent_pid: int | None = None) -> LaunchEnvironment:
-        """Reads the variables.
+        """Reads the variables; ArgumentError names what is missing or wrong, and what to set.
 
-        Args:
-            environ: The process's environment.
-            parent_pid: The process's parent; without it, workers of MPICH get an error that wants
-                $SHARDWELL_RENDEZVOUS.
-
-        Raises:
-            ArgumentError: no launcher was found, or variables are missing, contradict one another
-                or can't be used. The message names them and what to set.
+        Without `parent_pid`, workers of MPICH get an error that wants $SHARDWELL_RENDEZVOUS.
         """
         launcher = find_launcher(environ, parent_pid)
         given = {name: value.strip() for name, value in environ.items() if value.strip()}

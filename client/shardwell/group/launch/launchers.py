@@ -50,13 +50,10 @@ class Launcher:
     """For messages: "shardwell run", "torchrun", "Open MPI", "MPICH/Intel MPI (PMI)", "MVAPICH2",
     "Slurm", or "RANK and WORLD_SIZE" when it is not known who has set them."""
     rank: int
-    """0 to `size` - 1."""
     size: int
-    """Number of workers."""
     local_rank: int | None = None
-    """The rank among the workers of this machine; None if the launcher does not say."""
     job_id: str | None = None
-    """The same for all ranks, another for other jobs; None if the launcher has none."""
+    """The job's name, common to all its ranks; None if the launcher has none."""
     port_seed: int | None = None
     """Like `job_id`, as a number from which all ranks derive the same port."""
     rank_zero_host: str | None = None
@@ -66,19 +63,12 @@ class Launcher:
 
 
 class _Mpi(NamedTuple):
-    """The variables that an MPI's mpirun sets for each process."""
-
     source: str
     prefix: str
-    """Begins the names of the rank's and the size's variable."""
     local_rank: str
-    """Variable with the rank on this machine."""
     local_size: str
-    """Variable with the number of ranks on this machine."""
     jobs: tuple[str, ...]
-    """Variables with the job's name, of which the first that is set counts."""
     address_option: str
-    """The option of mpirun that gives all ranks a variable."""
     is_like_hydra: bool
     """All ranks of a machine have one parent, and srun --mpi=pmi2 sets the same variables."""
 
@@ -112,12 +102,8 @@ _MPIS = (
 def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launcher:
     """Finds the launcher that started the process with these variables.
 
-    Args:
-        environ: The process's environment.
-        parent_pid: The process's parent: nothing else differs between jobs of MPICH.
-
-    Raises:
-        ArgumentError: no launcher has, or variables contradict one another or are no numbers.
+    `parent_pid` alone differs between jobs of MPICH. ArgumentError: no launcher has, or variables
+    contradict one another or are no numbers.
     """
     found = known_launcher(environ, parent_pid)
     if found is None:
@@ -126,11 +112,7 @@ def find_launcher(environ: Mapping[str, str], parent_pid: int | None) -> Launche
 
 
 def known_launcher(environ: Mapping[str, str], parent_pid: int | None = None) -> Launcher | None:
-    """The launcher of this process, as by `find_launcher`; None where no launcher has set a rank.
-
-    Raises:
-        ArgumentError: variables contradict one another or are no numbers.
-    """
+    """The launcher of this process, as by `find_launcher`; None where none has set a rank."""
     given = {name: value for name, value in environ.items() if value}
     if by_name := _pair(given, "RANK", "WORLD_SIZE"):
         _refuse_contradiction(given, *by_name)
@@ -207,7 +189,6 @@ def _slurm_task(given: Mapping[str, str]) -> tuple[int, int] | None:
 def _pair(
     given: Mapping[str, str], rank_variable: str, size_variable: str
 ) -> tuple[int, int] | None:
-    """Rank and size, or None if neither is set."""
     if rank_variable not in given and size_variable not in given:
         return None
     for missing, present in ((rank_variable, size_variable), (size_variable, rank_variable)):
@@ -230,11 +211,7 @@ def _place(given: Mapping[str, str], rank_variable: str, size_variable: str) -> 
 
 
 def parse_number(given: Mapping[str, str], variable: str) -> int:
-    """The variable's value.
-
-    Raises:
-        ArgumentError: it is no decimal number from 0 to 2^31 - 1.
-    """
+    """The variable's value; ArgumentError: it is no decimal number from 0 to 2^31 - 1."""
     text = given[variable]
     # str.isdecimal alone takes other scripts' digits too; more than ten digits are too many.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _NUMBER_MAX):
@@ -308,9 +285,6 @@ def first_host(hostlist: str) -> str:
     An entry may have several brackets ("rack[1-2]n[01-16]"), each a list of numbers and ranges
     with leading zeros kept. Brackets within brackets do not occur in Slurm's output. Others
     are not expanded: rank 0 runs on the first, so the work does not grow with their number.
-
-    Raises:
-        ArgumentError: it is empty, too long, or the first entry is not of that syntax.
     """
     if len(hostlist) > HOSTLIST_LENGTH_MAX:
         raise ArgumentError(

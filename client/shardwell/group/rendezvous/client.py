@@ -44,13 +44,12 @@ from shardwell.wire import checksum
 POLL_INTERVAL_S_MIN, POLL_INTERVAL_S_MAX = 0.02, 0.25
 """Between two questions; drawn anew each time, so that many workers do not ask at one moment."""
 _ANSWER_S_MAX = 5.0
-"""How long one answer is waited for: it never takes long, so a later question finds another way."""
+"""An answer never takes long, so a later question finds another way."""
 _LEAVE_S_MAX = 1.0
 """Leaving is a courtesy: without it the place is free when the lease ends."""
 _LEAVE_UNHEARD_S = 0.2
 """The same at the end of a join that had no answer last: its caller waits already."""
 _SILENCE_S = 2.0
-"""How long without an answer is worth telling."""
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
 _TELLING_S_MAX = 1.0
@@ -82,20 +81,13 @@ class Formed:
     generation: int
     """Its number; larger than all earlier ones of the group that its members were in."""
     rank: int
-    """The caller's place in `members`."""
     members: tuple[pb.Member, ...]
-    """All, by rank."""
 
 
 class Rendezvous(Closing):
-    """Where a group's workers meet. A context manager; any thread may use it.
+    """The client of a meeting place. A context manager; any thread may use it.
 
-    Args:
-        target: HOST:PORT; of a cluster's target, the first address counts: groups meet at shard 0.
-        credentials: What the connection is made with.
-
-    Raises:
-        ArgumentError: it is no address.
+    Of a cluster's target, the first address counts: groups meet at shard 0.
     """
 
     def __init__(self, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -121,22 +113,11 @@ class Rendezvous(Closing):
         """A place in the group's next generation; blocks until all its members are there.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
-        that follows a generation keeps its rank there, and may ask again.
-
-        Args:
-            spec: What all members must agree on.
-            member: The worker that asks. Each attempt needs a member_id of its own, except those
-                that follow a generation.
-            rank: Its place, 0 to size - 1; with `previous`, its place there.
-            lease_ms: How long it counts as alive without a word of it.
-            timeout_s: How long to wait, for the rendezvous and for the other workers together.
-            greet: Begins to greet all members, until a time by `time.monotonic` that is a little
-                before the timeout; called once for each generation that is formed. The rendezvous
-                is asked on meanwhile, so that the place is kept.
-            previous: The generation to follow with another.
-            lost_ranks: Ranks there that are known to be lost.
-            replacement_wait_ms: How long the others wait for replacements of those.
-            without_newcomers: In an elastic group, whether members of `previous` alone follow.
+        that follows a generation (`previous`) keeps its rank there, and may ask again. Each attempt
+        needs a member_id of its own, except those that follow. `greet` begins to greet all members,
+        until a time by `time.monotonic` that is a little before the timeout; it is called once for
+        each generation that is formed, and the rendezvous is asked on meanwhile, so that the place
+        is kept.
 
         Raises:
             WorkersMissingError: the timeout has passed; names the missing ranks.
@@ -177,13 +158,9 @@ class Rendezvous(Closing):
         return self._begin("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
 
     def finish_renewal(self, call: Any) -> tuple[list[pb.LostMember], int]:
-        """The members that are lost, and how many workers wait for the next generation; blocks.
+        """The lost members, and the number of workers that wait for a generation; blocks.
 
-        Raises:
-            WorkerLostError: the caller itself was declared lost.
-            ShardUnavailableError: the rendezvous can't be reached.
-            DeadlineError: it did not answer in time.
-            ClosedError: the call was cancelled.
+        WorkerLostError: the caller itself was declared lost.
         """
         response: pb.RenewLeaseResponse = self._finish(call)
         return list(response.lost), response.waiting_count
@@ -195,13 +172,7 @@ class Rendezvous(Closing):
         return self.finish_renewal(self.begin_renewal(request, timeout_s=timeout_s))
 
     def leave(self, group: str, member_id: str, *, timeout_s: float = _LEAVE_S_MAX) -> None:
-        """Gives the place up. Safe to repeat.
-
-        Raises:
-            ShardUnavailableError: the rendezvous can't be reached.
-            DeadlineError: it did not answer in time.
-            ClosedError: it was closed.
-        """
+        """Gives the place up. Safe to repeat."""
         request = pb.LeaveGroupRequest(group=group, member_id=member_id)
         self._finish(self._begin("LeaveGroup", request, pb.LeaveGroupResponse, timeout_s))
 
@@ -322,11 +293,7 @@ class Rendezvous(Closing):
 
 
 class _CallHere:
-    """A call on the thread that waits for it: gRPC starts a thread for others, and Python may not.
-
-    Args:
-        result: Makes it.
-    """
+    """A call on the thread that waits for it: gRPC would start one, and Python may not."""
 
     def __init__(self, result: Callable[[], Any]) -> None:
         self.result = result
@@ -336,23 +303,20 @@ class _CallHere:
 
 
 def _is_given_up() -> bool:
-    """Whether the call that this thread runs was cancelled before its time was over."""
+    """True if the call that this thread runs was cancelled before its time was over."""
     call = current_call()
     return call is not None and call.cancelled.is_set() and not call.is_expired
 
 
 def _is_expired() -> bool:
-    """Whether the call that this thread runs was cancelled because its time was over."""
+    """True if the call that this thread runs was cancelled because its time was over."""
     call = current_call()
     return call is not None and call.is_expired
 
 
 class _Waiting:
-    """How far one join is; its end's error says so."""
-
     def __init__(self, address: str, request: pb.JoinGroupRequest, timeout_s: float) -> None:
         self.poll_interval_s = 2 * POLL_INTERVAL_S_MIN
-        """The longest pause before the next question."""
         self._address = address
         self._spec, self._rank = request.spec, request.rank
         self._timeout_s = timeout_s
@@ -363,26 +327,22 @@ class _Waiting:
 
     @property
     def greeting_deadline_s(self) -> float:
-        """Until when members are greeted; the time after it is for reporting those not reached."""
+        """The end of greeting; the time after it is for reporting those not reached."""
         return self._began_s + less_margin(self._timeout_s, _TELLING_S_MAX)
 
     @property
     def remaining_s(self) -> float:
-        """Until the deadline."""
         return self._began_s + self._timeout_s - time.monotonic()
 
     @property
     def is_tried(self) -> bool:
-        """Whether it was asked before."""
         return self._last is not None or self._error is not None
 
     @property
     def is_heard(self) -> bool:
-        """Whether the rendezvous answered the last question."""
         return self._error is None
 
     def answered(self, response: pb.JoinGroupResponse) -> None:
-        """Notes an answer of the rendezvous."""
         is_new = self._last is None or self._last.generation != response.generation
         self.poll_interval_s = (
             2 * POLL_INTERVAL_S_MIN
@@ -392,15 +352,12 @@ class _Waiting:
         self._last, self._answered_s, self._error = response, time.monotonic(), None
 
     def failed(self, error: Exception) -> None:
-        """It is not."""
         self._error = error
 
     def note(self) -> None:
-        """Logs what is waited for, now and then."""
         self._notices.note(self._awaited)
 
     def _awaited(self) -> str:
-        """The condition that the join waits for, in words."""
         last, name = self._last, f"group {self._spec.name!r}"
         if last is not None and self._spec.min_size and last.refusals:
             return f"for a place in elastic {name}: {last.refusals[-1]} ({self._address})"
@@ -408,7 +365,6 @@ class _Waiting:
         return f"as rank {self._rank} of {name} for {what} ({self._address})"
 
     def given_up(self) -> Exception:
-        """The error for the caller at the deadline."""
         last, name, size = self._last, self._spec.name, self._spec.size
         if last is None:
             found = why_absent(self._address)

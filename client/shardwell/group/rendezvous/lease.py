@@ -26,15 +26,10 @@ _ANSWER_PART_OF_LEASE = 0.4
 class LeaseKeeper(Closing):
     """Renews one member's lease from construction until `close`. A context manager.
 
-    A rendezvous that does not answer is asked again: the group goes on without it.
-
-    Args:
-        rendezvous: Where; it stays the caller's, and is to be closed after this.
-        request: The renewal, which is sent again and again.
-        on_lost: Called from this thread with members of the generation that are lost, once for
-            each; the member itself among them when it was declared lost. It must not call `close`.
-            After it the lease is renewed on, so that the member can rebuild the group, unless it
-            is the one that is lost.
+    A rendezvous that does not answer is asked again: the group goes on without it. `rendezvous`
+    stays the caller's, and is to be closed after this. `on_lost` is called from this thread with
+    members that are lost, once for each, and must not call `close`. After it the lease is renewed
+    on, so that the member can rebuild the group, unless it is the lost one.
     """
 
     def __init__(
@@ -44,7 +39,6 @@ class LeaseKeeper(Closing):
         on_lost: Callable[[Sequence[pb.LostMember]], None],
     ) -> None:
         self.waiting_count = 0
-        """Workers that wait for the next generation, as of the last answer."""
         self._rendezvous = rendezvous
         self._request = request
         self._on_lost = on_lost
@@ -55,7 +49,6 @@ class LeaseKeeper(Closing):
         self._call: Any = None
         self._changed = threading.Condition()
         self._known_until_s = time.monotonic() + self._lease_s
-        """Until then the lease can't have ended without this member's knowing."""
         self._thread = threading.Thread(target=self._run, name="shardwell-lease", daemon=True)
         self._thread.start()
 

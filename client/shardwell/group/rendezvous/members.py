@@ -26,7 +26,6 @@ class Lease:
         self.duration_s = duration_s
         self.end_s = now_s + duration_s
         self.heard_s = now_s if heard else None
-        """When there was a word of it last; None: never."""
         self._is_spared = False
 
     def renew(self, duration_s: float, now_s: float) -> None:
@@ -63,7 +62,6 @@ class Applicant:
     def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         self.member = request.member
         self.spec = request.spec
-        """What it expects of the group."""
         self.rank = self.asked_rank = request.rank
         """The one it wants, or had in the generation that it was a member of; another, where ranks
         have closed up since and that one is taken."""
@@ -72,7 +70,6 @@ class Applicant:
         self.without_newcomers = request.without_newcomers
         """Only its generation's members are to be in the one that follows."""
         self.asked_s = now_s
-        """When it asked first."""
         self.lease = Lease(request.lease_ms / 1000, now_s)
 
     def asks_the_same(self, request: pb.JoinGroupRequest) -> bool:
@@ -113,7 +110,6 @@ class Roster:
 
     number: int
     seats: list[Seat]
-    """By rank."""
     is_adopted: bool = False
     """It was formed before this server was started."""
 
@@ -167,7 +163,6 @@ class Verdict:
     kind: type[ShardwellError]
     message: str
     rank: int
-    """The rank that it is about."""
 
     def error(self) -> ShardwellError:
         """To raise."""
@@ -181,9 +176,7 @@ class Suspicion:
     verdict: Verdict
     """What all get if it lives; in an elastic group, where a newcomer says so, it alone."""
     reporter: Applicant
-    """The worker that can't reach it."""
     word_count: int = 0
-    """How often it has asked since."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,11 +185,8 @@ class Forming:
 
     number: int
     applicants: list[Applicant]
-    """By the ranks they will have."""
     checked_ids: set[str] = field(default_factory=set)
-    """Member ids of those that have reached all."""
     suspicions: dict[int, Suspicion] = field(default_factory=dict)
-    """By the ranks that others can't reach."""
 
     def rank_of(self, member_id: str) -> int | None:
         """The rank that a member will have."""
@@ -229,9 +219,6 @@ class GenerationNumbers:
 
     The count makes each larger than any that this server has given or received. The incarnation
     makes those of two lives of a server differ, though a life knows nothing of those before it.
-
-    Args:
-        incarnation: The server's incarnation: INCARNATION_BITS drawn for this life.
     """
 
     def __init__(self, incarnation: int) -> None:
@@ -268,15 +255,12 @@ class GroupState:
 
     name: str
     size: int
-    """Ranks that it is to have."""
     generation: int
     """Number of the generation that lives; 0: none does."""
     members: tuple[str, ...]
     """The members that live, or wait for the others, each with its rank and where it is."""
     missing_ranks: tuple[int, ...]
-    """Ranks without a member."""
     waited_s: float
-    """How long the first applicant has waited for them; 0: no applicant waits."""
     notes: tuple[str, ...]
     """The applicants refused lately, and why."""
 

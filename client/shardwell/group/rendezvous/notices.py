@@ -21,11 +21,7 @@ class WaitingNotices:
         self._due_s = self._began_s + self._pause_s
 
     def note(self, what: Callable[[], str]) -> None:
-        """Logs what is waited for, if a line is due.
-
-        Args:
-            what: Continues "... has waited 2 s "; called only for a line that is written.
-        """
+        """Logs what is waited for, if a line is due; `what` continues "... has waited 2 s "."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return

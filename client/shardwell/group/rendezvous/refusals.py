@@ -17,15 +17,10 @@ _REASON_SIZE_MAX_BYTES = 400
 
 
 class Refusals:
-    """Refusals of one gathering.
-
-    Args:
-        count_max: How many texts are remembered for those who wait.
-    """
+    """The refusals of one gathering; the last texts are kept for those who wait."""
 
     def __init__(self, count_max: int) -> None:
         self.texts: deque[str] = deque(maxlen=count_max)
-        """The last ones, for a person who wonders why the group is not complete."""
         self._verdicts: dict[str, tuple[float, Verdict]] = {}
         self._failed: tuple[float, int, Verdict] | None = None
 

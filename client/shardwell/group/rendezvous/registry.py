@@ -29,7 +29,7 @@ class Owner(NamedTuple):
     name: str = ""
     """Empty: the caller brought no token."""
     member_count_max: int | None = None
-    """How many with that token may be in groups that meet here; None: as many as there are."""
+    """The most members that may be in groups here with that token; None: as many as there are."""
 
 
 NOBODY = Owner()
@@ -38,10 +38,8 @@ NOBODY = Owner()
 class Meetings:
     """All groups that are met for or live.
 
-    Args:
-        limits: Bounds of what is held.
-        incarnation: INCARNATION_BITS that the server drew for this life: it keeps nothing, and yet
-            no generation may have the number of one that another life formed.
+    `incarnation` is drawn for this life of the server: it keeps nothing, and yet no generation may
+    have the number of one that another life formed.
     """
 
     def __init__(self, limits: MeetingLimits | None = None, *, incarnation: int = 0) -> None:
@@ -49,8 +47,7 @@ class Meetings:
         self._numbers = GenerationNumbers(incarnation)
         self._gatherings: dict[str, Gathering] = {}
         self._owners: dict[tuple[str, str], str] = {}
-        """Names of the owners of those that are there, and of some that are gone, by the names of
-        their groups and their member ids."""
+        """Owners by the names of their groups and their member ids, also of some that are gone."""
         self._sweep_due_s = -math.inf
 
     @property
@@ -65,16 +62,7 @@ class Meetings:
     def join(
         self, request: pb.JoinGroupRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.JoinGroupResponse:
-        """What a worker is answered that wants to join; holds a new group from then on.
-
-        Raises:
-            ArgumentError: the request can't be believed.
-            LimitError: a limit of the rendezvous, by name.
-            GroupMismatchError: living members have the name with another spec.
-            RankTakenError: a member that lives has the rank.
-            WorkerLostError: the caller was declared lost.
-            WorkerUnreachableError: a member can't reach another.
-        """
+        """Answers a worker that wants to join; holds a new group from then on."""
         check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
@@ -88,13 +76,7 @@ class Meetings:
     def renew(
         self, request: pb.RenewLeaseRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.RenewLeaseResponse:
-        """What a member is answered that says that it lives.
-
-        Raises:
-            ArgumentError: the request can't be believed.
-            LimitError: a limit of the rendezvous, by name.
-            WorkerLostError: the caller was declared lost, or its generation was succeeded.
-        """
+        """Answers a member that says that it lives."""
         check_renew(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
@@ -105,11 +87,7 @@ class Meetings:
             self._forget_if_over(request.spec.name)
 
     def leave(self, request: pb.LeaveGroupRequest, now_s: float) -> pb.LeaveGroupResponse:
-        """Takes out a member, and with the last one the group.
-
-        Raises:
-            ArgumentError: the request can't be believed.
-        """
+        """Takes out a member, and with the last one the group."""
         check_leave(request)
         gathering = self._gatherings.get(request.group)
         if gathering is not None:
@@ -131,7 +109,6 @@ class Meetings:
         return gathering
 
     def _sweep(self, now_s: float) -> None:
-        """Forgets groups without a request for long; now and then, as it looks at all."""
         if now_s >= self._sweep_due_s:
             self._sweep_due_s = now_s + _SWEEP_INTERVAL_S
             for name in [n for n, one in self._gatherings.items() if one.is_silent(now_s)]:
@@ -146,11 +123,7 @@ class Meetings:
             )
 
     def _count(self, name: str, member_id: str, owner: Owner, now_s: float) -> None:
-        """Counts one that is not known yet among its owner's.
-
-        Raises:
-            LimitError: as many as it may have are there, and live.
-        """
+        """Counts a member among its owner's, if it is new; LimitError: too many live."""
         if owner.member_count_max is None:
             return
         there = {

@@ -30,11 +30,8 @@ class Holder(NamedTuple):
     """The member that has what another asks for."""
 
     rank: int
-    """The rank that it has or asks for."""
     member: pb.Member | None
-    """The member; None: this server was started anew, and has not heard of it yet."""
     lease: Lease
-    """How long it counts as alive."""
 
 
 class Seating:
@@ -42,13 +39,10 @@ class Seating:
 
     def __init__(self, spec: pb.GroupSpec) -> None:
         self.spec = spec
-        """What those who are there agree on."""
         self.applicants: dict[str, Applicant] = {}
-        """By member id, in the order in which they asked first."""
+        """Applicants by member id, in the order in which they asked first."""
         self.generation: Roster | None = None
-        """The one that has a living member."""
         self.forming: Forming | None = None
-        """The one that follows."""
 
     def knows(self, member_id: str) -> bool:
         """Whether it waits or is a member."""
@@ -126,7 +120,6 @@ class Seating:
         return Holder(rank, placed[rank].member, placed[rank].lease)
 
     def _holders(self) -> list[Holder]:
-        """Members and applicants that hold the group's name."""
         waiting = [Holder(one.rank, one.member, one.lease) for one in self.agreeing()]
         return [Holder(seat.rank, seat.member, seat.lease) for seat in self.living()] + waiting
 
@@ -215,7 +208,6 @@ class Seating:
         return awaited | set(open_ranks[: max(self.spec.min_size - len(placed) - len(awaited), 0)])
 
     def _note_of_elastic(self, applicant: Applicant, placed: dict[int, Applicant]) -> str:
-        """Why the next generation of an elastic group is not formed yet."""
         living, least = self.living(), self.spec.min_size
         if applicant not in placed.values():
             return f"all {self.spec.size} places are taken (size); this worker waits for one"
@@ -233,7 +225,6 @@ class Seating:
         return f"{len(placed)} of at least {least} workers (min_size) are here: {there}"
 
     def _contender_answer(self, applicant: Applicant, now_s: float) -> pb.JoinGroupResponse:
-        """The answer to an applicant that wants the group's name with other settings."""
         holder = self.holder(applicant, {})
         known_s = max(one.lease.end_s for one in self._holders()) - now_s
         note = (

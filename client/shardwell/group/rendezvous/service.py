@@ -24,7 +24,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
 GROUP_SERVICE_NAME = _SERVICE.full_name
 MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
 Admit: TypeAlias = Callable[[Any, str], Owner]
-"""Returns the owner that calls, given the context and a group's name; or raises."""
+"""The owner that calls, given the context and a group's name; raises where it is refused."""
 
 
 def admit_anybody(context: Any, group: str) -> Owner:
@@ -45,10 +45,7 @@ def admit_same(token: SameToken) -> Admit:
 class GroupService:
     """Handlers, one method an RPC; none blocks. A worker may serve it as well as a shard.
 
-    Args:
-        shard_index: Index of the shard that serves it: others than 0 refuse every call.
-        limits: Bounds of what is held.
-        admit: Decides who may be in a group.
+    A shard whose index is not 0 refuses every call.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class GroupService:
         self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
 
     def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
-        """All methods, for a server.
-
-        Args:
-            unary: Makes gRPC's handler of ours and the type of its request; None: for grpc.Server.
-        """
+        """All methods, for a server; `unary` makes gRPC's handler, by default for grpc.Server."""
         unary = unary or self._answering.unary
         handlers = {
             "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),

@@ -60,10 +60,8 @@ class Gathering:
     ) -> None:
         self.seating = Seating(spec)
         self.heard_s = now_s
-        """When the last request of any member came."""
         self._numbers = numbers
         self._ended_number = 0
-        """Number of the last generation that lived before the one that does."""
         self._refusals = Refusals(limits.refusal_count_max)
 
     # Requests.
@@ -166,7 +164,6 @@ class Gathering:
     # Time.
 
     def _advance(self, now_s: float) -> None:
-        """Brings everything to `now_s`."""
         silence_s = now_s - self.heard_s
         self.heard_s = now_s
         for member_id, applicant in list(self.seating.applicants.items()):
@@ -182,7 +179,6 @@ class Gathering:
         self._settle(now_s)
 
     def _settle(self, now_s: float) -> None:
-        """Draws the conclusions from what has changed."""
         if not self.seating.living():
             self._ended_number, self.seating.generation = self._known_number(), None
         self.seating.drop_those_left_behind()
@@ -194,7 +190,6 @@ class Gathering:
             self._begin_generation(self.seating.forming)
 
     def _refuse_contenders(self, now_s: float) -> None:
-        """Refuses applicants for a rank, or the name, whose holder was heard of since."""
         seating, forming = self.seating, self.seating.forming
         closes_up = forming is not None and len(forming.applicants) < seating.spec.size
         placed = seating.placed()
@@ -225,15 +220,14 @@ class Gathering:
             self._refuse(applicant, verdict, now_s)
 
     def _has_closed_up(self) -> bool:
-        """Whether the generation that lives has fewer ranks than the group.
+        """True if the generation that lives has fewer ranks than the group.
 
-        Who comes to replace a worker can't know then what has become of the ranks.
+        A replacement can't know then what has become of the ranks.
         """
         generation = self.seating.generation
         return generation is not None and len(generation.seats) < self.seating.spec.size
 
     def _form(self, now_s: float) -> None:
-        """Begins to form a generation when those who can be waited for are there."""
         placed = self.seating.placed()
         living = self.seating.living()
         if not placed or not all(self.seating.is_back(seat) for seat in living):
@@ -255,7 +249,7 @@ class Gathering:
         self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
 
     def _form_elastic(self, placed: dict[int, Applicant], now_s: float) -> None:
-        """As `_form`, of an elastic group: members keep their order, and newcomers come behind.
+        """Begins to form an elastic group's generation: members keep their order, newcomers follow.
 
         A group's first generation waits for one lease: as long as members of an older one, of which
         a server that was started anew has not heard yet, take to make themselves known.
@@ -278,7 +272,6 @@ class Gathering:
         self.seating.forming = Forming(number=self._numbers.take(), applicants=[*back, *new])
 
     def _begin_generation(self, forming: Forming) -> None:
-        """All have reached one another."""
         self._ended_number = self._known_number()
         seats = [
             Seat(rank=rank, member=applicant.member, lease=applicant.lease)
@@ -292,7 +285,6 @@ class Gathering:
     # Places.
 
     def _apply(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """The caller asks for a rank, for the first time or again."""
         member_id = request.member.member_id
         applicant = self.seating.applicants.get(member_id)
         if applicant is not None and applicant.asks_the_same(request):
@@ -305,7 +297,6 @@ class Gathering:
     def _come_back(
         self, generation: Roster, seat: Seat, request: pb.JoinGroupRequest, now_s: float
     ) -> None:
-        """A member of the generation asks for the one that follows it."""
         if seat.rank != request.rank:
             raise ArgumentError(
                 f"{described(seat.rank, seat.member)} of generation {generation.number} can't come "
@@ -322,10 +313,10 @@ class Gathering:
                 lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Whether the caller has reached the others; and that it lives, if they missed it.
+        """Notes that the caller has reached the others, and that it lives, if they missed it.
 
-        A member that others can't reach may have died since it asked: then its lease ends, and
-        the others wait for another in its place. It lives if it asks on.
+        A member that others can't reach may have died since it asked: then its lease ends, and the
+        others wait for another in its place. It lives if it asks on.
         """
         forming, member_id = self.seating.forming, request.member.member_id
         rank = None if forming is None else forming.rank_of(member_id)
@@ -368,11 +359,7 @@ class Gathering:
     # Generations that were formed before this server was started.
 
     def _find_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Takes over the generation that the caller was a member of, if it is not known.
-
-        Raises:
-            WorkerLostError: it has been followed by another, or is over.
-        """
+        """Takes over the generation that the caller was a member of, if it is not known."""
         number = request.previous_generation
         if self._known_number() != number or self.seating.generation is None:
             self._check_adoptable(request, number)
@@ -406,14 +393,11 @@ class Gathering:
         return generation, seat
 
     def _check_adoptable(self, request: RequestT, number: int) -> None:
-        """Returns if an unknown generation may be taken over.
+        """Raises WorkerLostError if an unknown generation may not be taken over.
 
         Which of two generations is newer is known of those of one life of a server: the next may
         not have heard of the one before. So of those of two lives, both before this one, the one
         stays that more than half of its members follow.
-
-        Raises:
-            WorkerLostError: it was known here, or another lives.
         """
         generation, known = self.seating.generation, self._known_number()
         is_same_life = incarnation_of(number) == incarnation_of(known)
@@ -426,7 +410,6 @@ class Gathering:
             raise WorkerLostError(left_behind_text(*where, generation), rank=request.rank)
 
     def _known_number(self) -> int:
-        """Number of the generation that lives, or else of the last one that did."""
         generation = self.seating.generation
         return self._ended_number if generation is None else generation.number
 
@@ -441,7 +424,6 @@ class Gathering:
         self.seating.generation.seats[request.rank].member = request.member
 
     def _renewed_seat(self, generation: Roster, request: pb.RenewLeaseRequest) -> Seat:
-        """The living seat that the request is about."""
         own = generation.seat_of(request.member.member_id)
         if own is not None and own.lost_reason:
             raise lost_error(self.seating.spec.name, own)
@@ -458,7 +440,6 @@ class Gathering:
     # Refusals.
 
     def _free_ranks(self) -> str:
-        """The free ranks in words, where that is of use: a generation that lives with fewer."""
         living_count = len(self.seating.living())
         if not 0 < living_count < self.seating.spec.size:
             return ""

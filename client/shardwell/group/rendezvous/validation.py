@@ -28,11 +28,9 @@ class MeetingLimits:
     """Bounds of what one rendezvous will hold; going over one is a `LimitError` that names it."""
 
     group_count_max: int = 1024
-    """Groups that are met for or live."""
     group_size_max: int = 256
     """Ranks of a group: every member gets the addresses of all others, and greets each."""
     applicant_count_max: int = 4096
-    """Workers that wait, in all groups together."""
     refusal_count_max: int = 16
     """Refusals that a group remembers, for those who wonder why it is not complete."""
 
@@ -44,12 +42,7 @@ class MeetingLimits:
 
 
 def check_join(request: pb.JoinGroupRequest, limits: MeetingLimits, largest: int) -> None:
-    """Returns if the request can be believed; no generation here has a number above `largest`.
-
-    Raises:
-        ArgumentError: a field is out of its range; names it.
-        LimitError: the group is too large.
-    """
+    """Checks a request's ranges; no generation here has a number above `largest`."""
     _check_spec(request.spec, limits)
     _check_member(request.member)
     size = request.spec.size

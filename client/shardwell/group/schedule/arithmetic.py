@@ -50,16 +50,10 @@ def chunk_element_count(codec_name: str) -> int:
 class ChunkArithmetic:
     """One rank's values in one call. For one thread.
 
-    Args:
-        array: (n,) float32, contiguous; read, and written where results belong.
-        call_index: The call's, for headers.
-        context: The call's context for checksums: see wire/checksum.py.
-        codec_name: How chunks travel.
-        reduction: How elements are combined.
-        factor: What this rank's values are multiplied with before they are added.
-        divisor: What totals are divided by.
-        peaks: The largest magnitude of this rank's own values in chunks, by index, where known.
-        may_have_nans: Whether ranks may contribute NaN; each is canonical in results.
+    `array` is (n,) float32, contiguous, read, and written where results belong; `context` is the
+    call's for checksums (wire/checksum.py). This rank's values are multiplied with `factor`, totals
+    divided by `divisor`. `peaks` are the largest magnitudes of this rank's own chunks, by index,
+    where known. With `may_have_nans`, each NaN is canonical in results.
     """
 
     def __init__(
@@ -113,12 +107,9 @@ class ChunkArithmetic:
         return total
 
     def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
-        """Refuses what was damaged, or is not of this call.
+        """Refuses a chunk that was damaged, or is not of this call.
 
         A payload in shared memory is copied first: the copy is valid until the next call of this.
-
-        Raises:
-            CorruptChunkError: the CRC32C does not fit.
         """
         start = checksum.peer_chunk(self._context, header.stage)
         if payload.flags.writeable:
@@ -126,11 +117,7 @@ class ChunkArithmetic:
         return check_chunk(header.chunk, payload, start)
 
     def opened(self, intact: IntactChunk, where: Slice) -> Bytes:
-        """Checks what came for a range; returns the codec's bytes: a view.
-
-        Raises:
-            CorruptChunkError, ArgumentError: see `ChunkCodec.open`.
-        """
+        """Checks the payload for a range; returns the codec's bytes: a view."""
         return self._codec.open(intact, where)
 
     def kept(self, stored: Bytes) -> Bytes:
@@ -170,17 +157,10 @@ class ChunkArithmetic:
     def finish(
         self, index: int, where: Slice, total: Total | None, rooms: Sequence[Room | None]
     ) -> list[bytes]:
-        """Makes a total final, and writes it to the array.
+        """Makes a total final, writes it to the array, and returns a message for each of `rooms`.
 
-        Args:
-            index: The chunk.
-            where: Its range.
-            total: The sum of all; None: this rank's own values.
-            rooms: For each other rank that gets it, where the payload goes; None: into the message.
-                Where there are any, all ranks, this one included, have what was encoded.
-
-        Returns:
-            A message for each of these.
+        None for `total` is this rank's own values. A room is the place of another rank's payload;
+        None: in the message. With any, all ranks, this one included, have what was encoded.
         """
         into = self._own(where)
         peak = self._peaks.get(index) if total is None and self._factor == 1.0 else None
@@ -212,13 +192,9 @@ class ChunkArithmetic:
         message: bytes,
         rooms: Sequence[Room | None],
     ) -> list[bytes]:
-        """The messages that send on what came, and was stored.
+        """The messages that send on a stored chunk.
 
-        Args:
-            header: What came.
-            stored: See `opened`.
-            message: All that came; without payload where that is in shared memory.
-            rooms: See `finish`.
+        `message` lacks the payload where that is in shared memory.
         """
         if any(rooms) or header.chunk.HasField("shared"):
             return self._for_each(header, stored, rooms)
@@ -233,7 +209,6 @@ class ChunkArithmetic:
         self._make_canonical(self._own(where))
 
     def _divided(self, total: Total) -> Total:
-        """The mean of a total, in other memory than the array."""
         is_power = math.frexp(self._divisor)[0] == 0.5  # as exact as to divide, and faster
         if isinstance(total, Computed):
             mean = Operation(Code.MEAN, _TOTAL, divisor=self._divisor)
@@ -249,7 +224,6 @@ class ChunkArithmetic:
         return out
 
     def _settle(self, total: Total, into: Float32) -> None:
-        """Writes to the array what no other rank gets."""
         values = total.values() if isinstance(total, Computed) else total
         if values is not into:
             np.copyto(into, values)
@@ -262,7 +236,6 @@ class ChunkArithmetic:
     def _for_each(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
     ) -> list[bytes]:
-        """One message for each room, which has the payload; `header` is changed."""
         whole, messages = b"", []
         for room in rooms:
             if room is not None:
@@ -281,7 +254,7 @@ class ChunkArithmetic:
         return self._array[where.offset : where.stop]
 
     def _can_scale(self, peak: float | None) -> bool:
-        """Whether the scale that a chunk is written with can be halved a few times more."""
+        """True if the scale that a chunk is written with can be halved a few times more."""
         return self._codec.codec.name == "fp16" and peak is not None and peak > _SCALED_PEAK_MIN
 
     def _message(

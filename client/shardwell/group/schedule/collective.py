@@ -32,13 +32,11 @@ class Arrival(NamedTuple):
     rank: int
     """The sender's number among those that take part."""
     header: pb.ReceiveChunksResponse
-    """What it says of itself, without the payload."""
     payload: Bytes
     """The encoded values; what can be written to is shared memory, and may change."""
     message: bytes
     """All of it, to be sent on as it is; without the payload where that is shared."""
     shared_bytes: int = 0
-    """How many bytes of it came through shared memory."""
     release: Callable[[], None] | None = None
     """Gives the shared memory back; after it, `payload` is not looked at any more."""
 
@@ -47,11 +45,8 @@ class Sending(NamedTuple):
     """A message for another rank."""
 
     rank: int
-    """Its place among those that take part."""
     message: bytes
-    """All of it."""
     element_count: int
-    """Values in it."""
     shared_bytes: int = 0
     """Bytes of its payload, where that is in shared memory."""
 
@@ -71,9 +66,7 @@ class Sum:
 
     def __init__(self, awaited_count: int) -> None:
         self.awaited_count = awaited_count
-        """Contributions that have not come."""
         self.total: Float32 | None = None
-        """Once the first is added."""
         self.added_count = 0
         self.early: dict[int, tuple[int, Bytes]] = {}
         """By rank: scale exponent and checked values of what came before its turn."""
@@ -83,33 +76,23 @@ class Job(NamedTuple):
     """A piece of work on one chunk, and no other: `Collective.made` does it."""
 
     chunk_index: int
-    """Its place in the plan."""
     where: Slice
-    """Its range."""
     role: Role
-    """This rank's for it."""
     arrival: Arrival | None
-    """What came; None: the chunk enters here."""
+    """None: the chunk enters here."""
     total: Sum | None
-    """What it is added to, where more than one rank sends."""
+    """The sum that it joins, where more than one rank sends."""
     targets: tuple[int, ...]
     """Ranks that get a message when it is done."""
     rooms: list[Room | None]
-    """Where their payloads go."""
 
 
 class Collective:
-    """For one thread, but for `made`, which any thread may call.
+    """One rank's part in a call. For one thread, except `made`, which any thread may call.
 
     A chunk enters, or a message comes, on one thread: `begin` and `admit` decide all that depends
-    on other chunks. The rest is a job on one chunk, and jobs on different chunks may be done
-    beside each other; those on one chunk are done in the order in which they were decided.
-
-    Args:
-        plan: This rank's.
-        arithmetic: Over this rank's array.
-        window_row_count: See the module.
-        room_of: Says what goes through shared memory.
+    on other chunks. The rest is a job on one chunk, and jobs on different chunks may be done beside
+    each other; those on one chunk are done in the order in which they were decided.
     """
 
     def __init__(
@@ -165,8 +148,7 @@ class Collective:
     def receive(self, arrival: Arrival) -> list[Sending]:
         """Takes a message; returns what is to be sent because of it.
 
-        Raises:
-            CorruptChunkError: it has no place in this call; it has changed nothing.
+        CorruptChunkError: it has no place in this call, and has changed nothing.
         """
         where, role = self._place(arrival)
         stored = self._stored(arrival, where, self._arithmetic)
@@ -182,15 +164,10 @@ class Collective:
         return Job(index, where, role, None, None, targets, self._rooms(targets, where))
 
     def admit(self, arrival: Arrival) -> Job:
-        """A message that was not looked at comes: `made` does that, and then the call fails.
-
-        Raises:
-            CorruptChunkError: it has no place in this call; it has changed nothing.
-        """
+        """Takes a message that was not looked at: `made` does that, and then the call fails."""
         return self._admitted(arrival, *self._place(arrival))
 
     def _admitted(self, arrival: Arrival, where: Slice, role: Role) -> Job:
-        """The job of a message that is due."""
         header = arrival.header
         index = header.chunk.chunk_index
         total: Sum | None = None
@@ -220,13 +197,8 @@ class Collective:
     ) -> list[Sending]:
         """Does a job; returns what is to be sent because of it. On any thread.
 
-        Args:
-            job: What `begin` or `admit` has decided.
-            arithmetic: Over this rank's array; no other thread's at the same time.
-            stored: The values of the arrival, if they were looked at.
-
-        Raises:
-            CorruptChunkError: the arrival was damaged.
+        No other thread uses `arithmetic` at that time; `stored` are the arrival's values, if
+        checked.
         """
         index, where, role, arrival, under_way, targets, rooms = job
         if arrival is None:
@@ -259,11 +231,7 @@ class Collective:
         return _sendings(targets, messages, rooms, where)
 
     def _place(self, arrival: Arrival) -> tuple[Slice, Role]:
-        """The chunk that a message is for, and this rank's role for it.
-
-        Raises:
-            CorruptChunkError: it was damaged, if it has no place; or none is due from its sender.
-        """
+        """The chunk that a message is for, and this rank's role for it."""
         index, stage = arrival.header.chunk.chunk_index, arrival.header.stage
         if index >= len(self._plan.chunks):
             raise self._misplaced(arrival, f"the array has {len(self._plan.chunks)} chunks")
@@ -294,11 +262,7 @@ class Collective:
         return self._refused(arrival, why)
 
     def _stored(self, arrival: Arrival, where: Slice, arithmetic: ChunkArithmetic) -> Bytes:
-        """The values of a message, after all checks.
-
-        Raises:
-            CorruptChunkError: it was damaged, or does not fit its place.
-        """
+        """The values of a message, after all checks."""
         try:
             return arithmetic.opened(arithmetic.checked(arrival.header, arrival.payload), where)
         except ShardwellError as error:

@@ -87,17 +87,12 @@ class Plan:
     """The plan of one rank for one call."""
 
     operation: Operation
-    """The call's operation."""
     strategy: Strategy
-    """Along which trees."""
     rank: int
-    """The rank of this plan."""
     size: int
-    """Ranks that take part."""
     root: int
     """Collector or source where there is one for all segments; 0 but where the caller names it."""
     element_count: int
-    """Elements of the array."""
     chunk_element_count: int
     """Elements of a chunk; the last of a segment may have fewer."""
 

@@ -76,7 +76,7 @@ class Strategy:
         return Ring() if found[1] == "ring" else Centralized()
 
     def __str__(self) -> str:
-        """The canonical spelling, which all ranks must have in common."""
+        """The canonical spelling, common to all ranks."""
         raise NotImplementedError
 
     def suited_to(self, byte_count: int, size: int) -> Strategy:

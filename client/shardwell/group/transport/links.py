@@ -34,7 +34,6 @@ from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 
 IS_SUPPORTED = hasattr(select, "epoll") and hasattr(socket, "SO_PEERCRED")
-"""Whether the system has what it takes."""
 ACCEPTED = b""
 """The first message of a link: nothing, and that it is served."""
 SHORT_BYTES_MAX = 4096
@@ -55,7 +54,6 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_OPEN_S)
         self.file = connection.fileno()
-        """Its descriptor."""
         self._connection = connection
         self._owner = OwnerProcess("stream")
         self._frames = FrameReader()
@@ -66,31 +64,20 @@ class Link:
         self._callbacks: list[Callable[[], None]] = []
 
     def opened(self) -> unix_stream_pb2.UnixStreamOpen:
-        """What the caller calls. Blocks.
-
-        Raises:
-            OSError, CorruptChunkError, DecodeError: see `accept`.
-        """
+        """The caller's request for a stream. Blocks."""
         return unix_stream_pb2.UnixStreamOpen.FromString(self._read(FrameKind.OPEN))
 
     def accept(self) -> bytes:
-        """Tells the caller that it is served; returns its request. Blocks.
-
-        Raises:
-            OSError: it says nothing, or has gone.
-            CorruptChunkError, DecodeError: it says something else.
-        """
+        """Tells the caller that it is served; returns its request. Blocks."""
         self._connection.sendall(head(FrameKind.MESSAGE, len(ACCEPTED)) + ACCEPTED)
         request = self._read(FrameKind.MESSAGE)
         self._connection.setblocking(False)
         return request
 
     def _read(self, kind: FrameKind) -> bytes:
-        """What the caller says next. Blocks.
+        """Reads what the caller says next. Blocks.
 
-        Raises:
-            OSError: it says nothing, or has gone.
-            CorruptChunkError: it says something else.
+        OSError: it says nothing, or has gone. CorruptChunkError: it says something else.
         """
         while not self._came:
             piece = self._connection.recv(_READ_BYTES)
@@ -161,11 +148,8 @@ class Link:
 class Links:
     """Listens, and sees when a link ends, on a thread of its own.
 
-    Args:
-        serve: Serves a link until it ends; on a thread of `threads`.
-        threads: One for each link.
-        count_max: Links at once; more are closed before they are heard, and call over gRPC.
-        log: For what an operator should know.
+    `serve` has a link until it ends, on a thread of `threads`, one for each. Links beyond
+    `count_max` are closed before they are heard, and call over gRPC.
     """
 
     def __init__(
@@ -183,7 +167,6 @@ class Links:
         self._log = log
         self._lock = threading.Lock()
         self._open: dict[int, Link] = {}
-        """By descriptor."""
         self._stack = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="shardwell-links", daemon=True)
 

@@ -72,7 +72,6 @@ class Peer:
             member.arena_address,
             is_wanted=same_host,
         )
-        """Memory to be shared with it, if it is on this machine."""
         is_wanted = same_host and links.IS_SUPPORTED
         self._streams = Neighbour(member.stream_address, is_wanted=is_wanted)
         self._connection = Channel(member.address, Credentials(tls))
@@ -88,14 +87,7 @@ class Peer:
         )
 
     def greet(self, group: str, timeout_s: float) -> None:
-        """Asks the server for its identity, and returns if it is this member. Blocks.
-
-        Raises:
-            WorkerUnreachableError: another member answers.
-            ShardUnavailableError: no server can be reached there, or the connection broke.
-            DeadlineError: there was no answer in time.
-            ClosedError: the connection was closed.
-        """
+        """Asks the server for its identity, and returns if it is this member. Blocks."""
         greet = unary_stub(self._channel, f"/{SERVICE_NAME}/Greet", pb.GreetResponse)
         request = pb.GreetRequest(group=group, member_id=self.member.member_id)
         try:
@@ -109,10 +101,7 @@ class Peer:
             raise ClosedError(f"the connection was closed ({error})") from None
 
     def link(self) -> UnixCall | None:
-        """A call of ReceiveChunks that is accepted, on this machine; None: there is none.
-
-        Blocks, for a few seconds at the most.
-        """
+        """An accepted call of ReceiveChunks on this machine, or None; blocks for seconds."""
         if not self._streams.is_there:
             return None
         try:
@@ -138,9 +127,7 @@ class Peer:
 class Outgoing:
     """The chunks for one rank of a generation, until that rank's stream takes them.
 
-    Args:
-        traffic: Counts what is sent.
-        on_failure: Called when the stream breaks, from a thread of gRPC's; with what happened.
+    `on_failure` is called from a thread of gRPC's when the stream breaks.
     """
 
     def __init__(self, traffic: Traffic, on_failure: Callable[[str], None]) -> None:
@@ -149,10 +136,10 @@ class Outgoing:
         # Bounded by the calls: see `group/schedule/collective.py`, and `await_room`.
         self._messages: queue.SimpleQueue[tuple[bytes, int, int] | None] = queue.SimpleQueue()
         self._places: _Places | None = None
-        """Once the stream is open, if it shares memory; the engine's thread alone puts there."""
+        """Open once the stream shares memory; the engine's thread alone puts there."""
         self._changed = threading.Condition()
         self._link: Link | None = None
-        """Once the stream is open, if it is one: short messages need not go through the queue."""
+        """Open once the stream is a link: short messages need not go through the queue."""
         self._queued_count = 0
         """Messages that the stream's thread is to send; written by the engine's thread alone."""
         self._taken_count = 0
@@ -163,14 +150,10 @@ class Outgoing:
         self._is_open = False
         self._is_cut = False
         self._is_finished = False
-        """Whether what was sent is all there is."""
         self._has_ended = threading.Event()
 
     def room(self, size_bytes: int) -> Room | None:
-        """Where the payload of the next chunk that is sent goes; None: into its message.
-
-        For the thread that sends.
-        """
+        """The place of the next payload; None: in its message. For the thread that sends."""
         places = self._places
         return None if places is None else places.room(size_bytes)
 
@@ -201,11 +184,7 @@ class Outgoing:
     def serve(
         self, context: grpc.ServicerContext | Link, memory: SharedMemory | None = None
     ) -> Iterator[bytes]:
-        """The stream that the other rank opened, and the memory that it shares, if it does.
-
-        Raises:
-            ArgumentError: it has one already.
-        """
+        """The stream that the other rank opened; ArgumentError: it has one already."""
         with self._changed:
             if self._is_open:
                 raise ArgumentError("this rank has a stream of chunks already")
@@ -276,7 +255,6 @@ class Outgoing:
         return self._is_cut or self._queued_count - self._taken_count < PENDING_COUNT_MAX
 
     def _ended(self) -> None:
-        """The stream is over, because the other rank has everything, or is gone."""
         # The mark of `finish` may not be taken yet.
         finished = self._taken_count == self._queued_count or self._is_cut
         self._messages.put(None)
@@ -289,15 +267,9 @@ class Outgoing:
 class Incoming:
     """The stream of chunks from one rank of a generation.
 
-    A thread opens it, and reads it, unless it is a Unix socket's, which the inbox reads.
-
-    Args:
-        peer: The member that has the rank.
-        opening: The request that opens the stream at its server.
-        take: Called with each message, and whether it may wait.
-        on_failure: Called when the stream breaks; with what happened.
-        inbox: What reads Unix sockets.
-        is_full: Whether it is to wait until something was taken.
+    A thread opens it, and reads it, unless it is a Unix socket's, which the inbox reads. `take` is
+    called with each message, and whether it may wait; `is_full` says that it waits until something
+    was taken; `on_failure` is called when the stream breaks.
     """
 
     def __init__(
@@ -318,7 +290,6 @@ class Incoming:
         self._is_cut = False
         self._call: Any = None
         self._lock = threading.Lock()
-        """Guards both."""
         self._memory: SharedMemory | None = None
         self._copied_count = 0
         self._thread = threading.Thread(target=self._read, name="shardwell-incoming", daemon=True)
@@ -355,7 +326,6 @@ class Incoming:
         return True
 
     def _begun(self) -> Iterator[bytes]:
-        """The messages of the stream, where it is gRPC's."""
         shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
         request = pb.ReceiveChunksRequest(open=self._opening)
         if shared is not None:
@@ -415,14 +385,13 @@ class Incoming:
     def _received(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, message: bytes
     ) -> Received:
-        """A message and its payload, wherever that is."""
         if not header.chunk.HasField("shared"):
             return Received(header, payload, message)
         payload = arena.payload_of(header.chunk, payload, self._memory)
         return Received(header, payload, message, payload.size, self._release)
 
     def _release(self) -> None:
-        """The payload that came before all others that were not released has been copied."""
+        """Notes that the oldest payload that was not released has been copied."""
         assert self._memory is not None
         self._copied_count += 1
         self._memory.set_number(_COPIED, self._copied_count)
@@ -439,15 +408,12 @@ class Received(NamedTuple):
 
 
 class _Places:
-    """Where payloads for one rank lie until it has copied them: see ReceiveChunksRequest."""
-
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES
         self._put_count = 0
 
     def room(self, size_bytes: int) -> Room | None:
-        """Where the next payload goes; None: it is small, or no place is free."""
         if size_bytes < arena.SHARED_BYTES_MIN:
             return None
         under_way_count = self._put_count - self._memory.number(_COPIED)

@@ -136,18 +136,7 @@ class Watchdog:
 class PeerServer:
     """Listens from the start; knows a generation at a time.
 
-    Args:
-        listen: HOST:PORT; port 0 takes a free one.
-        group: Name of the group.
-        member_id: This member's id.
-        size: Members that may have streams here.
-        same_host: See `ArenaOffers.start`.
-        tls: What it proves itself with, and believes; None: no TLS.
-        more: Handlers of other services at the same address.
-
-    Raises:
-        ForkedError: see `check_fork`.
-        ShardUnavailableError: the address can't be listened on.
+    `size` members may have streams here; `more` are handlers of other services at the address.
     """
 
     def __init__(
@@ -171,10 +160,8 @@ class PeerServer:
         self._watchdog = Watchdog()
         thread_count = 2 * size + _SPARE_THREAD_COUNT
         self.arenas = ArenaOffers(self._check_offer, bytes_max=size * ARENA_BYTES_MAX, log=_LOG)
-        """Memory that other members share."""
         self._threads = DaemonThreads(thread_count, "shardwell-peer")
         self.links = Links(self._serve_link, self._threads, 2 * size, _LOG)
-        """Streams of members on this machine."""
         pool: Any = self._threads  # any executor will do, whatever gRPC's types say
         self._server = grpc.server(
             pool,
@@ -251,7 +238,6 @@ class PeerServer:
             yield from generation.serve_agreement(first.open, _with_event(first, requests), context)
 
     def _serve_link(self, link: Link) -> None:
-        """ReceiveChunks over a Unix socket."""
         try:
             with self._opening(link):
                 opened = link.opened()
@@ -282,11 +268,7 @@ class PeerServer:
 
     @contextlib.contextmanager
     def _opening(self, context: grpc.ServicerContext | Link) -> Iterator[None]:
-        """Bounds how long a stream, and how many of them, may be open without saying who it is.
-
-        Raises:
-            LimitError: as many are.
-        """
+        """Bounds how long a stream, and how many of them, may be open without saying who it is."""
         with self._changed:
             if self._unopened_count >= _UNOPENED_COUNT_MAX:
                 raise LimitError(
@@ -302,11 +284,7 @@ class PeerServer:
                 self._unopened_count -= 1
 
     def _generation_of(self, opening: pb.PeerOpen) -> Generation:
-        """The generation that a stream belongs to; waits while it is still to begin here.
-
-        Raises:
-            WorkerLostError: it is over, or was never meant for this member.
-        """
+        """The generation that a stream belongs to; waits while it is still to begin here."""
         deadline_s = time.monotonic() + _GENERATION_WAIT_S
         with self._changed:
             while not self._closed:
@@ -326,10 +304,10 @@ class PeerServer:
         )
 
     def _is_meant(self, group: str, member_id: str) -> bool:
-        """Whether a call is for this member.
+        """True if a call is for this member.
 
         Its id is drawn at random, and only the rendezvous gives it to the members of its group; so
-        who has it was let in there.
+        a caller that has it was let in there.
         """
         is_known = hmac.compare_digest(member_id.encode(), self._member_id.encode())
         return is_known and group == self._group
