@@ -19,15 +19,10 @@ _ACCEPTED = (np.float32, np.float64, np.float16)
 
 
 def as_array(what: str, values: Any) -> npt.NDArray[Any]:
-    """What offers an array, such as a CPU tensor, as one: uncopied where it can be.
+    """An array of what offers one, such as a CPU tensor: uncopied where it can be.
 
-    Args:
-        what: What it is, for messages.
-        values: A NumPy array, or what has `__array__`, DLPack or the buffer protocol. Of a tensor,
-            with or without a gradient of its own, the values; bfloat16 becomes float32.
-
-    Raises:
-        ArgumentError: it offers none, or can't.
+    `values` has `__array__`, DLPack or the buffer protocol. Of a tensor, with or without a gradient
+    of its own, the values; bfloat16 becomes float32. ArgumentError: it offers none.
     """
     if type(values) is np.ndarray:
         return values
@@ -55,11 +50,6 @@ def as_array(what: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _listed(what: str, values: Any) -> npt.NDArray[np.float32]:
-    """A list of numbers, or of lists of them, as an array.
-
-    Raises:
-        ArgumentError: it has something else in it, or rows of unlike lengths.
-    """
     try:
         array = np.asarray(values)
         if array.dtype.kind in "iuf":
@@ -75,11 +65,7 @@ def _listed(what: str, values: Any) -> npt.NDArray[np.float32]:
 
 
 def as_floats(what: str, values: Any) -> npt.NDArray[Any]:
-    """The values as an array of floating point numbers of any shape.
-
-    Raises:
-        ArgumentError: another type or dtype.
-    """
+    """The values as an array of floating point numbers of any shape, or ArgumentError."""
     array = _listed(what, values) if type(values) in (list, tuple) else as_array(what, values)
     if array.dtype.type not in _ACCEPTED:
         raise ArgumentError(
@@ -94,14 +80,7 @@ def as_floats(what: str, values: Any) -> npt.NDArray[Any]:
 def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
     """The values as one dimension of floating point numbers, uncopied where they are contiguous.
 
-    Args:
-        what: What they are, for messages ("gradient of 'model'").
-        values: See `as_array`; of any shape and layout with `size` elements, float32, or float64,
-            float16 or bfloat16, which are converted.
-        size: How many elements there must be; None: any number.
-
-    Raises:
-        ArgumentError: another type, dtype or number of elements.
+    float64, float16 and bfloat16 are converted. ArgumentError: another type, dtype or size.
     """
     if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
         return values
@@ -121,10 +100,8 @@ def is_output(out: Any) -> TypeGuard[Float32]:
 def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
     """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
 
-    A torch tensor in the memory of the CPU is taken by that memory.
-
-    Raises:
-        ArgumentError: no writable C-contiguous float32 array of `size` elements, if that is given.
+    A torch tensor in the memory of the CPU is taken by that memory. ArgumentError: it is no
+    writable C-contiguous float32 array of `size` elements, if that is given.
     """
     if is_output(out) and (size is None or out.size == size):
         return out.reshape(-1)
@@ -156,16 +133,11 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
 
 
 def as_writable(what: str, array: Any) -> Float32:
-    """An array of any size that is to be written in place, as one dimension.
-
-    Raises:
-        ArgumentError: as `as_output`.
-    """
+    """An array of any size that is to be written in place, as one dimension."""
     return as_output(array, None, what)
 
 
 def _described(values: Any) -> str:
-    """Describes an object for messages: its type, and its dtype if it has one."""
     kind, dtype = type(values).__name__, getattr(values, "dtype", None)
     return kind if dtype is None else f"{kind} of {dtype!s:.40}"
 
@@ -186,10 +158,7 @@ def finite_peak(
 ) -> float:
     """Largest magnitude of values as float32; `offset` is the first one's index for messages.
 
-    `name_of` gives an element's name from its index.
-
-    Raises:
-        NonFiniteError: one is NaN or infinite; with the index of the first.
+    NonFiniteError: one is NaN or infinite; `name_of` names it from its index.
     """
     peak, index = find_peak(values)
     if index is not None:
@@ -203,11 +172,7 @@ def finite_peak(
 
 
 def check_integer(what: str, value: Any, low: int, high: int) -> int:
-    """Returns an integer, of any integer type, from `low` to `high`.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Returns an integer, of any integer type, from `low` to `high`; ArgumentError: it is none."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -56,11 +56,9 @@ _VALUES, _PAYLOAD, _TOTAL = range(3)
 _COPY_COUNT_MAX = 5
 """Copies of a payload that one run has places for, besides its own."""
 _SOURCE = _TOTAL
-"""Of what a payload is copied from."""
 _LOOKS = (Operation(Code.LOOK_32, _PAYLOAD, _VALUES),)
 
 GUESS_ELEMENT_COUNT = 64 * 1024
-"""Elements that a scale is guessed from."""
 _SMALL_ELEMENT_COUNT = 4096
 """Up to here one exact look costs less than a guess and its verification."""
 _FP16_KEEP_LOW, _FP16_KEEP_HIGH = 2.0**-6, 2.0**12
@@ -89,11 +87,8 @@ class Written(NamedTuple):
     """What `Codec.encode` says of a payload."""
 
     exponent: int
-    """Its scale: value = written * 2^exponent."""
     crc: int
-    """Its CRC32C, if it was wanted."""
     peak_bits: int = 0
-    """Its largest magnitude, as bits, if it had to be looked for."""
 
 
 class Computed(NamedTuple):
@@ -121,9 +116,7 @@ class Codec:
     block_size: ClassVar[int] = 1
     """Elements that are written together: slices and chunks begin with a block."""
     _exponents: ClassVar[str] = "0"
-    """The possible exponents, in words."""
     _has_scale: ClassVar[bool] = False
-    """Whether its scale depends on the values."""
     _infinity: ClassVar[int]
     """Bits of infinity: the smallest magnitude that is not finite."""
     _read: ClassVar[Code]
@@ -131,7 +124,6 @@ class Codec:
     _looks: ClassVar[Operations]
     _checks: ClassVar[Operations]
     _takes: ClassVar[Operations]
-    """What copies a payload."""
 
     def encoded_bytes(self, count: int) -> int:
         """Bytes of the payload of so many elements."""
@@ -217,16 +209,9 @@ class Codec:
     def encode_computed(
         self, values: Computed, payload: Bytes, start: Callable[[int], int]
     ) -> Written | None:
-        """`encode` of values that are computed meanwhile, finite or not: the same bits.
+        """Encodes values that are computed meanwhile, finite or not: the bits of `encode`.
 
-        Args:
-            values: What they are computed from.
-            payload: See `encode`.
-            start: See `encode`.
-
-        Returns:
-            None where they have to be looked at once more: `encode` does it. `payload` is then of
-            no use.
+        None: they have to be looked at once more, by `encode`; `payload` is then of no use.
         """
         count = values.memory.size
         if count <= _SMALL_ELEMENT_COUNT:
@@ -247,13 +232,9 @@ class Codec:
     def decode(
         self, payload: Bytes, exponent: int, values: Float32, copies: Sequence[Bytes] = ()
     ) -> None:
-        """Reads a payload into `values`, in one pass with copies of it.
+        """Reads a payload into `values`, in one pass with copies of it; all are overwritten.
 
-        Args:
-            payload: (encoded_bytes(n),) uint8, aligned.
-            exponent: See `Written`.
-            values: (n,) float32, contiguous, overwritten.
-            copies: Arrays of the payload's size, overwritten.
+        `payload` is (encoded_bytes(n),) uint8, aligned, as are `copies`; `values` (n,), contiguous.
         """
         operations = self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
         for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
@@ -265,15 +246,10 @@ class Codec:
     def decode_checked(
         self, payload: Bytes, exponent: int, values: Float32, crc: int, *, may_change: bool
     ) -> int:
-        """`decode`, and in the same pass `crc` gone on over the payload: what it is then.
+        """Decodes, and in the same pass goes on with `crc` over the payload, which it returns.
 
-        Args:
-            payload: See `decode`.
-            exponent: See `decode`.
-            values: See `decode`; of no use where the CRC turns out to be another one.
-            crc: A CRC32C.
-            may_change: Whether another process may write to the payload: what is read is what was
-                checked nevertheless.
+        If the CRC turns out to be another, `values` are of no use. With `may_change`, another
+        process may write to the payload: the decoded bytes are the checked ones nevertheless.
         """
         operations = self._checks + self.reads(_VALUES, _PAYLOAD, math.ldexp(1.0, exponent))
         arrays: Arrays = (values, payload)
@@ -293,13 +269,8 @@ class Codec:
     def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
         """Looks at a payload and checks it, in one pass, copying it before if it may change.
 
-        Args:
-            payload: (encoded_bytes(n),) uint8, aligned.
-            into: Array of as many bytes, filled; None: the payload does not change.
-            crc: A CRC32C.
-
-        Returns:
-            The largest magnitude, as bits, for `peak_of_bits`; and `crc` gone on over the payload.
+        `into` has as many bytes; None: the payload does not change. Returns the largest magnitude,
+        as bits, for `peak_of_bits`; and `crc` gone on over the payload.
         """
         operations = self._checks + self._looks
         arrays: Arrays = (None, payload)
@@ -321,12 +292,8 @@ class Codec:
     ) -> None:
         """Out = factor * values + total_factor * total, in one pass over memory.
 
-        Args:
-            payload: The codec's bytes.
-            factor: Factor of the written values: the scale and a weight.
-            total: (n,) float32, contiguous.
-            total_factor: Factor of the values in `total`; 0 leaves them out, whatever they are.
-            out: (n,) float32, contiguous; may be `total`.
+        `total` and `out`, which may be one array, are (n,) float32, contiguous. `factor` has the
+        scale and a weight; a `total_factor` of 0 leaves `total` out, whatever it is.
         """
         in_place = np.may_share_memory(out, total)
         into = _TOTAL if in_place else _VALUES
@@ -344,11 +311,7 @@ class Codec:
         run(operations, (None if in_place else out, payload, total), 0, total.size)
 
     def check_exponent(self, exponent: int) -> None:
-        """Refuses a scale exponent that this codec never writes.
-
-        Raises:
-            ArgumentError: it is out of range.
-        """
+        """Raises ArgumentError for a scale exponent that this codec never writes."""
         if not self.has_exponent(exponent):
             raise ArgumentError(
                 f"scale_exponent must be {self._exponents} with {self.name}; got {exponent}"
@@ -423,7 +386,6 @@ class Codec:
         return peak_bits < self._infinity
 
     def _value_of(self, bits: int) -> float:
-        """The written value, unscaled."""
         return float_of(bits << (32 - 8 * self.item_size))
 
     def _decodes_finite(self, peak_bits: int, exponent: int) -> bool:
@@ -506,13 +468,12 @@ class Bf16(Codec):
 
 
 class BlockCodec(Codec):
-    """One that writes blocks of elements, which have a scale each: see `arithmetic`.
+    """A codec that writes blocks of elements, which have a scale each: see `arithmetic`.
 
     Encoded blocks have no sum and no operation of their own: they are read to float32 first.
     """
 
     arithmetic: ClassVar[BlockArithmetic]
-    """What writes and reads it."""
 
     @property
     @override
@@ -649,7 +610,6 @@ def block_codec(name: str) -> BlockCodec:
 
 
 def _as_float32(values: npt.NDArray[Any]) -> Float32:
-    """A contiguous copy; what overflows is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32)
 
@@ -665,7 +625,6 @@ def _reads(code: Code, to: int, payload: int, factor: float) -> Operations:
 
 
 def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite: bool) -> float:
-    """Largest finite magnitude, exactly; refuses others unless they are allowed."""
     peak = 0.0
     for start, stop in blocks(values.size):
         block = as_plain(values[start:stop], scratch.values)
@@ -690,12 +649,7 @@ def is_plain(values: npt.NDArray[Any]) -> bool:
 
 
 def as_plain(block: npt.NDArray[Any], into: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The block as contiguous native float32: itself, or a view of `into`, which it is copied to.
-
-    Args:
-        block: (n,) float32, float64 or float16, any stride.
-        into: At least (n,), contiguous.
-    """
+    """A block as contiguous native float32: itself, or a view of `into`, which it is copied to."""
     if is_plain(block):
         return block
     values = into[: block.size]

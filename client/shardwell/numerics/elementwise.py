@@ -119,7 +119,6 @@ def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
 
 
 def _float32(value: float) -> float:
-    """Rounded; infinite where it is beyond float32."""
     return ctypes.c_float(value).value
 
 

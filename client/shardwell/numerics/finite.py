@@ -18,14 +18,7 @@ _BLOCK_ELEMENT_COUNT = 256 * 1024
 
 
 def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
-    """Largest magnitude as float32, and where one is not finite.
-
-    Args:
-        values: (n,) floating point, any stride.
-
-    Returns:
-        The magnitude and None; or infinity and the index of the first NaN or infinity.
-    """
+    """Largest magnitude as float32 and None; or infinity and the index of a NaN or infinity."""
     if is_plain(values):
         peak = peak_of(values)
         if math.isfinite(peak):

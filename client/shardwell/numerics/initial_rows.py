@@ -38,16 +38,9 @@ _LOG_2, _SQRT_HALF = 0.6931471805599453, 0.7071067811865476
 def initial_rows(
     initializer: Initializer, keys: Ids, dim: int, out: Float32 | None = None
 ) -> Float32:
-    """The values of rows that do not exist yet.
+    """The values of rows that do not exist yet: (n, dim) float32, into `out` if it is given.
 
-    Args:
-        initializer: The table's.
-        keys: (n,) int64: ids or keys; they may repeat.
-        dim: Values of a row.
-        out: (n, dim) float32, overwritten; None: a new one.
-
-    Returns:
-        `out`.
+    `keys` are (n,) ids or keys; they may repeat.
     """
     if out is None:
         out = np.empty((keys.size, dim), np.float32)

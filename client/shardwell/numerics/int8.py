@@ -44,7 +44,6 @@ def element_count(size_bytes: int) -> int:
 def _parts(
     payload: npt.NDArray[np.uint8],
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
-    """Scales and values of a payload, as views."""
     count = element_count(payload.size)
     split = payload.size - count
     return payload[:split].view("<f4"), payload[split:].view(np.int8)
@@ -53,16 +52,11 @@ def _parts(
 def quantize(
     values: npt.NDArray[np.float32], payload: npt.NDArray[np.uint8], start: int = 0
 ) -> float:
-    """Writes values.
+    """Writes n contiguous float32 values, and returns their largest magnitude.
 
-    Args:
-        values: (n,) float32, contiguous; finite, or the payload is of no use.
-        payload: uint8, aligned to 4, of n elements or more, of which n are overwritten.
-        start: The element at which these n begin: that of a block. They end with one, or are the
-            payload's last.
-
-    Returns:
-        The largest magnitude among the values: infinite or NaN where one is not finite.
+    `payload` is that of n elements or more, aligned to 4. `start` is the first one's place there:
+    that of a block. They end with one, or are the payload's last. A magnitude that is infinite or
+    NaN says that the payload is of no use.
     """
     scales, levels = _parts(payload)
     largest = np.float32(0)
@@ -113,7 +107,6 @@ def peak(payload: npt.NDArray[np.uint8]) -> float:
 
 
 def _runs(count: int) -> list[tuple[int, int, int]]:
-    """(start, blocks, elements of each) of what one pass takes: whole blocks, and the rest."""
     whole = count // BLOCK_SIZE * BLOCK_SIZE
     found = [
         (start, min(_RUN_SIZE, whole - start) // BLOCK_SIZE, BLOCK_SIZE)

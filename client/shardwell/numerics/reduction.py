@@ -33,11 +33,8 @@ def reduce_block(
 ) -> None:
     """Writes the reduction of one block of all buffers, in their order, into all of them.
 
-    Args:
-        buffers: By rank, (n,) float32, contiguous; all get the same bits.
-        reduction: One of REDUCTIONS.
-        weights: Weights of a mean.
-        total: (n,) float32, overwritten.
+    `buffers` are by rank, (n,) float32, contiguous; all get the same bits. `total`, (n,) float32,
+    is overwritten.
     """
     with np.errstate(all="ignore"):
         match reduction:

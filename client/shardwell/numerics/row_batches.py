@@ -50,12 +50,7 @@ class SortedIds(NamedTuple):
 
 
 def sort_ids(ids: Ids, placement: RowPlacement) -> SortedIds:
-    """Puts the ids of a call in the order in which they travel.
-
-    Args:
-        ids: (n,) int64, contiguous, in range.
-        placement: The table's placement.
-    """
+    """Puts the ids of a call, (n,) int64, contiguous, in the order in which they travel."""
     library = native.LIBRARY
     if library is None:
         return _sort_ids_by_numpy(ids, placement)
@@ -136,10 +131,8 @@ def are_fit(ids: Ids, placement: RowPlacement, shard_index: int) -> bool:
 def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
     """The place of each id, and how many have none, whose place is -1.
 
-    Args:
-        ids: (n,) int64, of this shard and in range; they may repeat.
-        placement: The table's placement, with `row_count`.
-        marks: (local rows,) int32 or int64: a place plus 1, or 0, by number among the shard's rows.
+    `ids` are of this shard and in range; they may repeat. `marks` are (local rows,) int32 or int64:
+    a place plus 1, or 0, by number among the shard's rows.
     """
     library = native.LIBRARY
     if library is not None:
@@ -154,17 +147,11 @@ def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
 def gather(
     array: Array, places: Ids, into: Array, look_count: int = 0, *, may_wait: bool = False
 ) -> int:
-    """Copies rows of an array.
+    """Copies rows of an array to the beginning of `into`, of one dtype, C-contiguous.
 
-    Args:
-        array: (rows, ...), C-contiguous.
-        places: (n,): which rows; of those at -1, what is copied has no meaning.
-        into: (at least n, ...), C-contiguous, of the same dtype; its beginning is overwritten.
-        look_count: How many values that were copied, at most, are looked at; then of float32.
-        may_wait: Whether the array may have to come from a disk, so that the GIL is let go of.
-
-    Returns:
-        The largest magnitude of those, as bits: see `elementwise.run`.
+    Rows of places at -1 have no meaning. Up to `look_count` float32 values that were copied are
+    looked at: returns their largest magnitude, as bits (`elementwise.run`). With `may_wait` the
+    array may have to come from a disk, so that the GIL is let go of.
     """
     library = native.LIBRARY
     if library is not None:
@@ -198,12 +185,10 @@ def update(
 ) -> None:
     """Runs an optimizer's operations on rows where they lie.
 
-    Args:
-        operations: On places as in update_rules.py, each value by itself.
-        gradients: (n, dim), C-contiguous, overwritten.
-        places: (n,): which rows, without repeats.
-        arrays: Weights, and at most one array of state: (rows, dim), C-contiguous.
-        saved: (at least n, dim) for each of them, C-contiguous; filled with the rows before it.
+    Operations are on places as in update_rules.py, each value by itself. `gradients` are (n, dim),
+    overwritten; `places` (n,), without repeats; `arrays` weights, and at most one array of state:
+    (rows, dim); `saved` at least (n, dim) for each, filled with the rows before. All are
+    C-contiguous.
     """
     library = native.LIBRARY
     if library is not None:
@@ -240,20 +225,9 @@ def spread(
 ) -> int:
     """Reads rows [first, stop) of distinct ids into all places that each has, in one pass.
 
-    To be called where `can_spread`.
-
-    Args:
-        reads: What reads a payload, at place 1, into place 0: one operation.
-        payload: (stop - first rows), uint8, aligned.
-        places: See SortedIds.
-        starts: See SortedIds.
-        first: The first row.
-        stop: The last, and one more.
-        into: (n, dim) float32, C-contiguous.
-        crc: A CRC32C.
-
-    Returns:
-        `crc` gone on over the payload.
+    To be called where `can_spread`. `reads` is one operation, from place 1 into place 0. `payload`
+    is uint8, aligned; `places` and `starts` as in SortedIds; `into` (n, dim) float32, C-contiguous.
+    Returns `crc` gone on over the payload.
     """
     library = native.LIBRARY
     assert library is not None
@@ -266,14 +240,8 @@ def add_up(rows: Float32, places: Ids, starts: Ids) -> tuple[Float32, int]:
     """The sum of each group of rows, which depends on those and their order alone.
 
     In segments of up to 8, each added up from its first on, and the segments' sums again like that.
-
-    Args:
-        rows: (n, dim) float32, C-contiguous.
-        places: Places in `rows`, group by group.
-        starts: (g + 1,): where each group begins in `places`, and the end of the last.
-
-    Returns:
-        (g, dim) sums, and the largest magnitude of those of several rows, as bits.
+    `places` are in `rows`, group by group; group i begins at starts[i], and `starts` has the last
+    one's end. Returns (g, dim) sums, and the largest magnitude of those of several rows, as bits.
     """
     group_count, dim = starts.size - 1, rows.shape[1]
     sums = np.empty((group_count, dim), np.float32)
@@ -303,14 +271,7 @@ def _groups_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float3
 def _segments_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tuple[Float32, Ids]:
     """Adds up the rows of each group in segments: all first rows, then all second ones to them, ...
 
-    Args:
-        rows: (m, dim).
-        order: Places in `rows`, group by group.
-        starts: Where each group's begin in `order`.
-        counts: How many each group has.
-
-    Returns:
-        The segments' sums, group by group, and how many each group has.
+    Returns the segments' sums, group by group, and how many each group has.
     """
     segment_counts = -(-counts // _SEGMENT_ROW_COUNT)
     ends = np.cumsum(segment_counts)
@@ -330,11 +291,9 @@ def _segments_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tupl
 
 
 _REFUSED = -3
-"""As in rows.c."""
 
 
 def _checked(found: Any) -> int:
-    """What native code returned, unless something did not fit."""
     if found < 0:
         raise ValueError("rows that do not fit their arrays")
     return int(found)

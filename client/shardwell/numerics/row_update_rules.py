@@ -62,14 +62,7 @@ _RowStep: TypeAlias = Callable[[_Rows, float], None]
 
 
 class RowUpdateRule:
-    """An optimizer ready to run on rows.
-
-    Args:
-        optimizer: One of `specs.table.OPTIMIZERS`.
-
-    Raises:
-        TypeError: it is none that knows rows.
-    """
+    """An optimizer ready to run on rows; TypeError: it is none that knows rows."""
 
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
         self._clips = clips_of(optimizer)
@@ -80,9 +73,7 @@ class RowUpdateRule:
             self.initial_slots, self._of_rows = _row_rule_of(optimizer)
         else:
             self.initial_slots, self._of_elements = rule_of(optimizer)
-        """What each array of state is filled with at a row's start."""
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
-        """The spec's rate."""
 
     def operations(self, learning_rate: float) -> Operations | None:
         """What updates rows value by value, at places as in update_rules.py; None: no such list."""
@@ -100,13 +91,8 @@ class RowUpdateRule:
     ) -> None:
         """Updates rows once. Any thread may call; NaN and infinity go through without a warning.
 
-        Args:
-            weights: (n, dim) float32, C-contiguous, updated.
-            gradients: (n, dim) float32, C-contiguous, overwritten.
-            slots: State: an array for each of `initial_slots`, (n, dim) or for RowWiseAdagrad
-                (n, 1), contiguous, updated.
-            counts: (n,): 1 at a row's first update, and so on.
-            learning_rate: Rate of this update; with FTRL above 0.
+        `weights`, `gradients` (overwritten) and each of `slots` are (n, dim) float32, C-contiguous;
+        a slot of RowWiseAdagrad is (n, 1). `counts` are 1 at a row's first update, and so on.
         """
         assert all(rows.flags.c_contiguous for rows in (weights, gradients, *slots))
         operations = self.operations(learning_rate)
@@ -135,7 +121,7 @@ class RowUpdateRule:
 
 
 def _looks_at_rows(optimizer: optimizers.Optimizer) -> bool:
-    """Whether a row's update depends on more than its elements, one by one."""
+    """True if a row's update depends on more than its elements, one by one."""
     if isinstance(optimizer, optimizers.SGD):
         return optimizer.momentum != 0
     return not isinstance(optimizer, optimizers.Adagrad)
@@ -241,5 +227,4 @@ def _ftrl(spec: optimizers.FTRL) -> _RowStep:
 
 
 def _column(values: npt.NDArray[np.float64]) -> Float32:
-    """As (n, 1) float32."""
     return values.astype(np.float32)[:, np.newaxis]

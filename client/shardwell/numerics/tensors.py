@@ -24,7 +24,6 @@ LARGE_ELEMENT_COUNT = 1 << 18
 """Smaller arrays take longer to look at one by one than to copy."""
 _FLOAT32 = np.dtype(np.float32)
 _ADJACENT, _WRITABLE, _ALIGNED = 1, 2, 4
-"""As in tensors.c."""
 _BASE = operator.attrgetter("base")
 
 
@@ -34,38 +33,26 @@ class Found(NamedTuple):
     addresses: npt.NDArray[np.int64] | None
     """(tensors,): where each begins, to be compared with others; None: not asked for."""
     are_adjacent: bool
-    """Whether each begins where the one before it ends, but for those without an element."""
+    """True if each begins where the one before it ends, apart from those without an element."""
     are_writable: bool
-    """Whether all may be written."""
     are_aligned: bool
-    """Whether all are."""
 
 
 class Run(NamedTuple):
     """Neighbours among tensors: a large one, or small ones."""
 
     first: int
-    """The first one's index."""
     last: int
-    """The last one's, and one more."""
     is_large: bool
-    """Whether it is a large one, by itself."""
 
 
 class Tensors:
-    """Tensors that are one vector, one behind the other. Any thread may use it.
-
-    Args:
-        shapes: Shapes of the tensors, in order.
-    """
+    """Tensors of these shapes that are one vector. Any thread may use it."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.sizes = [math.prod(shape) for shape in shapes]
-        """Elements of each."""
         self.stops = list(itertools.accumulate(self.sizes))
-        """Behind the last element of each, in the vector."""
         self.runs: list[Run] = []
-        """All of them, in order."""
         for number, size in enumerate(self.sizes):
             is_large = size >= LARGE_ELEMENT_COUNT
             if not is_large and self.runs and not self.runs[-1].is_large:
@@ -118,12 +105,7 @@ class Tensors:
         return Found(None, are_adjacent, are_writable, are_aligned)
 
     def as_one(self, arrays: Sequence[npt.NDArray[Any]], found: Found) -> Float32 | None:
-        """(size,) float32, a view: what arrays are where they are one array's; None: they are not.
-
-        Args:
-            arrays: Arrays of the tensors' shapes.
-            found: How they lie.
-        """
+        """(size,) float32: a view of the arrays where they are one array's; None: they are not."""
         if not found.are_adjacent:
             return None
         nonempty = list(itertools.compress(arrays, self.sizes))
@@ -140,12 +122,7 @@ class Tensors:
         )
 
     def spans(self, arrays: Sequence[npt.NDArray[Any]], found: Found) -> Iterable[tuple[int, int]]:
-        """The addresses of each that has elements: the first one, and behind the last.
-
-        Args:
-            arrays: Arrays of the tensors' shapes.
-            found: How they lie.
-        """
+        """The addresses of each array with elements: the first one, and behind the last."""
         addresses = found.addresses
         if addresses is None:
             begins = [array.__array_interface__["data"][0] for array in arrays]
@@ -154,13 +131,7 @@ class Tensors:
         return itertools.compress(zip(addresses.tolist(), ends.tolist(), strict=True), self.sizes)
 
     def join(self, arrays: Sequence[npt.NDArray[Any]], run: Run, found: Found | None) -> Float32:
-        """A copy of a run of arrays, one behind the other; what overflows float32 is infinite.
-
-        Args:
-            arrays: Arrays of the tensors' shapes, floating point.
-            run: The range of tensors.
-            found: How they lie.
-        """
+        """A copy of a run of arrays, one behind the other; what overflows float32 is infinite."""
         library = native.LIBRARY
         if library is None or found is None:
             return joined([array.reshape(-1) for array in arrays[run.first : run.last]])
@@ -171,13 +142,7 @@ class Tensors:
         return copy
 
     def part(self, values: Float32, arrays: Sequence[Float32], start: int) -> None:
-        """Writes elements of the vector, from `start` on, into the arrays that have them.
-
-        Args:
-            values: (n,), C-contiguous.
-            arrays: Arrays of the tensors' sizes, C-contiguous and writable.
-            start: The first.
-        """
+        """Writes elements of the vector, from `start` on, into the arrays that have them."""
         library = native.LIBRARY
         stop = start + values.size
         if library is not None:

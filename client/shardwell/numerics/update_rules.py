@@ -75,9 +75,7 @@ class UpdateRule:
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
         self._clips = clips_of(optimizer)
         self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
-        """The spec's rate; None where there is none."""
         self.initial_slots, self._step = rule_of(optimizer)
-        """What each array of state is filled with at the start."""
 
     def operations(self, *, update_count: int, learning_rate: float) -> Operations:
         """What updates WEIGHTS and slots with the mean in GRADIENT; see Step."""
@@ -98,21 +96,14 @@ class UpdateRule:
 
 
 class TensorRules:
-    """What updates a parameter: an UpdateRule for each run of tensors with the same options.
-
-    Args:
-        optimizer: The parameter's.
-        layout: Its tensors, if there are any.
-    """
+    """The rules of a parameter: one for each run of tensors with the same options."""
 
     def __init__(self, optimizer: optimizers.Optimizer, layout: TensorLayout | None = None) -> None:
         rule = UpdateRule(optimizer)
         self.initial_slots = rule.initial_slots
-        """The first value of each array of state."""
         self.learning_rate = rule.learning_rate
-        """The spec's learning rate; None: it has none."""
         self.decay_into_state = decay_into_state(optimizer)
-        """How much of a weight is added to its gradient before optimizer state sees it, at most."""
+        """The largest part of a weight that is added to its gradient before state sees it."""
         self._starts: list[int] = []
         self._runs: list[tuple[UpdateRule | None, float, int]] = []
         """The rule (None: nothing changes), the rate's factor and its group, from each start on."""
@@ -135,10 +126,7 @@ class TensorRules:
     def operations(
         self, offset: int, size: int, *, update_count: int, learning_rate: float
     ) -> Iterator[tuple[slice, Operations]]:
-        """What updates a block that begins at element `offset`; see UpdateRule.operations.
-
-        Yields the parts of it that are trained, each with its operations.
-        """
+        """The operations of the trained parts of a block that begins at element `offset`."""
         by_group = (1.0, *factors_of(learning_rate))
         for part, rule, factor, group in self._trained(offset, size):
             rate = learning_rate * factor
@@ -237,7 +225,6 @@ def follow_momentum(spec: optimizers.SGD, rate: float) -> Operations:
 
 
 def _by_root(squares: int, epsilon: float) -> Operations:
-    """What sets TEMPORARY to the gradient by the root of `squares`."""
     return (
         Operation(Code.SQUARE_ROOT, TEMPORARY, squares),
         Operation(Code.ADD_CONSTANT, TEMPORARY, factor=epsilon),
@@ -289,9 +276,9 @@ def _adam(spec: AnyAdam) -> Step:
 
 
 def moments_of(spec: AnyAdam) -> Callable[[float], Operations]:
-    """What Adam does before it corrects bias, by the learning rate.
+    """Adam's operations before it corrects bias, by the learning rate.
 
-    It leaves the root of the second moment in TEMPORARY.
+    They leave the root of the second moment in TEMPORARY.
     """
     averages = (
         *decay_add(FIRST_SLOT, spec.beta1, GRADIENT, 1.0 - spec.beta1),

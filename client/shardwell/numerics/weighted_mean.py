@@ -26,14 +26,9 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.float32]) -> None:
-    """Writes total / divisor, which is a mean, and so no larger than the largest value in it.
+    """Writes total / divisor into other memory; rounding never takes it beyond float32.
 
-    Where rounding alone takes a quotient beyond float32, it is the largest float32.
-
-    Args:
-        total: (n,) or any shape, contiguous; infinities stay.
-        divisor: Not 0. What float32 can't hold divides in float64.
-        out: Array of the same shape, in other memory.
+    What float32 can't hold as divisor, which is not 0, divides in float64; infinities stay.
     """
     overflows: list[str] = []
     is_float32 = float(np.float32(divisor)) == divisor
@@ -48,11 +43,7 @@ def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.f
 
 
 class MeanFactors:
-    """What each worker's values are multiplied with, and what their total is divided by.
-
-    Args:
-        sample_counts: By rank, each from 0 to 2^24; checked by the caller.
-    """
+    """Each worker's factor and the total's divisor; counts are by rank, from 0 to 2^24."""
 
     def __init__(self, sample_counts: Sequence[int]) -> None:
         divisor = math.gcd(*sample_counts) or 1

@@ -34,11 +34,6 @@ def deal_fragments(
     each to the fragment that has the fewest elements. Patterns: the first that is found in a name
     decides.
 
-    Args:
-        sizes: Elements of each tensor by name, in the order of the model.
-        fragments: How many; or patterns, which say it, too.
-        assignment: "strided" or "balanced"; patterns have no use for it.
-
     Raises:
         ArgumentError: a fragment would have no tensor, or a tensor no fragment; names it.
     """
@@ -67,11 +62,7 @@ def assignment_name(fragments: int | Patterns, assignment: str = STRIDED) -> str
 
 
 def checked_patterns(patterns: Patterns) -> list[list[str]]:
-    """Each fragment's regular expressions.
-
-    Raises:
-        ArgumentError: one is none.
-    """
+    """Each fragment's regular expressions; ArgumentError: one is none."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise ArgumentError(
             "fragments must be a number, or a list with the patterns of each fragment, such as "

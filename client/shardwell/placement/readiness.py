@@ -23,17 +23,14 @@ Ranges: TypeAlias = list[tuple[int, int]]
 
 
 class ReadyChunks:
-    """For one thread at a time.
+    """The states of each slice's chunks. For one thread at a time.
 
-    Args:
-        slices: The chunks of each slice, in order, none of them empty; all but the last are of one
-            size.
+    A slice's chunks are in order, none of them empty, and all but the last are of one size.
     """
 
     def __init__(self, slices: Sequence[Sequence[Slice]]) -> None:
         self._slices = slices
         self._missing = [[chunk.size for chunk in chunks] for chunks in slices]
-        """Elements of each chunk that were not announced."""
         self._ready = [0] * len(slices)
         self._begun = [0] * len(slices)
         size = sum(chunks[-1].stop - chunks[0].offset for chunks in slices)
@@ -45,11 +42,7 @@ class ReadyChunks:
         return self._begun
 
     def announce(self, start: int, stop: int) -> None:
-        """Notes that elements [start, stop) are there.
-
-        Raises:
-            ArgumentError: some were announced before.
-        """
+        """Notes that elements [start, stop) have come; ArgumentError: some had before."""
         for number, chunks in enumerate(self._slices):
             begin, size = chunks[0].offset, chunks[0].size
             first, last = max(start, begin), min(stop, chunks[-1].stop)

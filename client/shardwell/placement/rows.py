@@ -27,11 +27,9 @@ def mix(words: Words) -> Words:
 
 
 class RowPlacement:
-    """Where the rows of one table are.
+    """The places of one table's rows.
 
-    Args:
-        row_count: Ids are 0 to row_count - 1; None: any 64-bit integer is a key.
-        shard_count: Shards of the cluster.
+    Ids are 0 to `row_count` - 1; None: any 64-bit integer is a key.
     """
 
     def __init__(self, row_count: int | None, shard_count: int) -> None:

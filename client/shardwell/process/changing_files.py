@@ -21,15 +21,9 @@ _Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class ChangingFiles(Generic[ReadT]):
-    """Any thread may use it.
+    """Contents of files, for any thread; ArgumentError: they are unfit at the start.
 
-    Args:
-        paths: The files.
-        read: Reads them; raises ArgumentError where they are unfit.
-        log: Told of that later.
-
-    Raises:
-        ArgumentError: they are unfit now.
+    `read` raises ArgumentError where they are unfit later, which `log` then gets.
     """
 
     def __init__(
@@ -75,7 +69,6 @@ class ChangingFiles(Generic[ReadT]):
             return self._last
 
     def _found(self) -> _Stamps:
-        """What changes with the files."""
         stamps: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

@@ -13,7 +13,6 @@ class Connected:
     """Refuses to be copied or pickled, with what to do in the other process."""
 
     _elsewhere = "call shardwell.connect in the other process"
-    """What to do instead."""
 
     @override
     def __reduce__(self) -> NoReturn:

@@ -12,11 +12,7 @@ _OWN = (errno.EMFILE, errno.ENFILE)
 
 
 def check_descriptors(count: int, what: str) -> None:
-    """Checks that `count` files could be opened now; `what` needs them.
-
-    Raises:
-        LimitError: they can't.
-    """
+    """Raises LimitError if `count` files, which `what` needs, could not be opened now."""
     opened: list[int] = []
     try:
         for _ in range(count):

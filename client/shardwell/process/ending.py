@@ -41,12 +41,7 @@ def has_main_ended() -> bool:
 
 
 def named(error: BaseException, what: str) -> BaseException:
-    """The same error; ClosedError where it says that the interpreter ends.
-
-    Args:
-        error: The exception that was raised.
-        what: What can't be done any more, such as "a call of this client".
-    """
+    """Returns the error; ClosedError about `what` where it says that the interpreter ends."""
     if isinstance(error, RuntimeError) and _END_WORDS in str(error):
         return ClosedError(
             f"{what} needs a thread, and Python starts none while the interpreter ends; call it "
@@ -56,12 +51,7 @@ def named(error: BaseException, what: str) -> BaseException:
 
 
 def closed_text(what: str, cure: str) -> str:
-    """Says that something was closed, and what to do.
-
-    Args:
-        what: Such as "the client".
-        cure: What to do, unless the interpreter's end closed it.
-    """
+    """Says that `what` was closed, and a cure, unless the interpreter's end closed it."""
     if _begun.is_set():
         return (
             f"{what} was closed, because the interpreter ends; call it before the program ends, "

@@ -11,7 +11,6 @@ class Link(NamedTuple):
     """A cell that leads somewhere."""
 
     text: str
-    """What it shows."""
     url: str
     """Where it leads; http or https."""
 
@@ -19,10 +18,8 @@ class Link(NamedTuple):
 def html_table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table with a heading; every text is escaped, as names come from other processes.
 
-    Args:
-        heading: Shown above, in bold.
-        columns: Their names; empty where rows need none.
-        rows: Cells, one a column; a `Link` is one that leads somewhere.
+    A row has a cell for each column; a `Link` is a cell that leads somewhere. No `columns`: no
+    head.
     """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)

@@ -19,13 +19,10 @@ def own_identity() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Whether a process is known to have ended.
+    """True if the process of an `own_identity` is known to have ended.
 
     False: it runs, or nothing is known: it is another machine's, another container's, or of before
     the machine started.
-
-    Args:
-        identity: What `own_identity` said there.
     """
     try:
         surroundings, pid, started = identity.rsplit(" ", 2)
@@ -43,13 +40,11 @@ def has_ended(identity: str) -> bool:
 
 
 def _surroundings() -> str:
-    """The start of the machine, and the container: where a number is one process's."""
     with open(_BOOT_ID, encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink(_PROCESS_NAMESPACE)}"
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """What a process does, as a letter, and when it started."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], fields[_STARTED_FIELD]

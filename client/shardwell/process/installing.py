@@ -11,8 +11,5 @@ def install_command(*arguments: str) -> str:
 
     It does not name an extra of Shardwell's: pip would look for Shardwell itself, which may have
     been installed from a checkout or a wheel.
-
-    Args:
-        arguments: Arguments of `pip install`, such as "torch>=2.1".
     """
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *arguments])

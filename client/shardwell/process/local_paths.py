@@ -13,11 +13,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of this machine, where `~` is the user's home.
-
-    Raises:
-        ArgumentError: it is a URL, or `~NAME` of no user.
-    """
+    """A path of this machine, where `~` is the user's home; ArgumentError: it is a URL."""
     given = os.fspath(path)
     found = _URL.match(given)
     if found is not None:

@@ -12,11 +12,7 @@ from shardwell.errors import ForkedError
 
 
 class OwnerProcess:
-    """The process that this was made in.
-
-    Args:
-        what: What belongs to it, for messages: "client".
-    """
+    """The process that this was made in; `what` belongs to it, in messages."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -33,11 +29,7 @@ class OwnerProcess:
         return os.getpid() == self._process_id
 
     def check(self) -> None:
-        """Refuses to work in another.
-
-        Raises:
-            ForkedError: this process was forked from the one that made it.
-        """
+        """Raises ForkedError in a process that was forked from the one that made it."""
         if os.getpid() != self._process_id:
             raise ForkedError(
                 f"this {self._what} was made in process {self._process_id} and can't be used in "

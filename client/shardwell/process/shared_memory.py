@@ -41,15 +41,7 @@ class SharedMemoryError(Exception):
 
 
 class SharedMemory:
-    """Mapped memory. It is unmapped when the last reference to it, or to a view of it, is gone.
-
-    Args:
-        file: A descriptor, which may be closed then.
-        size_bytes: Size of the memory.
-
-    Raises:
-        OSError: it can't be mapped.
-    """
+    """Mapped memory. It is unmapped when the last reference to it, or to a view of it, is gone."""
 
     def __init__(self, file: int, size_bytes: int) -> None:
         mapped = mmap.mmap(file, size_bytes)
@@ -59,14 +51,9 @@ class SharedMemory:
         address = ctypes.c_void_p(self._bytes.ctypes.data)
         _LIBC.madvise(address, ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ)
         self.size_bytes = size_bytes
-        """Bytes of it."""
 
     def view(self, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """A part of it, which may change at any time.
-
-        Raises:
-            SharedMemoryError: there is no such part, or it is not aligned.
-        """
+        """A part of it, which may change at any time; SharedMemoryError: there is no such part."""
         stop = offset + size_bytes
         if offset % 16 or not HEAD_BYTES <= offset <= stop <= self.size_bytes:
             raise SharedMemoryError(
@@ -87,18 +74,10 @@ class SharedMemory:
 
 
 class OwnMemory:
-    """Memory of this process that is handed over.
-
-    Args:
-        size_bytes: How much.
-
-    Raises:
-        OSError: there is not so much.
-    """
+    """Memory of this process that is handed over."""
 
     def __init__(self, size_bytes: int) -> None:
         self.file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """Its descriptor."""
         try:
             os.ftruncate(self.file, size_bytes)
             os.posix_fallocate(self.file, 0, size_bytes)
@@ -115,15 +94,9 @@ class OwnMemory:
 
 
 def received_memory(file: int, size_bytes: int) -> SharedMemory:
-    """Memory that another process handed over.
+    """Maps memory of another process; the caller closes the descriptor.
 
-    Args:
-        file: Its descriptor, to be closed by the caller.
-        size_bytes: What it should have, which was checked.
-
-    Raises:
-        SharedMemoryError: its size is another, or may change.
-        OSError: there is not so much memory, or it may not be written.
+    SharedMemoryError: its size is not `size_bytes`, or may change.
     """
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:

@@ -20,7 +20,6 @@ class Span(NamedTuple):
     kind: int
     """A SpanKind; a later version has more of them."""
     subject: str
-    """Name of the parameter or table."""
     step: int
     """-1: of none."""
     chunk: int
@@ -52,11 +51,7 @@ def to_message(spans: Iterable[tuple[int, str, int, int, str, int, int]]) -> pb.
 
 
 def check(message: pb.ProcessSpans) -> None:
-    """Refuses what `spans_of` could not read, or what would not be shown as it is meant.
-
-    Raises:
-        ArgumentError: says what is wrong.
-    """
+    """Raises ArgumentError for spans that `spans_of` could not read, or that would mislead."""
     counts = {name: len(getattr(message, name)) for name in _COLUMNS}
     if len(set(counts.values())) > 1 or counts["kinds"] > SPAN_COUNT_MAX:
         raise ArgumentError(
@@ -77,12 +72,7 @@ def check(message: pb.ProcessSpans) -> None:
 
 
 def spans_of(message: pb.ProcessSpans, offset_ns: int = 0) -> list[Span]:
-    """The spans of a message that was checked, in its order.
-
-    Args:
-        message: The message.
-        offset_ns: Added to all times.
-    """
+    """The spans of a checked message, in its order; `offset_ns` is added to all times."""
     words = list(message.words)
     columns = [getattr(message, name) for name in _COLUMNS]
     return [

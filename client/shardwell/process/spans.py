@@ -23,7 +23,6 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE = "/proc/self/ns/time"
 
 now_ns = time.monotonic_ns
-"""The clock of all spans."""
 
 
 class Spans:
@@ -35,13 +34,7 @@ class Spans:
     def add(self, kind: int, subject: str, step: int, chunk: int, peer: str, begin_ns: int) -> int:
         """Notes a span that ends now; returns when that is, as the next one may begin there.
 
-        Args:
-            kind: A SpanKind of trace.proto.
-            subject: Name of the parameter or table.
-            step: Its step, or NO_STEP.
-            chunk: Index of the chunk, or ALL_CHUNKS.
-            peer: With whom, see trace.proto; may be empty.
-            begin_ns: When it began.
+        `kind` and `peer` are as in trace.proto.
         """
         end_ns = now_ns()
         self._kept.append((kind, subject, step, chunk, peer, begin_ns, end_ns))

@@ -23,9 +23,7 @@ from shardwell.v1 import trace_pb2 as pb
 _LOG = logging.getLogger("shardwell")
 _MODULE = "opentelemetry.trace"
 _FLUSH_MS = 2000
-"""For an exporter, whose receiver may be gone."""
 _TRACE_PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
-"""W3C's traceparent."""
 _OF_CALL = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND, pb.SPAN_KIND_WAIT, pb.SPAN_KIND_DECODE)
 _OF_STEP = (
     pb.SPAN_KIND_ADD,
@@ -40,11 +38,7 @@ _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
 def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) -> CallSpan | None:
     """A span for a block, with what is noted in it, in the caller's context; None: none is wanted.
 
-    Args:
-        verb: Name of the call: "exchange"; empty: it gets no span.
-        spans: The client's.
-        worker_id: The worker that calls.
-        where: {"parameter": its name}, or {"table": its name}.
+    An empty `verb` has no span; `where` is {"parameter": name} or {"table": name}.
     """
     otel = sys.modules.get(_MODULE) if verb else None
     return None if otel is None else CallSpan(otel, verb, spans, worker_id, where)
@@ -52,7 +46,7 @@ def call_span(verb: str, spans: Spans, worker_id: str, where: dict[str, str]) ->
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """For a block of OpenTelemetry's: no call fails because that does, or is half imported."""
+    """Guards a block of OpenTelemetry's: no call fails because that does, or is half imported."""
     try:
         yield
     except Exception as error:
@@ -111,7 +105,6 @@ class CallSpan:
             self._span.end()
 
     def _tell(self, error: BaseException | None) -> None:
-        """Adds what was noted in the block, and how that ended."""
         if not self._span.is_recording():
             return
         kept = self._spans.since(self._begin_ns, self._name)
@@ -142,14 +135,7 @@ def flush() -> None:
 
 
 class StepSpans:
-    """Spans of the steps of one worker's stream on a shard. For one thread at a time.
-
-    Args:
-        spans: The shard's.
-        shard_index: Index of the shard.
-        worker_id: The worker whose stream it is.
-        where: See `call_span`.
-    """
+    """Spans of the steps of one worker's stream on a shard. For one thread at a time."""
 
     def __init__(
         self, spans: Spans, shard_index: int, worker_id: str, where: dict[str, str]
@@ -185,7 +171,7 @@ class StepSpans:
                 self._make(otel, found)
 
     def _make(self, otel: Any, found: re.Match[str]) -> None:
-        """The span of the step, as a child of the one that a traceparent names."""
+        """Makes the step's span, a child of the one that a traceparent names."""
         trace_id, span_id, flags = (int(part, 16) for part in found.groups())
         parent = otel.SpanContext(
             trace_id, span_id, is_remote=True, trace_flags=otel.TraceFlags(flags)
@@ -205,7 +191,6 @@ class StepSpans:
         span.end()
 
     def _tell_wait(self, span: Any, kept: Iterable[Span]) -> None:
-        """For whom the worker waited, and how long."""
         step = [s for s in kept if s.kind in _CONTRIBUTIONS and s.step == self._step and s.peer]
         own = max((s for s in step if s.peer == self._worker_id), key=_end_ns, default=None)
         if own is None or own.kind == pb.SPAN_KIND_UPDATE:  # of asynchronous mode, all are
@@ -241,5 +226,4 @@ def _add_children(otel: Any, parent: Any, kept: Iterable[Span]) -> None:
 
 
 def _epoch_ns() -> int:
-    """What makes OpenTelemetry's times of ours."""
     return time.time_ns() - now_ns()  # noqa: TID251 (orders nothing: others' spans have such times)

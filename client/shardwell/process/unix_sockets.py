@@ -25,11 +25,7 @@ class Listener(socket.socket):
     _file: tuple[str, int, int] | None = None
 
     def listen_at(self, address: str) -> None:
-        """Binds it, and listens.
-
-        Raises:
-            OSError: it can't.
-        """
+        """Binds it, and listens."""
         self.bind(socket_path(address))
         if not address.startswith("@"):
             found = os.lstat(address)
@@ -51,11 +47,7 @@ class Listener(socket.socket):
 
 
 def listening(address: str, kind: socket.SocketKind) -> Listener:
-    """A socket that listens there, and does not block; what a killed process left there is removed.
-
-    Raises:
-        OSError: it can't be, or another process listens there.
-    """
+    """A non-blocking socket that listens there; what a killed process left is removed."""
     _forget(address, kind)
     listener = Listener(socket.AF_UNIX, kind)
     try:
@@ -68,11 +60,7 @@ def listening(address: str, kind: socket.SocketKind) -> Listener:
 
 
 def connected(address: str, kind: socket.SocketKind, timeout_s: float) -> socket.socket:
-    """A connection to who listens there, with that timeout.
-
-    Raises:
-        OSError: no process listens, or one of another user.
-    """
+    """A connection to an address; OSError: no process listens, or one of another user."""
     connection = socket.socket(socket.AF_UNIX, kind)
     try:
         connection.settimeout(timeout_s)
@@ -85,11 +73,7 @@ def connected(address: str, kind: socket.SocketKind, timeout_s: float) -> socket
 
 
 def check_same_user(connection: socket.socket) -> None:
-    """Refuses a peer of another user.
-
-    Raises:
-        PermissionError: it is one.
-    """
+    """Raises PermissionError if the peer is of another user."""
     given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user_id, _ = _CREDENTIALS.unpack(given)
     if user_id != os.geteuid():
@@ -97,11 +81,6 @@ def check_same_user(connection: socket.socket) -> None:
 
 
 def _forget(address: str, kind: socket.SocketKind) -> None:
-    """Removes a socket that a killed process left.
-
-    Raises:
-        OSError: it can't be removed.
-    """
     if address.startswith("@") or not os.path.lexists(address):
         return
     if not stat.S_ISSOCK(os.lstat(address).st_mode):

@@ -14,7 +14,7 @@ _THREAD_COUNT_MAX = 8
 """What one call has under way at once: as many as a shard answers without hurting others."""
 
 _TOGETHER_BYTES_MAX = 8 << 20
-"""Things up to that size are moved together with others; larger ones fill the wire alone."""
+"""Larger things fill the wire alone."""
 
 GivenT = TypeVar("GivenT")
 AnswerT = TypeVar("AnswerT")
@@ -25,13 +25,6 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
 
     Each is a part of the call that this thread runs, and is cancelled with it. After a failure
     nothing more is begun, what is under way is cancelled, and its end waited for.
-
-    Args:
-        given: The things to ask, shards for example.
-        ask: Asks one; called from several threads, and bounded by a deadline of its own.
-
-    Raises:
-        Exception: the failure that came first; of those that came at once, the first in order.
     """
     if len(given) < 2:
         return [ask(each) for each in given]

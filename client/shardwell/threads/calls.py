@@ -49,8 +49,7 @@ _LONG_PART = 0.1
 _LONG_S_MIN = 10.0
 """Nothing that takes less does."""
 _LOOK_S_FIRST = 2.0
-"""After so long, and then each time that it has doubled, a call that waits has its shards looked
-at."""
+"""A waiting call has its shards looked at after so long, and then each time that it has doubled."""
 CALL_COUNT_MAX = 256
 """Calls of one client that are under way at once; each has a thread."""
 LATE_S = 0.25
@@ -76,12 +75,8 @@ class _Outcome(NamedTuple):
 class Call:
     """A call under way, or a part of one. Any thread but a caller's may cancel it.
 
-    Args:
-        body: What it does; a part, which is run elsewhere, has none.
-        timeout_s: How long it may take; a part is cancelled with the whole.
-        deliver: Receives the outcome, on the call's thread.
-        scope: What it is a call of, if anything.
-        is_awaited: Whether `deliver` does nothing but hand over to who waits.
+    A part, which is run elsewhere, has no `body`, and is cancelled with the whole. `deliver`
+    receives the outcome, on the call's thread; with `is_awaited` it does nothing but hand it over.
     """
 
     def __init__(
@@ -98,17 +93,12 @@ class Call:
         self.scope = scope
         self.is_awaited = is_awaited
         self.late_s = time.monotonic() + timeout_s + LATE_S
-        """When it is cancelled, by time.monotonic()."""
         self.has_ended = False
-        """Whether its outcome is on its way, or there."""
         self.cancelled = threading.Event()
         """Set once; what waits inside the call looks at it."""
         self.is_expired = False
-        """Whether it was cancelled because its time was over."""
         self.lock = threading.Lock()
-        """Held to change `acts`, and to cancel."""
         self.acts: list[Callable[[], None]] = []
-        """What cancels it now; see `cancelled_by`."""
 
     def cancel(self) -> None:
         """Ends what it waits for. Safe to repeat."""
@@ -131,11 +121,9 @@ def current_call() -> Call | None:
 class cancelled_by:  # noqa: N801 (read as a verb, as contextlib's are)
     """While the block runs, `act` ends what it waits for, if its call is cancelled.
 
-    At once, if the call was cancelled before. Written out, as a generator costs twice as much.
-
-    Args:
-        act: Does not block for long; may be called by any thread, and more than once.
-        call: The call; default: the one that this thread runs, if it runs one.
+    At once, if the call was cancelled before. `act` does not block for long, and may be called by
+    any thread, and more than once. The call is by default the one that this thread runs. Written
+    out, as a generator costs twice as much.
     """
 
     __slots__ = ("_act", "_call")
@@ -161,11 +149,7 @@ class cancelled_by:  # noqa: N801 (read as a verb, as contextlib's are)
 
 
 class CallPart(Call):
-    """A part of a call, on a thread of its own: cancelled with the call, or alone.
-
-    Args:
-        whole: The call; None: there is none.
-    """
+    """A part of a call, on a thread of its own: cancelled with the call, or alone."""
 
     def __init__(self, whole: Call | None) -> None:
         super().__init__()
@@ -185,7 +169,6 @@ class CallPart(Call):
                 _current.call = before
 
     def _end(self) -> None:
-        """The whole was cancelled."""
         assert self._whole is not None
         self.is_expired = self._whole.is_expired
         self.cancel()
@@ -195,17 +178,13 @@ class CallThreads:
     """The threads of one client. Any thread may call, and after `close` none.
 
     They end with this object, too: none of them holds it.
-
-    Args:
-        name: What owns them, for the threads' names and for messages: "client".
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.owner = OwnerProcess(name)
-        """The process that has the threads."""
         self.closed = ""
-        """What a call is refused with after `close`, where that has a reason of its own."""
+        """The reason why calls are refused after `close`, where it has one of its own."""
         self._threads = _Threads(f"shardwell-{name}")
         self._end = weakref.finalize(self, self._threads.end)
         try:
@@ -222,21 +201,14 @@ class CallThreads:
         tell: Callable[[float], None] | None = None,
         look: Callable[[float], None] | None = None,
     ) -> ResultT:
-        """What `body` returns or raises, from a thread of these. Blocks up to `timeout_s`.
+        """Runs `body` on a thread of these, and returns its result. Blocks up to `timeout_s`.
 
-        After an interrupt its result is dropped: the result must let go of all by itself.
+        After an interrupt its result is dropped: the result must let go of all by itself. `tell` is
+        called once it has taken long, with how long; `look` after a few seconds, and again after as
+        many, with how many. A ShardwellError's traceback begins here.
 
-        Args:
-            body: The work.
-            timeout_s: When it is cancelled.
-            scope: What it is a call of: see `cancel_scope`.
-            tell: Called once it has taken long, with how long.
-            look: Called after a few seconds, and again after as many, with how many.
-
-        Raises:
-            DeadlineError: it did not end, even though it was cancelled.
-            ForkedError, ClosedError, LimitError: it was not begun.
-            ShardwellError: what `body` raises; its traceback begins here.
+        DeadlineError: it did not end, even though it was cancelled. ForkedError, ClosedError,
+        LimitError: it was not begun.
         """
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         call = Call(body, timeout_s, outcomes.put, scope, is_awaited=True)
@@ -277,11 +249,7 @@ class CallThreads:
     def start(
         self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
     ) -> Future[ResultT]:
-        """The same without waiting.
-
-        Raises:
-            ForkedError, ClosedError, LimitError: it was not begun.
-        """
+        """Begins what `run` does, without waiting."""
         future: Future[ResultT] = Future()
         future.set_running_or_notify_cancel()
 
@@ -337,11 +305,8 @@ class _Threads:
 
     def __init__(self, name: str) -> None:
         self.to_cancel: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """What the thread that cancels is to do; None ends it."""
         self.is_ended = False
-        """Whether no call is to begin."""
         self.are_gone = False
-        """Whether no thread will take what is queued from now on."""
         self.queued: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         """Calls to be run; None ends the threads. `look` is to be called after each."""
         self._name = name
@@ -354,14 +319,12 @@ class _Threads:
         """Whether a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
         self._count = 0
-        """Number of threads that run calls."""
         self._look_s = math.inf
         """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
         first becomes late. A call that ends does not change it, so calls of like timeouts, one
         after another, wake that thread once a timeout, and not once each."""
 
     def start(self) -> None:
-        """Starts a thread that cancels, and one that waits for a call."""
         self._thread(self._cancel)
         self._add()
 
@@ -373,8 +336,7 @@ class _Threads:
     def end(self, finish: Callable[[], None] | None = None) -> None:
         """Takes no further call, and ends the threads when those under way are over.
 
-        Args:
-            finish: Called by the thread that cancels, before it ends.
+        The thread that cancels calls `finish` before it ends.
         """
         self.is_ended = True
         if finish is not None:
@@ -382,7 +344,6 @@ class _Threads:
         self.to_cancel.put(None)
 
     def cancel(self, scope: object = None) -> None:
-        """Ends all calls that have begun, or those of a scope."""
         with self._lock:
             calls = [call for call in self.running if scope in (None, call.scope)]
         for call in calls:
@@ -392,7 +353,6 @@ class _Threads:
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
     def _add(self) -> None:
-        """Starts a thread that runs calls."""
         with self._lock:
             self._count += 1
         try:
@@ -429,7 +389,6 @@ class _Threads:
             del call, outcome  # what they hold is the caller's to let go
 
     def _refuse_all(self) -> None:
-        """Ends the calls that no thread will take."""
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self.queued.get_nowait()
@@ -440,8 +399,7 @@ class _Threads:
     def _next_call(self, *, waits: bool) -> Call | None:
         """Waits for a call, and sees to it that another thread waits for the next; None: end.
 
-        Args:
-            waits: Whether this thread is the one that waits already; else it may be a spare first.
+        With `waits` it is the thread that waits already; else it may be a spare first.
         """
         if not waits and not self._is_wanted():
             return None
@@ -485,7 +443,6 @@ class _Threads:
                 is_idle = True
 
     def _cancel(self) -> None:
-        """Runs what cancels, when it is asked for or time is over."""
         while True:
             wait_s, look_s = None, self._look_s
             if look_s != math.inf:
@@ -539,7 +496,6 @@ def _awaited(
 
 
 def _outcome_of(call: Call) -> _Outcome:
-    """Runs a call."""
     if call.cancelled.is_set():
         return _not_begun()
     try:
@@ -553,13 +509,12 @@ def _not_begun() -> _Outcome:
 
 
 def _refuse(call: Call) -> None:
-    """Ends a call that no thread will run."""
     call.has_ended = True
     call.deliver(_not_begun())
 
 
 def _tried(act: Callable[[], None]) -> None:
-    """Does it; what fails must not keep others from being cancelled."""
+    """Runs `act`; its failure must not keep others from being cancelled."""
     try:
         act()
     except Exception:

@@ -23,11 +23,7 @@ _Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 class DaemonThreads(Executor):
     """An executor whose threads end with the process at the latest. Any thread may use it.
 
-    Args:
-        count_max: Threads, which are started as they are needed.
-        name: Name of each thread.
-        lends_callers: Whether the caller does the work itself where no thread can be had, as in
-            atexit handlers.
+    With `lends_callers` the caller does the work where no thread can be had, as at exit.
     """
 
     def __init__(self, count_max: int, name: str, *, lends_callers: bool = False) -> None:
@@ -44,11 +40,7 @@ class DaemonThreads(Executor):
     def submit(
         self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any
     ) -> Future[ResultT]:
-        """Has a thread call the function: what it returns or raises.
-
-        Raises:
-            RuntimeError: it was shut down.
-        """
+        """Has a thread call the function; RuntimeError: it was shut down."""
         future: Future[ResultT] = Future()
         with self._lock:
             if self._closed:
@@ -92,7 +84,6 @@ class DaemonThreads(Executor):
                 thread.join()
 
     def _add(self) -> None:
-        """Starts a thread; the lock is held."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
             thread.start()
@@ -109,12 +100,10 @@ class DaemonThreads(Executor):
             self._idle.release()
 
     def _work_off(self) -> None:
-        """Does what waits, on the caller's thread."""
         while (task := self._taken()) is not None:
             _do(*task)
 
     def _taken(self) -> _Task | None:
-        """What waits next; None: nothing does."""
         with contextlib.suppress(queue.Empty):
             return self._tasks.get_nowait()
         return None

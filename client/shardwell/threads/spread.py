@@ -31,11 +31,7 @@ THREAD_COUNT_MAX = 256
 
 
 def core_count(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: as its affinity says, and its container's quota.
-
-    Args:
-        cgroup: Where the system shows the quota: `cpu.max` in version 2, two files in version 1.
-    """
+    """Cores that this process may use: as its affinity says, and its container's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -47,15 +43,10 @@ def core_count(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def thread_count(given: int | None) -> int:
-    """How many threads a call may use, its own among them.
+    """The threads that a call may use, its own among them.
 
-    Args:
-        given: The caller's number; None: $SHARDWELL_THREADS, else half as many as cores,
-            up to `THREAD_COUNT_DEFAULT_MAX`: on two cores, a worker and a shard that share them
-            lose a twentieth to more threads.
-
-    Raises:
-        ArgumentError: it is none.
+    By default $SHARDWELL_THREADS, else half as many as cores, up to `THREAD_COUNT_DEFAULT_MAX`: on
+    two cores, a worker and a shard that share them lose a twentieth to more threads.
     """
     what, value, count = "threads", str(given), given
     if given is None:
@@ -69,15 +60,10 @@ def thread_count(given: int | None) -> int:
 
 
 class CoreThreads:
-    """The threads that take pieces of any call's work. Any thread may use it.
-
-    Args:
-        count: Threads of a call, its own among them: 1 starts none.
-    """
+    """The threads that take pieces of any call's work; a count of 1 starts none."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        """Threads of a call, its own among them."""
         self._threads = DaemonThreads(count - 1, "shardwell-core")
         self._process_id = os.getpid()
 
@@ -104,11 +90,7 @@ class Spread:
         self._given: list[Future[Any]] = []
 
     def give(self, piece: Callable[..., object], *args: object) -> None:
-        """Has a free thread do a piece, or does it before it returns.
-
-        Raises:
-            BaseException: what the piece raises, done here; or one that was given before.
-        """
+        """Has a free thread do a piece, or does it here; raises what a piece raised."""
         future = self._threads.offer(piece, *args)
         if future is None:
             piece(*args)
@@ -127,16 +109,10 @@ class Spread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for all pieces; see `wait`."""
         self.wait()
 
     def wait(self) -> None:
-        """Returns when all pieces have ended.
-
-        Raises:
-            BaseException: what the first piece raised that failed, in the order of giving, rather
-                than the error of a later one.
-        """
+        """Waits for all pieces; raises the error of the first that failed, in their order."""
         given, self._given = self._given, []
         failed = [each for each in (future.exception() for future in given) if each is not None]
         try:

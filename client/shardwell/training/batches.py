@@ -54,32 +54,20 @@ def split_batch(batch: Any, worker_count: int) -> list[Any]:
 
 
 def share_of(batch: Any, worker_count: int, rank: int) -> Any:
-    """`split_batch(batch, worker_count)[rank]`, without the others.
-
-    Raises:
-        ArgumentError: as `split_batch`.
-    """
+    """`split_batch(batch, worker_count)[rank]`, without the others."""
     check_integer("rank", rank, 0, worker_count - 1)
     count_samples(batch)
     return _cut(batch, slice(rank, None, worker_count))
 
 
 def micro_batches(batch: Any, size: int) -> list[Any]:
-    """The batch in runs of `size` samples, the last one shorter; none of an empty batch.
-
-    Raises:
-        ArgumentError: as `split_batch`.
-    """
+    """The batch in runs of `size` samples, the last one shorter; none of an empty batch."""
     count = count_samples(batch)
     return [_cut(batch, slice(start, start + size)) for start in range(0, count, size)]
 
 
 def count_samples(batch: Any) -> int:
-    """How many samples a batch has.
-
-    Raises:
-        ArgumentError: it is no batch, or its columns have unequal lengths.
-    """
+    """Counts samples; ArgumentError: it is no batch, or its columns have unequal lengths."""
     columns = _columns(batch)
     if columns is not None:
         counts = {name: count_samples(column) for name, column in columns.items()}
@@ -178,7 +166,6 @@ def _is_array(batch: Any) -> bool:
 
 
 def _columns(batch: Any) -> dict[Any, Any] | None:
-    """The columns of a batch that has some."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, tuple) and batch and all(map(_is_array, batch)):

@@ -66,15 +66,10 @@ class ThreadCall:
     """One thread's call."""
 
     op: str
-    """One of REDUCTIONS."""
     values: Float32 = field(default_factory=lambda: np.empty(0, np.float32))
-    """The array as one dimension, a view."""
     shape: tuple[int, ...] = ()
-    """The array's."""
     sample_count: int = 0
-    """Its weight in a mean."""
     problem: str = ""
-    """Why it can't be used, if so."""
     non_finite_index: int | None = None
     """The first element that is not finite and may not be so."""
 
@@ -144,7 +139,6 @@ def _forms(calls: Sequence[ThreadCall]) -> str:
 
 
 def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:
-    """Two ranks whose arrays share memory, if there are."""
     starts = sorted(
         (int(call.values.__array_interface__["data"][0]), rank)
         for rank, call in enumerate(calls)
@@ -165,7 +159,6 @@ class _Round:
         self.buffers: list[Float32] = []
         self.weights = MeanFactors(())
         self.writing: set[int] = set()
-        """Ranks whose part is not done yet."""
         self.failure: Failure | None = None
         """Makes the error that all get, one for each thread."""
 
@@ -357,7 +350,6 @@ class ThreadedSync:
                 raise round_.failure()
 
     def _gather(self, round_: _Round, rank: int, call: ThreadCall) -> None:
-        """Brings a call; returns when all have, or raises what is wrong with them."""
         with self._condition:
             if round_.state != _GATHERING:  # broken since
                 self._check_usable()
@@ -371,7 +363,6 @@ class ThreadedSync:
                 raise round_.failure()
 
     def _compare(self, round_: _Round) -> None:
-        """All have come: what this round does, and room for the next."""
         self._next = _Round()
         calls = [round_.calls[rank] for rank in range(self._worker_count)]
         round_.failure = failure_of(calls)
@@ -384,7 +375,6 @@ class ThreadedSync:
         round_.writing = set(range(self._worker_count))
 
     def _reduce(self, round_: _Round, rank: int) -> None:
-        """Reduces this rank's part of all arrays, and hands it out."""
         buffers, reduction = round_.buffers, round_.calls[rank].op
         total = thread_scratch().values
         first, stop = part_of(buffers[0].size, len(buffers), rank)
@@ -433,7 +423,6 @@ class ThreadedSync:
         return lambda: WorkersMissingError(message, missing_ranks=missing, rank=rank)
 
     def _break(self, round_: _Round, failure: Failure) -> None:
-        """Ends a round for all of its threads, and refuses calls until `reset`."""
         if round_.failure is None and round_.state != _OVER:
             round_.failure = failure
             round_.state = _OVER

@@ -301,7 +301,6 @@ class DataParallelTrainer:
     # The parts of a step.
 
     def _update_of(self, batch: Any) -> Update:
-        """Mean gradient and loss of a batch, by as many calls as micro_batch_size makes it."""
         count = check_integer("samples of a batch", count_samples(batch), 0, SAMPLE_COUNT_MAX)
         if count == 0:
             return Update(gradient=np.zeros_like(self._flat), loss=0.0, sample_count=0)
@@ -318,7 +317,6 @@ class DataParallelTrainer:
         return Update(gradient=flat, loss=float(loss), sample_count=sample_count)
 
     def _fill(self, update: Update) -> None:
-        """Puts gradient and loss where they are synchronised; refuses what is not finite."""
         with np.errstate(over="ignore"):
             self._synced[:-1] = update.gradient
             self._synced[-1] = update.loss
@@ -338,7 +336,6 @@ class DataParallelTrainer:
         )
 
     def _apply(self, gradient: Float32) -> None:
-        """The optimizer's update, block by block; overwrites the gradient."""
         for start, stop in blocks(self._flat.size):
             self._rule.apply(
                 self._flat[start:stop],

@@ -47,9 +47,7 @@ converting its chunk, and a chunk that waits for others makes no progress. At mo
 _BATCHES = 4
 """Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
-"""Most bytes of a message over the Unix socket."""
 _OFFER_S = 2.0
-"""How long a server may take to look at an offer."""
 PAGE_BYTES = 4096
 _ROOM_ALIGNMENT_BYTES = 64
 _LOG = logging.getLogger("shardwell")
@@ -65,11 +63,8 @@ class Arena:
 
     def __init__(self, memory: SharedMemory, token: int) -> None:
         self.token = token
-        """Its name on the stream."""
         self.is_announced = False
-        """Whether a message has named it."""
         self.memory = memory
-        """The shared memory."""
 
     def holds(self, wanted_bytes: int) -> bool:
         """Whether a larger one would have no more room for so many bytes."""
@@ -98,25 +93,14 @@ def _arena_bytes(wanted_bytes: int) -> int:
 
 
 def batch_count(chunk_count: int) -> int:
-    """How many of so many chunks one message carries.
-
-    Few enough that one side works on some while the other has others.
-    """
+    """The number of chunks in a message: so few that both sides work at once."""
     return min(max(chunk_count // _BATCHES, 1), BATCH_COUNT)
 
 
 def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:
-    """The payload of a chunk that came: the message's own, or what is shared, which may change.
+    """The payload of a chunk: the message's own, or a shared one, which may change.
 
     Only the latter can be written to: see `check_chunk`.
-
-    Args:
-        chunk: The header.
-        payload: The payload in the message.
-        memory: The stream's, if it has one.
-
-    Raises:
-        CorruptChunkError: it says that the payload is where there is none.
     """
     if not chunk.HasField("shared"):
         return payload
@@ -139,9 +123,7 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
 class Places:
     """The places of an arena one behind the other, for the payloads of one call.
 
-    Args:
-        memory: The arena's.
-        before_bytes: What the call's payloads take in front of those that get a place here.
+    Payloads in front of those that get a place here take `before_bytes`.
     """
 
     def __init__(self, memory: SharedMemory, before_bytes: int = 0) -> None:
@@ -160,14 +142,9 @@ class Places:
 def shared_message(
     message_type: Any, message: bytes, room_of: Callable[[int], Room | None]
 ) -> tuple[bytes, int]:
-    """A message with a chunk, without its payload, which is shared then; and the payload's bytes.
+    """A message without its payload, which is shared then; and the payload's bytes.
 
-    As it is where its payload has no room, or may not be shared.
-
-    Args:
-        message_type: Type of the message.
-        message: The message as it would go over the network.
-        room_of: Where a payload of so many bytes goes.
+    Unchanged where its payload has no room, or may not be shared.
     """
     header, payload = framing.parse(message_type, message)
     room = room_of(payload.size)
@@ -180,14 +157,7 @@ def shared_message(
 
 
 class Arenas:
-    """Where a client asks for arenas of one server. Any thread may use it.
-
-    Args:
-        what: The server, for the log.
-        offer: Says who is meant.
-        address: Where it takes offers; empty: nowhere.
-        is_wanted: Whether anything is to be shared.
-    """
+    """The client's side of one server's arenas. Any thread may use it."""
 
     def __init__(
         self,
@@ -198,14 +168,13 @@ class Arenas:
         is_wanted: bool = True,
     ) -> None:
         self.server = Neighbour(address, is_wanted=is_wanted and IS_SUPPORTED)
-        """The server that takes offers."""
         self._what = what
         self._offer = offer
 
     def arena(self, wanted_bytes: int, timeout_s: float = _OFFER_S) -> Arena | None:
         """An arena for that many bytes, or for as many as there may be; None: there is none.
 
-        Blocks for 2 s, or `timeout_s`, at the most, and mostly for a millisecond a few megabytes.
+        Blocks for `timeout_s` at the most, and mostly for a millisecond a few megabytes.
         """
         if not self.server.is_there:
             return None

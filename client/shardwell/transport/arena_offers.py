@@ -43,10 +43,7 @@ _DESCRIPTOR_RESERVE = 64
 class ArenaOffers:
     """Takes offers on a Unix socket, with a thread of its own. Any thread may use it.
 
-    Args:
-        check: Refuses, with a ShardwellError, offers that are meant for another server.
-        bytes_max: What may be mapped at once; named `arena_bytes_max` in refusals.
-        log: For what an operator should know.
+    `check` refuses, with a ShardwellError, offers that are meant for another server.
     """
 
     def __init__(
@@ -63,20 +60,16 @@ class ArenaOffers:
         self._log = log
         self._lock = threading.RLock()  # memory may go while it is held
         self._offered: OrderedDict[int, tuple[float, SharedMemory]] = OrderedDict()
-        """By token: until when, and what."""
+        """The end of an offer and its memory, by token."""
         self.mapped_bytes = 0
-        """Bytes of all arenas."""
         self._listener: socket.socket | None = None
         self._closing = -1
-        """A descriptor that can be read when it is to end."""
         self._thread = threading.Thread(target=self._serve, name="shardwell-arenas", daemon=True)
 
     def start(self, same_host: str, name: str) -> None:
         """Begins to listen, if it is wanted and can be; a log says where not.
 
-        Args:
-            same_host: "auto": on an abstract socket; "off": not at all; else a directory.
-            name: Name of the socket; unique on this machine, or in that directory.
+        `same_host` is "auto" for an abstract socket, "off", or a directory; `name` is unique there.
         """
         if same_host == "off" or not IS_SUPPORTED:
             return
@@ -130,7 +123,6 @@ class ArenaOffers:
                 self._accept(self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Looks at one offer."""
         try:
             connection, _ = listener.accept()
         except BlockingIOError:  # the client has gone
@@ -170,7 +162,6 @@ class ArenaOffers:
             raise
 
     def _take_in(self, offer: arena_pb2.ArenaOffer, file: int) -> int:
-        """Maps what is offered; returns its token."""
         self._check(offer)
         check_descriptors(_DESCRIPTOR_RESERVE, "memory that a worker offers")
         size = offer.size_bytes

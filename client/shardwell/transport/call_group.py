@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def _is_own_deadline(call: Any) -> bool:
-    """Whether the client's deadline ended a call, not an answer.
+    """True if the client's deadline ended a call, not an answer.
 
     The others have the same deadline; the one that was waited for is the one to name.
     """
@@ -35,8 +35,7 @@ def _is_own_deadline(call: Any) -> bool:
 class CallGroup:
     """The calls of one request, or the streams of one set. Any thread may use it.
 
-    A context manager: its calls end with the block, and when the call is cancelled that this thread
-    runs.
+    Its calls end with the block, and when the call is cancelled that this thread runs.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,6 @@ class CallGroup:
         self._first: tuple[ShardEndpoint, grpc.RpcError] | None = None
         self._is_cancelled = False
         self.has_ended = False
-        """Whether a call is known to have ended."""
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> CallGroup:
@@ -80,10 +78,7 @@ class CallGroup:
         parameter: str | None = None,
         table: str | None = None,
     ) -> ShardwellError:
-        """The Shardwell error of a stream that failed while this shard's answer was read.
-
-        That of the call that failed first; or it is this shard that let the call's time pass.
-        """
+        """The error of the call that failed first; or this shard's, which let time pass."""
         call = current_call()
         if call is None or not call.is_expired:
             first_channel, first = self.failure(channel, error)

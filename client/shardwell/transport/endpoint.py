@@ -40,7 +40,6 @@ _LOG = logging.getLogger("shardwell")
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
 _LOOKING = threading.Lock()
-"""For who looks whether they are there, which takes them for a moment."""
 _CONNECT_S = 2.0
 """How long a shard on this machine may take to let a stream in."""
 _AWAY_COUNT = 2
@@ -50,14 +49,7 @@ SAID_S = 60.0
 
 
 class ShardEndpoint:
-    """One shard's address and what this process has open to it. Any thread may use it.
-
-    Args:
-        shard_index: Index of the shard.
-        address: HOST:PORT.
-        same_host: Whether Unix sockets and shared memory are used where the shard offers them.
-        credentials: What connections are made with.
-    """
+    """One shard's address and what this process has open to it. Any thread may use it."""
 
     def __init__(
         self,
@@ -70,16 +62,13 @@ class ShardEndpoint:
         self.shard_index = shard_index
         self.address = address
         self.name = f"shard {shard_index}"
-        """For people."""
         self.identity = types_pb2.ShardIdentity()
         self.arenas = Arenas(
             self.name,
             lambda: arena_pb2.ArenaOffer(shard=self.identity),
             is_wanted=same_host,
         )
-        """Memory to be shared with the shard, if it is on this machine."""
         self.unix = Neighbour("", is_wanted=same_host)
-        """Where it takes streams of this machine."""
         self.away_count = 0
         """Calls with streams that failed in a row for want of the shard."""
         self._unix_calls: weakref.WeakSet[UnixCall] = weakref.WeakSet()
@@ -94,9 +83,8 @@ class ShardEndpoint:
         self._questions = UnixQuestions(connection)
         self._closed = False
         self._said = ""
-        """Why the token is not believed any more, as it was logged last."""
+        """The reason why the token is not believed any more, as it was logged last."""
         self._said_s = 0.0
-        """When."""
         self._tls = credentials.tls
         self._token = credentials.token
         self._credentials = credentials
@@ -106,19 +94,10 @@ class ShardEndpoint:
         self._lock = threading.Lock()
 
     def stream(self, method: str, connection: int = 0) -> Any:
-        """What opens a stream over gRPC.
-
-        Args:
-            method: Path of the method, as gRPC names it.
-            connection: Number of the connection it goes over: 0 is that of all other calls.
-
-        Raises:
-            ClosedError: the client was closed.
-        """
+        """Opens streams over gRPC; connection 0 is that of all other calls."""
         return self._channel_of(connection).stream_stream(method)
 
     def _channel_of(self, connection: int) -> Any:
-        """The channel, gRPC's, of a connection, by its number; see `stream`."""
         if connection == 0:
             return self._channel.current
         with self._lock:
@@ -131,21 +110,12 @@ class ShardEndpoint:
         return other.current
 
     def unix_call(self, method: str, calls: UnixCalls, timeout_s: float) -> UnixCall:
-        """A stream to the shard, on this machine. Blocks up to `timeout_s`, and mostly not at all.
-
-        Raises:
-            OSError: it takes none now.
-        """
+        """A stream to the shard, on this machine. Blocks mostly not at all."""
         call = UnixCall(self._unix_connection(timeout_s), method, calls, self._authorization())
         self._unix_calls.add(call)
         return call
 
     def _unix_connection(self, timeout_s: float) -> socket.socket:
-        """A connection to the shard, on this machine.
-
-        Raises:
-            OSError: it takes none now.
-        """
         if self._closed:
             raise ConnectionAbortedError("the client was closed")
         timeout_s = max(min(timeout_s, _CONNECT_S), 0.001)
@@ -167,7 +137,7 @@ class ShardEndpoint:
         return connection
 
     def note_away(self) -> None:
-        """A call has failed for want of the shard.
+        """Notes a call that has failed for want of the shard.
 
         When that happens again before another call succeeds, this machine is left alone for a
         while: the shard may be on another one, and its namesake here.
@@ -178,7 +148,6 @@ class ShardEndpoint:
             self.unix.pause()
 
     def _authorization(self) -> str:
-        """What calls bring now; empty: nothing."""
         return "" if self._token is None else self._token.authorization()
 
     def _asked_here(self, method: str, request: bytes, timeout_s: float) -> bytes | None:
@@ -192,8 +161,7 @@ class ShardEndpoint:
     def check_trust(self, timeout_s: float) -> None:
         """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
 
-        Raises:
-            AuthenticationError: it answers, but TLS keeps the two sides apart.
+        AuthenticationError: it answers, but TLS keeps the two sides apart.
         """
         try:
             check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
@@ -237,7 +205,6 @@ class ShardEndpoint:
         return found
 
     def _refused(self, error: ShardwellError) -> ShardwellError:
-        """The same error, with what only this side knows."""
         whose = "" if self._token is None else f" (of {self._token.path})"
         refused = type(error)(
             f"shard {self.shard_index} at {self.address}: {error.message}{whose}",

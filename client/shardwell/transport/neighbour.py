@@ -13,20 +13,15 @@ _RESTART_COUNT = 60
 
 
 class Neighbour:
-    """An address on this machine, and whether to use it now. Any thread may ask.
-
-    Args:
-        address: Where the server takes what it takes; empty: nowhere.
-        is_wanted: Whether it is to be used at all.
-    """
+    """An address on this machine, and its pauses after failures. Any thread may ask."""
 
     def __init__(self, address: str, *, is_wanted: bool) -> None:
         self.address = address
-        """See Args; may be set once it is known."""
+        """May be set once it is known; empty: nowhere."""
         self._is_wanted = is_wanted
         self._next_try_s = 0.0
         self._restart_count = 0
-        """How often it may still be missing before it is no neighbour."""
+        """Failures left before it is no neighbour."""
 
     @property
     def is_there(self) -> bool:

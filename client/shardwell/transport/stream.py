@@ -23,21 +23,14 @@ class Submit(Protocol):
     """What sends messages over a stream."""
 
     def __call__(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
-        """Sends them, each made as it leaves.
+        """Sends messages, each made as it leaves.
 
         On another thread, or on this one where they and their answers are few and small.
         """
 
 
 class ShardStream:
-    """One stream. `submit` and `read` are for one thread at a time.
-
-    Args:
-        channel: The shard.
-        method: What it is a call of, as gRPC names it.
-        call_group: The streams that it ends with.
-        unix_call: The call, on this machine; None: over gRPC.
-    """
+    """One stream. `submit` and `read` are for one thread at a time."""
 
     def __init__(
         self,
@@ -57,7 +50,6 @@ class ShardStream:
         self._call: Any = unix_call or channel.stream(method, connection)(self._messages())
         # Bound once: on this machine no layer lies between a message and its socket.
         self.submit: Submit = self._submit if unix_call is None else unix_call.send
-        """For one thread at a time; see `Submit`."""
         self.read: Callable[[], bytes] = self._read if unix_call is None else unix_call.read
         """Returns the next answer; blocks. Raises grpc.RpcError when the stream has failed."""
         if not self._call.add_callback(self._end_messages):

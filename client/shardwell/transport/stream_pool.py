@@ -44,31 +44,21 @@ class Connections:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held to change `users`, and by `IdleStreams`."""
         self.users: Counter[int] = Counter()
-        """Calls by number of connection."""
 
 
 class StreamSet:
     """The streams of one call. For one thread at a time, except `close`.
 
-    Either all of them are over gRPC, or all on this machine: only who waits for all at once notices
-    that another one has ended.
-
-    Args:
-        method: What they are calls of, as gRPC names it.
-        channels: Every shard that there may be a stream to.
-        connection: Number of the connection of its streams, where they are over gRPC.
-        is_here: Whether its streams go over Unix sockets.
+    Either all of them are over gRPC, or all on this machine: only a reader that waits for all at
+    once notices that another one has ended.
     """
 
     def __init__(
         self, method: str, channels: Sequence[ShardEndpoint], connection: int, *, is_here: bool
     ) -> None:
         self.connection = connection
-        """The number of the connection."""
         self.is_here = is_here
-        """Whether it was made for shards of this machine."""
         self.call_group = CallGroup()
         self.only_reads = False
         """True if no step uses this stream: close it after the call, to leave its slot to
@@ -76,12 +66,9 @@ class StreamSet:
         self._method = method
         self._channels = channels
         self._unix_calls = UnixCalls() if is_here else None
-        """Calls of all streams; None: they are over gRPC."""
         self._streams: dict[int, ShardStream] = {}
         self._opened: dict[int, Hashable] = {}
-        """What each was used for last."""
         self._used: Sequence[ShardEndpoint] = ()
-        """Shards of the call under way."""
         self._closed = False
 
     def streams(
@@ -89,16 +76,8 @@ class StreamSet:
     ) -> list[tuple[ShardStream, bool]]:
         """The stream to each shard, and whether the next message must say what it is for.
 
-        Blocks up to `timeout_s`, and mostly not at all. To be called once a call.
-
-        Args:
-            channels: The shards.
-            subject: Name and incarnation of the parameter or table, and the tenure of the worker's
-                seat there.
-            timeout_s: For shards on this machine.
-
-        Raises:
-            ClosedError: the set was closed.
+        Blocks up to `timeout_s`, and mostly not at all. To be called once a call. `subject` is name
+        and incarnation of the parameter or table, and the tenure of the worker's seat there.
         """
         self._used = channels
         try:
@@ -151,10 +130,7 @@ class StreamSet:
         return next((stream.failure for stream in self._streams.values() if stream.failure), None)
 
     def note_outcome(self, error: BaseException | None) -> None:
-        """Counts a failure for want of a shard; for the call's other shards, counting begins anew.
-
-        See `ShardEndpoint.note_away`.
-        """
+        """Counts a failure for want of a shard; for the call's other shards, anew."""
         away = None
         if isinstance(error, ShardUnavailableError) and not isinstance(error, SessionUnknownError):
             away = error.shard_index  # a shard that does not know a session has answered
@@ -176,13 +152,7 @@ class StreamSet:
 
 
 class IdleStreams:
-    """The sets of a client that no call uses now. Any thread may use it.
-
-    Args:
-        method: What they are calls of, as gRPC names it.
-        channels: All shards.
-        connections: The client's connections.
-    """
+    """The sets of a client that no call uses now. Any thread may use it."""
 
     def __init__(
         self, method: str, channels: Sequence[ShardEndpoint], connections: Connections
@@ -194,9 +164,9 @@ class IdleStreams:
         self._is_closed = False
 
     def take(self) -> StreamSet:
-        """One that was kept, if a shard has not ended it since; or a new one.
+        """Takes a kept set, if no shard has ended it, or makes one; it is to be given back.
 
-        On a connection that no other call uses, if there is; to be given back.
+        It is on a connection that no other call uses, if there is one.
         """
         is_here = all(channel.unix.is_there for channel in self._channels)
         users = self._connections.users
@@ -215,12 +185,7 @@ class IdleStreams:
             self.give_back(streams, is_wanted=False)
 
     def give_back(self, streams: StreamSet, *, is_wanted: bool) -> None:
-        """Its connection is free; closes the set, or keeps it for another call.
-
-        Args:
-            streams: The set.
-            is_wanted: Whether to keep it, if there are not enough.
-        """
+        """Frees its connection; closes the set, or keeps it if it is wanted and few are kept."""
         with self._connections.lock:
             self._connections.users[streams.connection] -= 1
             is_kept = (
@@ -243,11 +208,7 @@ class IdleStreams:
 class StreamPool:
     """The sets of one parameter's or table's calls. Any thread may use it.
 
-    Args:
-        idle: Sets of the client.
-        what: For messages: "table 'users'".
-        count_max: Calls that have streams at once; further ones wait. None: any number.
-        where: What errors carry of it.
+    Calls beyond `count_max` wait for streams; `where` are the fields of errors.
     """
 
     def __init__(
@@ -270,11 +231,7 @@ class StreamPool:
         """A set for the block, kept for another if it ends without an error, and closed if not.
 
         So no late answer is ever taken for another one's. It is closed as well when the call is
-        cancelled that this thread runs.
-
-        Raises:
-            DeadlineError: as many calls as there can be are under way, and none ended in time.
-            BaseException: why messages could not be made, instead of what came of that.
+        cancelled that this thread runs. DeadlineError: none of the calls under way ended in time.
         """
         with self._free:
             if self._busy_count >= self._count_max:
@@ -301,11 +258,6 @@ class StreamPool:
                 self._free.notify()
 
     def _await_room(self, timeout_s: float) -> None:
-        """Waits until another call has ended.
-
-        Raises:
-            DeadlineError, ClosedError: none did in time, or this one was cancelled.
-        """
         call = current_call()
 
         def is_over() -> bool:

@@ -104,12 +104,9 @@ class UnixCalls:
 
 
 def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
-    """Sends a frame; blocks as long as there is no room. False: the reader takes none now.
+    """Sends a frame over a non-blocking socket; blocks for room.
 
-    Args:
-        connection: A socket that does not block by itself.
-        kind: Kind of the frame.
-        contents: Contents of the frame.
+    False: the reader takes none now.
     """
     start = head(kind, len(contents))
     joined = len(contents) <= _JOINED_BYTES_MAX
@@ -142,11 +139,7 @@ def write_all(connection: socket.socket, written: Sequence[bytes]) -> bool:
 class UnixCall:
     """One call. `send` and `read` are for one thread at a time; any may cancel.
 
-    Args:
-        connection: To the shard; this call's from now on.
-        method: Path of the method, as gRPC names it.
-        calls: Those of its set.
-        authorization: What it brings beside that; empty: nothing.
+    The connection is this call's from now on.
     """
 
     def __init__(
@@ -158,7 +151,6 @@ class UnixCall:
     ) -> None:
         connection.setblocking(False)
         self.file = connection.fileno()
-        """Its descriptor, for who waits for several calls."""
         self._connection = connection
         self._close = weakref.finalize(self, connection.close)
         self._owner = OwnerProcess("call")
@@ -168,9 +160,7 @@ class UnixCall:
         self._lock = threading.Lock()
         self._ended: CallEndedError | None = None
         self.failure: BaseException | None = None
-        """What went wrong while messages were made, if anything."""
         self.is_full = False
-        """Whether no more answers are taken before one is read."""
         self._callbacks: list[Callable[[], None]] = []
         self._writer: queue.SimpleQueue[Callable[[], None] | None] | None = None
         first = unix_stream_pb2.UnixStreamOpen(
@@ -181,12 +171,10 @@ class UnixCall:
         calls.add(connection.fileno(), self)
 
     def send(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
-        """Sends messages.
+        """Sends messages, made one by one as they leave; when one can't be, the call is cancelled.
 
-        Args:
-            messages: Made one by one as they leave; when one can't be, the call is cancelled.
-            is_short: Whether all of them and their answers are less than a socket's buffer and are
-                made in less time than a thread needs to be woken; then this thread sends them.
+        With `is_short`, this thread sends them: they and their answers are less than a socket's
+        buffer and are made in less time than a thread needs to be woken.
         """
         if is_short:
             self._write(messages)
@@ -200,7 +188,6 @@ class UnixCall:
             self._writer.put(partial(self._write, messages))
 
     def _write(self, messages: Iterator[bytes]) -> None:
-        """Sends them all; returns early where the shard takes none."""
         try:
             for message in messages:
                 if not write_frame(self._connection, FrameKind.MESSAGE, message):
@@ -210,11 +197,7 @@ class UnixCall:
             self.cancel()
 
     def read(self) -> bytes:
-        """The next answer; blocks.
-
-        Raises:
-            grpc.RpcError: the call has ended.
-        """
+        """The next answer; blocks. grpc.RpcError: the call has ended."""
         while not self._answers:
             if self._ended is not None:
                 raise self._ended
@@ -232,10 +215,9 @@ class UnixCall:
         return bool(self._answers) or self._ended is not None
 
     def receive(self, *, all_: bool = False) -> bool:
-        """Takes what has come, without waiting; False: nothing more will.
+        """Takes what has come, also if it is full with `all_`, without waiting.
 
-        Args:
-            all_: Also if it is full.
+        False: nothing more will come.
         """
         try:
             while self._ended is None and (all_ or not self.is_full):
@@ -302,7 +284,6 @@ class UnixCall:
 
 
 def _started_writer() -> queue.SimpleQueue[Callable[[], None] | None]:
-    """What a thread does, one after another; None ends it."""
     work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     threading.Thread(target=_work, args=(work,), name="shardwell-writer", daemon=True).start()
     return work

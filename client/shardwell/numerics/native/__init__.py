@@ -23,9 +23,7 @@ class Library(NamedTuple):
     """The functions of the library."""
 
     variant: str
-    """The instructions that it runs on this processor."""
     checks: bool
-    """Whether it computes CRCs on this processor."""
     run: Any
     """(operations, their count, arrays, start, stop, CRC): see dispatch.c. This and all that follow
     are given objects that have memory, and let go of the GIL where they take long."""
@@ -64,7 +62,6 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "look_over": (_OBJECT, _OBJECT, _OBJECT, _OBJECT),
     "move": (_OBJECT, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _NUMBER),
 }
-"""What each takes."""
 _PYTHONS = (
     "PyObject_GetBuffer",
     "PyBuffer_Release",
@@ -106,7 +103,6 @@ def load(path: Path) -> tuple[Library | None, str]:
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)
-"""None where there is none."""
 
 
 def describe() -> str:
