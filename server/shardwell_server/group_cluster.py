@@ -158,7 +158,7 @@ class GroupCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """`close`; after an error, for which the others do not wait, without waiting for them."""
+        """Closes; after an error, for which the others do not wait, without waiting for them."""
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit()
             self.close()
         else:
@@ -171,7 +171,7 @@ class GroupCluster:
 
 
 def _said_by_all(group: Group, text: str) -> list[str]:
-    """What each rank says, by rank. Its bytes travel as the whole numbers that they are."""
+    """The text of each rank, by rank. Its bytes travel as the whole numbers that they are."""
     said = np.zeros((group.size, ADDRESS_LENGTH_MAX), np.float32)
     own = np.frombuffer(text.encode(), np.uint8)
     said[group.rank, : own.size] = own

@@ -263,14 +263,12 @@ class LocalCluster(Closing):
         return data_dir / f"shard-{shard_index}"
 
     def _kept_cluster_id(self) -> str | None:
-        """The cluster that data_dir belongs to, if there is one."""
         if self._data_dir is None:
             return None
         return kept_cluster_id(self._shard_dir(self._data_dir, 0))
 
 
 def _log_dir(given: str | os.PathLike[str] | None) -> Path | None:
-    """A directory of logs, made if it is new."""
     if given is None:
         return None
     path = local_path(given)
@@ -279,7 +277,6 @@ def _log_dir(given: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _port_after(address: str, index: int) -> str:
-    """The address of the shard of that index, where the first has `address`: the port after."""
     host, _, port = address.rpartition(":")
     is_fixed = port.isdecimal() and int(port) > 0
     return f"{host}:{int(port) + index}" if is_fixed else address

@@ -83,33 +83,23 @@ _JOINED_NAME = "joined"
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardState:
-    """What a shard's process says of itself."""
-
     process: str
-    """Drawn by it: tells it from the one before."""
     address: str
-    """HOST:PORT where it serves."""
     life: int
     """How often the cluster has gone back to a checkpoint, and 1."""
     is_admitted: bool
-    """Whether this process was counted in, so that it serves what workers gave it."""
+    """True if this process was counted in, so that it serves what workers gave it."""
     has_joined: bool
-    """Whether it has all that it ever held: this process or its directory has been counted in."""
+    """True if it has all that it ever held: this process or its directory has been counted in."""
     holds_something: bool
-    """Whether there is a parameter or table."""
 
 
 class _ShardActor:
     """One shard, in the process of its actor. Called by the coordinator and `RayCluster` alone.
 
     What keeps it from serving, such as a damaged file, is raised by `state`: the actor lives on, as
-    to start it again would not help.
-
-    Args:
-        config: Its place, and how it serves; `listen` is made here.
-        data_dir: Its own directory; None: all is in memory.
-        port: The port; 0: one that is drawn from the cluster's id.
-        log_level: The least that it logs.
+    to start it again would not help. Without `data_dir` all is in memory; a `port` of 0 is drawn
+    from the cluster's id.
     """
 
     def __init__(
@@ -136,7 +126,6 @@ class _ShardActor:
             self._failure = error
 
     def state(self) -> _ShardState:
-        """What it is; raises what keeps it from serving."""
         if self._failure is not None:
             raise self._failure
         assert self._server is not None
@@ -152,7 +141,7 @@ class _ShardActor:
         )
 
     def admit(self, process: str) -> bool:
-        """Counts this process in, if it is that one; whether it is."""
+        """Counts this process in, if it is that one; returns True then."""
         if process != self._process:
             return False
         joined = self._joined_file()
@@ -170,7 +159,6 @@ class _ShardActor:
         self._serve()
 
     def stop(self) -> None:
-        """Stops in order: steps that are under way end within the grace."""
         self._stop(None)
         if self._claimed is not None:
             self._claimed.close()
@@ -192,7 +180,7 @@ class _ShardActor:
         self._server.start()
 
     def _free_port(self, host: str) -> int:
-        """The same as that of the process before, wherever it can be had."""
+        """The port of the process before, wherever it can be had."""
         config = self._config
         if self._port:
             return self._port + config.shard_index
@@ -211,11 +199,8 @@ class _ShardActor:
 class _Coordinator:
     """Says where the shards are, after it has seen to it that they belong together.
 
-    What it needs to know the shards tell, so it may be lost at any time.
-
-    Args:
-        names: The names of their actors, by index.
-        checkpoint: What they go back to when one has lost what it held; None: nothing.
+    What it needs to know the shards tell, so it may be lost at any time. They go back to
+    `checkpoint` when one has lost what it held.
     """
 
     def __init__(self, names: Sequence[str], checkpoint: str | None) -> None:
@@ -239,9 +224,7 @@ class _Coordinator:
     def _made_whole(self, states: list[_ShardState], deadline_s: float) -> list[_ShardState]:
         """The answers of shards that belong together, though some were started again.
 
-        Raises:
-            StorageError: a shard has lost what it held, and there is no checkpoint, or none that
-                can be restored.
+        StorageError: a shard has lost what it held, and no checkpoint can be restored.
         """
         is_anything_held = any(state.holds_something for state in states)
         lost = [index for index, state in enumerate(states) if not state.has_joined]
@@ -268,7 +251,6 @@ class _Coordinator:
     def _each(
         self, method: str, deadline_s: float, arguments: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
-        """What a method of each shard returns, by index."""
         return [
             _answer(
                 partial(getattr(shard, method).remote, *given),
@@ -535,12 +517,7 @@ def start_shards(
 def _answer(
     ask: Callable[[], Any], deadline_s: float, who: str, *, shard_index: int | None = None
 ) -> Any:
-    """What an actor answers; asked again while Ray starts it again.
-
-    Raises:
-        ShardwellError: what the actor raised.
-        ShardUnavailableError: it did not answer in time, or Ray does not start it again.
-    """
+    """The answer of an actor; asked again while Ray starts it again, until the deadline."""
     while True:
         rest_s = deadline_s - time.monotonic()
         try:
@@ -582,7 +559,7 @@ def _claimed(path: Path, config: ShardConfig) -> DataDir:
 
 
 def _is_free(host: str, port: int, patience_s: float) -> bool:
-    """Whether it can be listened on, now or soon."""
+    """True if the port can be listened on, now or soon."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -597,7 +574,6 @@ def _is_free(host: str, port: int, patience_s: float) -> bool:
 
 
 def _is_there(checkpoint: str) -> bool:
-    """Whether a checkpoint exists, whole or damaged."""
     steps = StepPaths.of(Path(checkpoint))
     return Path(checkpoint).exists() if steps is None else bool(steps.steps())
 
@@ -617,7 +593,6 @@ def _check_closed(config: ShardConfig) -> None:
 
 
 def _room() -> str:
-    """What Ray's nodes have, in words."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     told = (
         ", ".join(

@@ -74,19 +74,14 @@ class Job:
     """The training job, and its machines."""
 
     element_count: int
-    """Elements of the model, from 1."""
     worker_count: int
-    """Machines with a worker."""
     shard_count: int
-    """Shards, whether on machines of their own or beside workers."""
     link_bytes_per_s: float
     """What a machine's link carries in each direction, headers included. Bytes a second."""
     codec: str = "fp16"
     """How values travel: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
     compute_s: float = 0.0
-    """Forward and backward pass of a step, in seconds. 0: communication alone."""
     latency_s: float = LATENCY_S
-    """A small message and back, in seconds."""
     host_bytes_per_s: float = HOST_BYTES_PER_S
     """Bytes of float32 that a worker and a shard beside it push and pull a second with no link in
     the way. The default is two cores of a virtual machine; `shardwell bench` measures yours."""
@@ -120,23 +115,19 @@ class StepTime:
     """One way of training a job, and how long a step of it takes. All times in seconds."""
 
     layout: str
-    """The compared layout: "co-located", "dedicated", "ring", "tree(arity=2)"."""
     machine_count: int
-    """Machines, with their links."""
     link_bytes: float
     """Payload over the fullest direction of the fullest link."""
     link_s: float
     """How long that takes there, with headers."""
     work_s: float
-    """How long the busiest machine converts, checks and sums."""
+    """The slowest machine's time to convert, check and sum."""
     lag_s: float
     """How long answers wait, on the whole, for the worker whose chunk is last."""
     fill_s: float
     """How long the first chunks take, which nothing overlaps."""
     latency_s: float
-    """Small messages behind one another."""
     compute_s: float
-    """Forward and backward pass."""
     shard_bytes: int
     """Memory of a shard: weights, sums and optimizer state of its slice; 0 without shards."""
     worker_state_bytes: int
@@ -213,22 +204,14 @@ def ring(job: Job) -> StepTime:
 
 
 def tree(job: Job, arity: int = 2) -> StepTime:
-    """The workers' all-reduce in a tree.
-
-    Raises:
-        ArgumentError: no tree has that arity.
-    """
+    """The workers' all-reduce in a tree; ArgumentError: none has that arity."""
     strategy: Strategy = Tree(arity)
     n = job.worker_count
     return _group(job, str(strategy), tree_share(n, arity), 2 * _depth(n, arity))
 
 
 def layouts(job: Job, arity: int = 2) -> list[StepTime]:
-    """What can be compared: co-located, dedicated, ring, tree; of a codec that groups lack, shards.
-
-    Raises:
-        ArgumentError: no tree has that arity.
-    """
+    """The possible layouts: co-located, dedicated, ring, tree; for some codecs the first two."""
     made = [co_located(job), dedicated(job), ring(job), tree(job, arity)]
     return made if job.codec in GROUP_CODECS else made[:2]
 
@@ -256,12 +239,10 @@ def tree_share(worker_count: int, arity: int) -> int:
 
 
 def least_share(worker_count: int, spare_count: int) -> float:
-    """What the fullest link must carry, of a gradient's bytes, wherever sums are taken (BytePS).
+    """The least bytes of a gradient on the fullest link, wherever sums are taken (BytePS).
 
-    Args:
-        worker_count: Machines with a worker: n.
-        spare_count: Machines without one: k. More than n are of no use: beyond that a worker's own
-            gradient is the bound.
+    Of n workers' machines and k without one, more than n of the latter are of no use: beyond that a
+    worker's own gradient is the bound.
     """
     n, k = worker_count, min(spare_count, worker_count)
     return 0.0 if n == 1 else 2 * n * (n - 1) / (n * n + k * n - 2 * k)
@@ -292,15 +273,9 @@ def _server(
 ) -> StepTime:
     """A parameter server's step.
 
-    Args:
-        job: The training job.
-        layout: Its name.
-        machine_count: Machines.
-        share: Part of M that the fullest link carries.
-        one_way: Part of M that gradients alone take of the fullest link: G; weights take as much.
-        remote_count: Workers whose chunks come to a shard over its link.
-        work: Part of the model's bytes that the busiest machine works on, where a worker with a
-            shard beside it, as many shards as workers, has 1.
+    Of M, the fullest link carries `share`, and `one_way` (G) for gradients alone; weights take as
+    much. `remote_count` workers' chunks come to a shard over its link. `work` is the busiest
+    machine's part of the model, where a worker with a shard beside it has 1.
     """
     slice_bytes = job.encoded_bytes / job.shard_count
     chunk_bytes = min(PAYLOAD_SIZE_MAX_BYTES, slice_bytes) * remote_count
@@ -343,7 +318,6 @@ def _group(job: Job, layout: str, share: float, hop_count: int) -> StepTime:
 
 
 def _depth(worker_count: int, arity: int) -> int:
-    """Levels below the root of a complete tree."""
     depth, reached, level = 0, 1, 1
     while reached < worker_count:
         level *= arity
@@ -357,7 +331,6 @@ def _link_s(job: Job, payload_bytes: float) -> float:
 
 
 def _check(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuses what is no number from `low` to `high`; without a bound, no finite one."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (good and math.isfinite(value) and low <= value <= high):
         bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"

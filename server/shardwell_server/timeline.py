@@ -47,15 +47,10 @@ class Wait(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One that was recorded.
+    """One recorded process, with spans that were checked.
 
-    Args:
-        message: What it gave; it was checked.
-        shard_index: Index of the shard; None: a worker.
-        offset_ns: To be added to its times for those of the timeline's clock.
-        error_ns: How far that may be wrong, either way.
-        since_ns: What ended before is left out; on the timeline's clock.
-        open_steps: Steps of a shard that have begun and not ended.
+    `offset_ns` is added to its times for those of the timeline's clock, and may be wrong by
+    `error_ns` either way. What ended before `since_ns` is left out.
     """
 
     message: pb.ProcessSpans
@@ -167,7 +162,6 @@ def _told(span: Span) -> tuple[str, int, int, dict[str, Any]]:
 
 
 def _name(kind: int) -> str:
-    """What people call it: "encode weights"."""
     try:
         name = pb.SpanKind.Name(kind)
     except ValueError:
@@ -228,7 +222,6 @@ class ClosedStep(NamedTuple):
     """A step as one shard saw it."""
 
     subject: str
-    """Name of the parameter or table."""
     step: int
     end_ns: int
     """When its last contribution was counted."""
@@ -239,7 +232,6 @@ class ClosedStep(NamedTuple):
     waited_s: float
     """How long the first worker waited for the last; 0 of one worker."""
     worker_count: int
-    """Workers that contributed."""
 
 
 def closed_steps(spans: Iterable[Span]) -> list[ClosedStep]:
@@ -261,7 +253,6 @@ def closed_steps(spans: Iterable[Span]) -> list[ClosedStep]:
 
 
 def _by_step(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
-    """Contributions, by their parameter or table and step."""
     found: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind in _CONTRIBUTIONS:
@@ -270,7 +261,6 @@ def _by_step(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
 
 
 def _lasts(spans: Iterable[Span]) -> dict[str, Span]:
-    """By worker, its contribution that was counted last."""
     found: dict[str, Span] = {}
     for span in spans:
         if span.peer:

@@ -14,11 +14,7 @@ from shardwell_server.store.gradient_rows import Rows, first_bad_cell, merge_rep
 
 
 def check_row_id(row_id: Any) -> int:
-    """An integer of any integer type.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """An integer of any integer type; ArgumentError: it is none."""
     if not isinstance(row_id, (bool, np.bool_)):
         try:
             return operator.index(row_id)
@@ -28,11 +24,7 @@ def check_row_id(row_id: Any) -> int:
 
 
 def check_row(row_id: Any, row_count: int) -> int:
-    """The number of a row.
-
-    Raises:
-        ArgumentError: it is no integer, or out of range.
-    """
+    """The number of a row; ArgumentError: it is no integer, or out of range."""
     row = check_row_id(row_id)
     if not 0 <= row < row_count:
         raise ArgumentError(f"row_id must be from 0 to {row_count - 1}; got {row}")
@@ -42,9 +34,7 @@ def check_row(row_id: Any, row_count: int) -> int:
 def check_gradient(row: int, gradient: Any, dim: int) -> Float32:
     """(1, dim) float32: one row's gradient, which may be the caller's array.
 
-    Raises:
-        ArgumentError: another type, dtype or length.
-        NonFiniteError: it has NaN or infinity.
+    ArgumentError: another type, dtype or length. NonFiniteError: it has NaN or infinity.
     """
     return _finite(f"gradient of row {row}", gradient, (1, dim), "skip it, or mend it")
 
@@ -52,16 +42,9 @@ def check_gradient(row: int, gradient: Any, dim: int) -> Float32:
 def check_batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple[Rows, Float32]:
     """Rows, ascending without repeats, and (n, dim) float32: the sums of their gradients.
 
-    Args:
-        row_ids: Integers of any integer dtype, in an array of any shape or a list.
-        gradients: An array of that shape and one dimension more.
-        row_count: Rows are from 0 to below it.
-        dim: Values of a row.
-
-    Raises:
-        ArgumentError: other types, dtypes or shapes, or a row out of range; names the first.
-        NonFiniteError: a gradient has NaN or infinity, or their sum for one row; `element_index`
-            is the first one's place in `gradients`, or -1.
+    `row_ids` are an array of any shape, or a list; `gradients` have one dimension more.
+    ArgumentError names the first bad row. NonFiniteError: a gradient, or their sum for one row, is
+    not finite; `element_index` is the first one's place in `gradients`, or -1.
     """
     ids = np.asarray(row_ids)
     if ids.size == 0 and not hasattr(row_ids, "dtype"):
@@ -96,11 +79,7 @@ def check_batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple
 
 
 def check_rows(rows: Any, row_count: int, dim: int) -> Float32:
-    """The caller's (row_count, dim) array, to be written in place.
-
-    Raises:
-        ArgumentError: it is no writable C-contiguous float32 array of that shape.
-    """
+    """The caller's (row_count, dim) array, to be written in place; ArgumentError: it can't be."""
     as_output(rows, row_count * dim, "rows")
     if rows.shape != (row_count, dim):
         raise ArgumentError(f"rows must have shape {(row_count, dim)}; got {rows.shape}")
@@ -108,7 +87,6 @@ def check_rows(rows: Any, row_count: int, dim: int) -> Float32:
 
 
 def _finite(what: str, values: Any, shape: tuple[int, int], remedy: str) -> Float32:
-    """Values as float32 of that shape, C-contiguous."""
     flat = as_flat(what, values, shape[0] * shape[1])
     with np.errstate(over="ignore"):
         floats: Float32 = np.ascontiguousarray(flat, np.float32).reshape(shape)

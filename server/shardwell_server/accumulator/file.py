@@ -37,13 +37,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC
 
 
 class GradientFile(SumMemory):
-    """An open file, locked. `close` or `end` must be called.
-
-    Attributes:
-        salt: Drawn for this file.
-        state: What the head says.
-        was_open: Whether it was not closed before this process opened it.
-    """
+    """An open file, locked. `close` or `end` must be called."""
 
     def __init__(
         self, path: Path, file: int, layout: SumLayout, reached: Callable[[str], None]
@@ -75,10 +69,8 @@ class GradientFile(SumMemory):
     ) -> GradientFile:
         """Opens a file for that layout, or makes one.
 
-        Raises:
-            StorageError: it is in use, for another layout, damaged, was not closed (unless
-                `recover`), lacks what the machine had not written when it lost power, or there is
-                no disk space.
+        StorageError: it is in use, for another layout, damaged, was not closed (unless `recover`),
+        lacks what the machine had not written when it lost power, or the disk is full.
         """
         try:
             file = _locked(path)
@@ -135,10 +127,9 @@ class GradientFile(SumMemory):
         )
 
     def _check_end(self, *, recover: bool) -> None:
-        """Checks that its last process closed it, or can be recovered from.
+        """Checks that its last process closed it, or that it can be recovered from.
 
-        Raises:
-            StorageError: it did not, or that would bring back sums of different moments.
+        StorageError: it can't, or that would bring back sums of different moments.
         """
         if not self.was_open:
             return
@@ -157,11 +148,7 @@ class GradientFile(SumMemory):
             )
 
     def begin(self) -> None:
-        """Notes that this process has it: what is in it was checked.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Notes that this process has the checked file; StorageError: the disk failed."""
         if not self.was_open:  # else it is the same start of the machine
             self.state.set_boot_id(kernel_boot_id() or "")
             self._reached("start of the machine")
@@ -190,8 +177,7 @@ class GradientFile(SumMemory):
     def end(self, summary: Summary) -> None:
         """Writes everything to disk, notes that the file is closed, and lets others have it.
 
-        Raises:
-            StorageError: the disk failed; the file counts as not closed.
+        StorageError: the disk failed; the file counts as not closed.
         """
         try:
             self.sync()
@@ -234,12 +220,7 @@ class GradientFile(SumMemory):
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    """A file of that name, open and locked.
-
-    Raises:
-        OSError: there is none.
-        StorageError: an accumulator of this process, or of another, has it.
-    """
+    """A file, open and locked; StorageError: an accumulator, here or elsewhere, has it."""
     while True:
         file = os.open(path, _OPEN_FLAGS | flags, 0o666)
         try:
@@ -259,7 +240,7 @@ def _locked(path: Path, flags: int = 0) -> int:
 
 
 def _is_blank(file: int, start: int) -> bool:
-    """Whether a file has nothing but zeros from a place on; holes are not read."""
+    """True if a file has nothing but zeros from a place on; holes are not read."""
     while True:
         try:
             start = os.lseek(file, start, os.SEEK_DATA)
@@ -275,9 +256,6 @@ def _check_begun(path: Path, file: int) -> None:
     """Refuses a file that is more than a killed process leaves of one that it began to make.
 
     That is empty, or its first page is empty or a head; behind it are zeros, or a hole.
-
-    Raises:
-        StorageError: it is the user's, or has sums.
     """
     page = os.pread(file, PAGE_SIZE_BYTES, 0)
     if not page:

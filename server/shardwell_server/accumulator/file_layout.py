@@ -109,7 +109,6 @@ class Summary(NamedTuple):
     """All sums in two numbers."""
 
     row_count: int
-    """Rows that have one."""
     total: int
     """Sum of their words modulo 2^64."""
 
@@ -126,11 +125,7 @@ def new_head(layout: SumLayout, salt: int) -> bytes:
 
 
 def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
-    """The salt of a file for that layout, which begins with `head`.
-
-    Raises:
-        StorageError: it is no such file, damaged, or for something else.
-    """
+    """The salt of a file for that layout; StorageError: damaged, or for something else."""
     remedy = "give the path of another file, or remove it"
     if not head.startswith(_MAGIC):
         raise StorageError(f"{path} is no file of a gradient accumulator, or damaged; {remedy}")
@@ -168,11 +163,7 @@ class FileState:
         self._salt = salt
 
     def get(self) -> State:
-        """The state.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """The state; StorageError: it was damaged."""
         word = self._words[_STATE_WORD]
         for state in State:
             if word == _word(state):
@@ -189,11 +180,7 @@ class FileState:
         return self._words, _STATE_WORD, _word(state)
 
     def boot_id(self) -> str:
-        """Id of the machine's start that opened the file last; "": unknown.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """Id of the machine's start that opened the file last; "": unknown."""
         found: bytes = self._checked(_BOOT, _BOOT_OFFSET, "what opened it")[0]
         return found.rstrip(b"\0").decode()
 
@@ -202,11 +189,7 @@ class FileState:
         _put(self._bytes, _BOOT, _BOOT_OFFSET, self._salt, boot_id.encode())
 
     def summary(self) -> Summary:
-        """The sums of a file that was closed, in two numbers.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """The sums of a file that was closed, in two numbers; StorageError: it was damaged."""
         return Summary(*self._checked(_SUMMARY, _SUMMARY_OFFSET, "its summary"))
 
     def set_summary(self, summary: Summary) -> None:

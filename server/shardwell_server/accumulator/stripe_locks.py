@@ -59,15 +59,10 @@ class StripeLocks:
     def cut(self, find: Callable[[], Stripes], *, is_shared: bool) -> Hold:
         """A hold on all stripes that were written before it, as a clean cut in time.
 
-        Args:
-            find: Finds the stripes that calls have written which held them. It is called while no
-                request is granted or ended; it must be quick, and take no lock.
-            is_shared: Whether to read them only.
-
-        Returns:
-            A hold, for a `with`: of what `find` finds, and of what writers hold or wait for now. A
-            writer who came earlier has ended when it is granted; one who comes later has not
-            begun, or has none of these stripes.
+        `find` finds the stripes that calls have written which held them. It is called while no
+        request is granted or ended; it must be quick, and take no lock. The hold is of these, and
+        of the stripes that writers hold or wait for now: a writer who came earlier has ended when
+        it is granted; one who comes later has not begun, or has none of these stripes.
         """
         return Hold(self, None, is_shared=is_shared, find=find)
 
@@ -116,7 +111,6 @@ class StripeLocks:
         return found if len(claims) == 1 else np.unique(np.concatenate(claims))
 
     def _conflicts(self, hold: Hold) -> bool:
-        """Whether others hold what a request needs."""
         if hold.stripes is None or self._is_all_held:
             return bool(self._holders)
         held = self._holds[hold.stripes]
@@ -144,7 +138,6 @@ class StripeLocks:
         self._waiting = left
 
     def _is_behind(self, hold: Hold, earlier: list[Hold]) -> bool:
-        """Whether a request conflicts with one that came earlier and waits in this sweep."""
         if hold.stripes is None:
             return bool(earlier)
         marks = self._waited_for_by_writer if hold.is_shared else self._waited_for
@@ -172,9 +165,7 @@ class StripeLocks:
 class Hold:
     """A request for stripes, and what it holds while its `with` runs. To be used once.
 
-    Attributes:
-        stripes: None for all, whatever `is_shared` is.
-        find: See `StripeLocks.cut`; until it has been called, `stripes` has no meaning.
+    `stripes` is None for all; until `find` has been called, it has no meaning.
     """
 
     __slots__ = ("_locks", "find", "granted", "is_shared", "stripes")

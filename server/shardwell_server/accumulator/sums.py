@@ -38,27 +38,17 @@ RESERVED_SIZE_BYTES = 64 * 1024
 as much as writing them, and rows far apart take little more than their pages."""
 _UNDO_ROW_COUNT_MIN = 64
 _NUMBERS = (0, 1)
-"""Of words and sums among the arrays of an undo entry."""
 
 
 class SumMemory(MappedFile):
-    """Plain memory, of which only what is written costs something; gone with the process.
-
-    Attributes:
-        data: (size,) uint8, writable where room was reserved.
-    """
+    """Plain memory, of which only what is written costs something; gone with the process."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises MemoryError when there is no address space."""
         self.path = Path("memory")
         self.data = lazy_zeros((size_bytes,), "uint8")
 
     def reserve(self, offset: int, size_bytes: int) -> None:
-        """Makes room there. Bytes that it has stay as they are.
-
-        Raises:
-            StorageError: there is no disk space; nothing changed.
-        """
+        """Makes room; bytes that it has stay as they are. StorageError: nothing changed."""
 
     def ranges(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int]]:
         """Offset and size of each part that may hold what another process has written."""
@@ -70,10 +60,6 @@ class TouchedRows:
 
     A flag is set before its row gets a sum, and cleared after the row has lost it; so rows without
     a sum may have one.
-
-    Attributes:
-        row_count: Rows.
-        stripe_count: Stripes of `rows_per_stripe` neighbours; the last may have fewer.
     """
 
     def __init__(self, row_count: int, rows_per_stripe: int) -> None:
@@ -118,14 +104,7 @@ class TouchedRows:
 
 
 class StoredSums:
-    """The sums of an accumulator.
-
-    Args:
-        memory: Where they are.
-        layout: The layout of that memory.
-        salt: The salt of the words.
-        reached: Called after every write.
-    """
+    """The sums of an accumulator."""
 
     def __init__(
         self, memory: SumMemory, layout: SumLayout, salt: int, reached: Callable[[str], None]
@@ -154,20 +133,14 @@ class StoredSums:
         self._undo_row_counts = [0] * UNDO_ENTRY_COUNT
         self._is_changing = [False] * UNDO_ENTRY_COUNT
         self.is_torn = False
-        """Whether a batch was interrupted while it was taken back, and only a part of it counts.
-
+        """True after a batch that was interrupted while it was taken back: a part of it counts.
         `take_back` mends its rows; no other call may run beside it."""
 
     def add(self, rows: Rows, gradients: Float32) -> None:
         """Adds a batch: all of it, or nothing when it raises.
 
-        Args:
-            rows: (n,): ascending, without repeats; reserved.
-            gradients: (n, dim), finite.
-
-        Raises:
-            NonFiniteError: a sum would leave float32's range.
-            StorageError: there is no disk space for the undo; or see `check_whole`.
+        `rows` are ascending, without repeats, and reserved; `gradients` finite. NonFiniteError: a
+        sum would leave float32's range.
         """
         number = self._take_undo()
         try:
@@ -193,11 +166,7 @@ class StoredSums:
             self._undo_locks[number].release()
 
     def check_whole(self) -> None:
-        """Refuses to go on where `is_torn`.
-
-        Raises:
-            StorageError: it is.
-        """
+        """Raises StorageError if `is_torn`."""
         if self.is_torn:
             raise StorageError(
                 "a call was interrupted, and again while it was taken back: some of its rows are "
@@ -249,10 +218,9 @@ class StoredSums:
         return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
 
     def take_back(self) -> int:
-        """Takes back batches that were not finished, by a killed process or here; returns how many.
+        """Takes back batches that a killed process, or this one, did not finish.
 
-        Raises:
-            StorageError: an entry of the undo was damaged.
+        Returns how many.
         """
         for undo in self._undo:
             self._memory.reserve(*undo.room(0)[0])
@@ -290,22 +258,17 @@ class StoredSums:
         return None
 
     def _gathered(self, rows: Rows) -> Float32:
-        """(n, dim): a copy of sums."""
         dim = self._layout.dim
         into = thread_scratch().gradient[: rows.size * dim].reshape(rows.size, dim)
         return gather(self._sums, rows, into)
 
     def _words_of(self, rows: Rows, sums: Float32) -> Checks:
-        """What the words of rows with these sums are: not 0."""
+        """The words of rows with these sums: not 0."""
         found = self._checks.of_sums(rows, np.ones(rows.size, np.bool_), sums)
         return np.maximum(found, np.uint64(1), out=found)
 
     def reserve(self, rows: Rows) -> None:
-        """Makes room for rows.
-
-        Raises:
-            StorageError: there is no disk space; nothing changed.
-        """
+        """Makes room for rows; StorageError: nothing changed."""
         extents = rows // self._rows_per_extent
         if np.count_nonzero(self._is_reserved[extents]) == rows.size:
             return
@@ -333,11 +296,7 @@ class StoredSums:
         return number
 
     def _roomy_undo(self, number: int, row_count: int) -> RowUndo:
-        """An entry that is locked, with room for so many rows.
-
-        Raises:
-            StorageError: there is no disk space; nothing changed.
-        """
+        """A locked entry with room for so many rows."""
         undo = self._undo[number]
         if row_count > self._undo_row_counts[number]:
             wanted = max(1 << (row_count - 1).bit_length(), _UNDO_ROW_COUNT_MIN)

@@ -39,11 +39,7 @@ def ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
 
 
 def check_shards(cluster: LocalCluster | None) -> None:
-    """Does nothing if all shards run, or none is ours (None).
-
-    Raises:
-        DemoError: a shard of the cluster has ended; it is named.
-    """
+    """Raises DemoError if a shard of the cluster, where it is ours, has ended; it is named."""
     for index, child in enumerate(cluster.children if cluster is not None else ()):
         code = child.poll()
         if code is not None:

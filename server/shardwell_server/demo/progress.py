@@ -29,22 +29,16 @@ class TrainingState:
     """All workers together at one moment."""
 
     ready_count: int
-    """Workers that have connected."""
     step: int
-    """Steps that every worker has made."""
     step_sum: int
-    """Steps of all workers together."""
     loss: float | None
-    """Mean of the latest of those that are left, or of all where these made no step; None before
-    the first step."""
+    """The mean of the running workers' latest, or of all where these made no step."""
     first_loss: float | None
-    """Mean of their first steps'."""
     sent_bytes: int
     received_bytes: int
     sent_value_bytes: int
     """Bytes that float32 would have taken for the values that were sent."""
     bytes_per_s: float
-    """Both ways, of late."""
     training_s: float
     """From the first step that was reported to the latest."""
     outer: Mapping[str, float] = field(default_factory=dict)
@@ -96,7 +90,6 @@ class Observer:
 
 
 def _outer(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What workers report of outer training; empty where one has not reported yet."""
     if not reports or not all(reports):
         return {}
     return {
@@ -121,9 +114,7 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or terminal.console()
-        """Where it is shown."""
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
-        """Whether there is a bar."""
         self._line_due_s = 0.0
         self._bar = Bar(
             TextColumn("{task.description}"),

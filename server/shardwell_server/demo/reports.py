@@ -16,13 +16,11 @@ class Report:
     """How far a worker is."""
 
     step: int
-    """Steps that it has made."""
     loss: float | None = None
     """Mean over its steps since the report before; None before the first step."""
     sent_bytes: int = 0
     """Encoded, since it started."""
     received_bytes: int = 0
-    """Encoded, since it started."""
     sent_value_bytes: int = 0
     """Bytes that float32 would have taken for the values that were sent."""
     contributors: Sequence[str] = ()
@@ -44,11 +42,7 @@ def error_line(message: str) -> str:
 
 
 def parse_line(line: str) -> Report | str:
-    """A report, or the message of an error.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A report, or the message of an error; ValueError: it is neither."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError(f"no report: {line:.80}")
@@ -89,13 +83,7 @@ class Reporter:
     ) -> None:
         """Notes that `step` steps are made, the last of them with `loss`.
 
-        Args:
-            step: Steps that are made.
-            loss: The last step's loss.
-            last: Whether there is no other.
-            contributors: See `Report`.
-            outer: See `Report`.
-            measure: Measures now; called when a report is due.
+        `measure` measures now; it is called when a report is due.
         """
         self._losses.append(loss)
         now_s = time.monotonic()

@@ -55,19 +55,13 @@ class Member:
     def __init__(self, task: WorkerTask, folder: Path | None = None) -> None:
         self.task = task
         self.latest: Report | None = None
-        """What it reported last."""
         self.loss: float | None = None
-        """The loss that it reported last."""
         self.measures: Mapping[str, float] = {}
-        """The measures that it reported last."""
         self.first_loss: float | None = None
-        """The loss of its first step."""
         self.first_step_s: float | None = None
-        """When that was."""
         self.heard_s = time.monotonic()
-        """When it reported last, or was started."""
         self.is_let_go = False
-        """Whether it was ended on purpose, so that it is right however it ends."""
+        """True if it was ended on purpose, so that it is right however it ends."""
         self._error: str | None = None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
         self._child = ChildProcess(
@@ -86,11 +80,7 @@ class Member:
         return 0 if self.latest is None else self.latest.step
 
     def has_finished(self) -> bool:
-        """Whether it has made all its steps and ended.
-
-        Raises:
-            DemoError: it has ended before, or reports nothing any more.
-        """
+        """True if it has made all its steps and ended; DemoError: it ended before, or is silent."""
         name = f"worker {self.task.worker_id}"
         if self.is_let_go:
             return not self._thread.is_alive()
@@ -161,7 +151,6 @@ class Member:
 
 
 def _imports_from(folder: Path | None) -> dict[str, str]:
-    """The variable that lets a child import from `folder`, beside what this process may import."""
     if folder is None:
         return {}
     others = os.environ.get("PYTHONPATH")
@@ -171,10 +160,8 @@ def _imports_from(folder: Path | None) -> dict[str, str]:
 class WorkerPool(Closing):
     """All workers. A context manager that leaves none behind.
 
-    Args:
-        tasks: What each worker does.
-        folder: The folder that has the modules which `tasks` name, if these are not installed.
-            A child does not import from its working directory.
+    `folder` has the modules that `tasks` name, if these are not installed: a child does not import
+    from its working directory.
     """
 
     def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:
@@ -200,11 +187,7 @@ class WorkerPool(Closing):
         return [member for member in self.members if not member.is_let_go]
 
     def has_finished(self) -> bool:
-        """Whether all workers have made all their steps and ended.
-
-        Raises:
-            DemoError: one can't go on; it is named.
-        """
+        """True if all workers have made their steps and ended; DemoError names one that can't."""
         # Each is looked at, whatever the first says: any of them may have failed.
         finished = [member.has_finished() for member in self.members]
         return all(finished)

@@ -25,7 +25,7 @@ _LOOK_INTERVAL_S = 0.02
 
 
 def adopt_orphans() -> None:
-    """Makes what child processes leave behind ours to wait for, where the system can (Linux).
+    """Makes orphans of child processes ours to wait for, where the system can (Linux).
 
     Else it falls to process 1, which in many a container waits for nothing.
     """
@@ -73,7 +73,6 @@ def main() -> None:
 
 
 def _end_session(session: int, grace_s: float) -> None:
-    """Ends the process groups of a session: SIGTERM, and SIGKILL after the grace."""
     asked: set[int] = set()
     deadline_s = time.monotonic() + grace_s
     while (groups := _groups_of(session)) and time.monotonic() < deadline_s:
@@ -86,7 +85,6 @@ def _end_session(session: int, grace_s: float) -> None:
 
 
 def _groups_of(session: int) -> set[int]:
-    """The process groups of a session in which a process runs."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -12,10 +12,9 @@ _NOT_HIDDEN = ("__main__", "test")
 
 
 def hidden_modules(command: Sequence[str]) -> list[Path]:
-    """What lies where Python looks first, and has the name of a module of Python's.
+    """Files where Python looks first that have the name of a module of Python's.
 
-    Args:
-        command: The worker's: "python train.py", say; of other programs nothing is known.
+    A `command` that runs no Python has none.
     """
     directory = _first_directory(command)
     if directory is None:
@@ -34,7 +33,6 @@ def hidden_modules(command: Sequence[str]) -> list[Path]:
 
 
 def _first_directory(command: Sequence[str]) -> Path | None:
-    """Where Python looks for modules first; None: nowhere, or the program is no Python."""
     if command[0].endswith(".py"):
         return Path(command[0]).resolve().parent
     if not Path(command[0]).name.startswith("python"):

@@ -31,20 +31,13 @@ class LineCutter:
 
     def __init__(self) -> None:
         self._rest = b""
-        """What came after the last line end or carriage return."""
         self._state: bytes | None = None
         """The line before its last carriage return, if that was not printed yet."""
         self._is_overwritten = False
-        """The current line has had a carriage return."""
         self._told_s = float("-inf")
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """The lines that are complete with `data`, without line ends.
-
-        Args:
-            data: What came next, cut anywhere.
-            now_s: The time, of any clock that goes forward.
-        """
+        """The lines that are complete with `data`, without line ends, at the time of any clock."""
         lines: list[bytes] = []
         data = self._rest + data
         text = data.rstrip(b"\r")  # returns at the end may be the first half of a line end
@@ -88,14 +81,7 @@ class LineCutter:
 
 
 class RankOutput:
-    """One of a worker's two streams.
-
-    Args:
-        rank: The worker's rank.
-        source: The reading end of a pipe; it is set to not block, and closed at its end.
-        sink_fd: Where its lines go.
-        is_colored: The rank in front has a color of its own.
-    """
+    """One of a worker's two streams; `source` is set to not block, and closed at its end."""
 
     def __init__(self, rank: int, source: IO[bytes], sink_fd: int, *, is_colored: bool) -> None:
         prefix = f"[{rank}]"
@@ -117,11 +103,7 @@ class RankOutput:
         return not self._source.closed
 
     def pass_on(self) -> bool:
-        """Writes the lines of what can be read at once; whether anything was there.
-
-        Raises:
-            BrokenPipeError: no process reads our output any more.
-        """
+        """Writes the lines of what can be read at once; True if anything was."""
         try:
             data = os.read(self.fileno(), _READ_SIZE_BYTES)
         except BlockingIOError:

@@ -77,11 +77,8 @@ class Needs(enum.Enum):
     """What a handler goes on with, but for `NotYet`."""
 
     NEXT = enum.auto()
-    """A message."""
     NEXT_STEP = enum.auto()
-    """A message, where nothing is under way."""
     HELD = enum.auto()
-    """Nothing but that its call stays open."""
     LONG = enum.auto()
     """A thread: it will take long with what it has, though its call `is_short`."""
 
@@ -94,41 +91,27 @@ class Rpc(NamedTuple):
 
     name: str
     begin: Callable[..., Any]
-    """The handler, given the call; before it the request, if there is one."""
+    """The handler, given the call; before it the request, if it has one."""
     has_request: bool
     """Whether it has one message, which comes at once."""
     is_stream: bool
-    """Whether it counts as a stream."""
     is_urgent: bool
-    """Whether it waits for no rate."""
     is_counted: bool
-    """Whether it is one of the calls that its token may have open."""
 
 
 class Call:
-    """A call, for its handler.
-
-    Args:
-        context: gRPC's.
-        rpc: The RPC.
-        note: Takes lines of the audit log.
-    """
+    """A call, for its handler."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc, note: Note) -> None:
         self.context = context
-        """gRPC's."""
         self.rpc = rpc
-        """The RPC."""
         self.method = rpc.name
-        """Name of the RPC."""
         self.principal = ANYBODY
-        """The caller."""
         self.usage: Usage | None = None
-        """Usage of the caller's token; None: it has no token."""
+        """None: it has no token."""
         self.session = 0
         """The session by which it contributes, or attends; 0: none, so far."""
         self.is_counted = False
-        """Whether it counts among the open calls of that token."""
         # On the loop's thread, while the call lives: gRPC reads memory that it has freed, and the
         # process may die, where a context is asked for these once its call is over.
         self.peer = context.peer()
@@ -146,12 +129,11 @@ class Call:
         self.moved_bytes = 0
         """Payload that it brought, or was answered, since its rate was looked at last."""
         self.changed = asyncio.Event()
-        """Set when what was too early may be there."""
         self.is_short = False
-        """Whether its handler, going on from a message of up to SHORT_BYTES_MAX or none, takes less
-        time than a thread to be woken: then it runs on the loop's thread. The handler says so."""
+        """True where its handler, going on from a message of up to SHORT_BYTES_MAX or none, takes
+        less time than a thread to be woken: then it runs on the loop's thread. The handler says
+        so."""
         self.ending: ShardwellError | None = None
-        """Why the server ends it, if it does."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         deadline_s = context.time_remaining()
@@ -159,16 +141,7 @@ class Call:
         self._is_over = False
 
     def check(self, right: Right, kind: str, name: str) -> None:
-        """Refuses what the caller may not do; checked once a call and name.
-
-        Args:
-            right: What for.
-            kind: "parameter", "table" or "group".
-            name: Its name.
-
-        Raises:
-            AccessDeniedError: no such right.
-        """
+        """Raises AccessDeniedError if the caller lacks the right; checked once a call and name."""
         asked = (right, kind, name)
         if asked in self._granted:
             return
@@ -190,14 +163,13 @@ class Call:
             self.note("opened", kind=kind, name=name, right=right.word)
 
     def has_asked_for(self, kind: str, name: str) -> bool:
-        """Whether it was granted anything of a name, or more names than are kept."""
+        """True if it was granted anything of a name, or more names than are kept."""
         granted = list(self._granted)
         return len(granted) >= _GRANTED_COUNT_MAX or any(
             each[1:] == (kind, name) for each in granted
         )
 
     def note(self, event: str, **fields: Any) -> None:
-        """Adds a line to the audit log, with who makes the call."""
         if self._note is no_audit:
             return
         self._note(
@@ -211,7 +183,6 @@ class Call:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the caller's deadline; None if there is none."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     @property
@@ -233,11 +204,10 @@ class Call:
         self._loop.call_soon_threadsafe(act)
 
     def note_end(self) -> None:
-        """Notes that the client waits no more."""
         self._is_over = True
 
     def end_now(self, error: ShardwellError) -> None:
-        """As `end`, from the loop's thread."""
+        """Ends it, from the loop's thread."""
         if not self._is_over and self.ending is None:
             self.ending = error
             assert self._task is not None
@@ -245,8 +215,6 @@ class Call:
 
 
 class _Step(NamedTuple):
-    """What came of a handler's going on until it needed something."""
-
     answers: deque[bytes]
     needs: Any = None
     """None: that the answers are written."""
@@ -284,17 +252,13 @@ class _AnswerRoom:
 
     def __init__(self, bytes_max: int) -> None:
         self.is_full = False
-        """Whether there is no room for one more, which may be of any size."""
+        """True if one more answer, which may be of any size, has no room."""
         self._bytes_max = bytes_max
         self._bytes = 0
         self._freed = asyncio.Event()
 
     async def enter(self) -> None:
-        """Returns when there is room.
-
-        Raises:
-            LimitError: others did not read theirs.
-        """
+        """Returns when one more has room; LimitError: others did not read theirs."""
         until_s = time.monotonic() + _ROOM_WAIT_S
         while self.is_full:
             self._freed.clear()
@@ -320,20 +284,14 @@ class _AnswerRoom:
 
 
 def _common_name(shown: Any) -> str | None:
-    """The name in the certificate that a client has shown; None: it has shown none."""
     names = shown.get("x509_common_name")
     return names[0].decode(errors="replace") if names else None
 
 
 class Calls:
-    """Makes gRPC's handlers of ours. For the loop's thread.
+    """The maker of gRPC's handlers from ours. For the loop's thread.
 
-    Args:
-        threads: Where handlers run.
-        streams: Counts calls that are streams.
-        guard: Lets callers in, or not.
-        shard_index: Index of the shard that answers, for the errors.
-        answer_bytes_max: Bytes of answers that wait to be written, except one a thread.
+    `answer_bytes_max` bounds answers that wait to be written, except one a thread.
     """
 
     def __init__(
@@ -366,11 +324,6 @@ class Calls:
         """Ends calls that were granted a name, to be made again by their client.
 
         From any thread but the loop's. Later results of their handlers are dropped.
-
-        Args:
-            kind: "parameter" or "table".
-            name: Its name.
-            message: Why they end.
         """
         ended = threading.Event()
 
@@ -390,13 +343,7 @@ class Calls:
                 call.end(error)
 
     def end_those_of_session(self, session: int, call: Call, error: ShardwellError) -> None:
-        """Ends, soon, calls by which a session contributes or attends; from any thread.
-
-        Args:
-            session: Its number.
-            call: The one that asks for it.
-            error: Why.
-        """
+        """Ends, soon, other calls by which a session contributes or attends; from any thread."""
 
         def end() -> None:
             for each in list(self._open):
@@ -435,15 +382,12 @@ class Calls:
     def answers(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One request, a stream of answers."""
         return self._handler(handler, request_type, has_answers=True)
 
     def messages(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
-        """A stream of messages, one response."""
         return self._handler(handler)
 
     def both(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
-        """A stream of messages, a stream of answers."""
         return self._handler(handler, has_answers=True)
 
     def _handler(
@@ -456,7 +400,6 @@ class Calls:
         is_urgent: bool = False,
         is_counted: bool = True,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """What serves an RPC, whose name is that of its handler."""
         rpc = Rpc(
             "".join(word.capitalize() for word in handler.__name__.split("_")),
             handler if request_type is None else parsed(handler, request_type),
@@ -508,12 +451,7 @@ class Calls:
             self._guard.leave(call)
 
     async def _request(self, call: Call) -> bytes:
-        """The message of a call that has one.
-
-        Raises:
-            ArgumentError: there is none.
-            ShardUnavailableError: it does not come.
-        """
+        """The message of a call that has one; ShardUnavailableError: it does not come."""
         try:
             async with asyncio.timeout(_REQUEST_S):
                 message = await call.context.read()
@@ -528,7 +466,7 @@ class Calls:
         return request
 
     async def _run(self, call: Call, handling: Handling) -> Any:
-        """What the handler returns; see the top of this file."""
+        """Runs a handler as the module says."""
         is_stream = call.rpc.is_stream
         message: bytes | None = None
         runs = False
@@ -604,7 +542,6 @@ class Calls:
             self.damages.append(words)
 
     async def _abort(self, call: Call, error: Exception) -> None:
-        """Ends a call with the status of `error`."""
         if not isinstance(call.ending, SessionEndedError):  # the end of a session refuses nothing
             self.refusal_counts[type(error).__name__] += 1
         if error is call.ending:

@@ -33,7 +33,6 @@ class EventLoop:
             assert self._shared is not None
             self._thread = self._shared
         self.loop = self._thread.loop
-        """For what is called on it."""
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Runs a coroutine on the loop, and blocks until it is done; Ctrl-C ends it."""
@@ -45,7 +44,6 @@ class EventLoop:
             raise
 
     def begin(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begins to run a coroutine on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:
@@ -58,11 +56,9 @@ class EventLoop:
 
 
 class _LoopThread:
-    """One loop and its thread."""
-
     def __init__(self) -> None:
         self.process_id = os.getpid()
-        """Where the thread is: a fork has none."""
+        """A fork has no such thread."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="shardwell-loop", daemon=True)
         self._thread.start()
@@ -72,7 +68,6 @@ class _LoopThread:
         self.loop.run_forever()
 
     def close(self) -> None:
-        """Ends it, with all that is left on it."""
         asyncio.run_coroutine_threadsafe(_end_tasks(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -31,13 +31,11 @@ class HealthService:
         self._call_count = self._watch_count = 0
 
     def set(self, service: str, status: int) -> None:
-        """Says how a service is from now on; "" is the server."""
         self._statuses[service] = status
         self._changed.set()  # who waits has this one
         self._changed = asyncio.Event()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Check": grpc.stream_unary_rpc_method_handler(
                 self._check, response_serializer=_Status.SerializeToString
@@ -79,7 +77,6 @@ class HealthService:
     async def _request(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[health_pb2.HealthCheckRequest]:
-        """Counts a call, and has its request."""
         if self._call_count >= _CALL_COUNT_MAX:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_CALL_COUNT_MAX} calls ask already"

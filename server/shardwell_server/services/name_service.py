@@ -35,7 +35,6 @@ class NameService:
         self._calls = calls
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         handlers = {
             "Delete": self._calls.unary(self.delete, pb.DeleteRequest),
             "Rename": self._calls.unary(self.rename, pb.RenameRequest),
@@ -108,11 +107,7 @@ class NameService:
     def _opened(
         self, request: pb.DeleteRequest | pb.RenameRequest, call: Call
     ) -> tuple[str, str, list[pb.HeldName]]:
-        """The name that a request is about, who asks, and what this shard has of it.
-
-        Raises:
-            ShardwellError: the request is refused.
-        """
+        """The name that a request is about, who asks, and what this shard has of it."""
         self._shard.check_identity(request.shard)
         name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
         # Before the answer says whether the name exists.
@@ -137,18 +132,12 @@ class NameService:
         return is_marked
 
     def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
-        """Where names of a kind are, and the kind in a word.
-
-        Raises:
-            ArgumentError: there is no such kind.
-        """
         if kind not in _WORDS:
             raise ArgumentError(f"kind must be that of a parameter or table; got {kind}")
         is_parameter = kind == pb.NAME_KIND_PARAMETER
         return self._shard.parameters if is_parameter else self._shard.tables, _WORDS[kind]
 
     def _held(self, request: pb.DeleteRequest | pb.RenameRequest) -> list[pb.HeldName]:
-        """What this shard has of the name and kind that are asked for."""
         found = []
         attending = self._shard.sessions.by_worker()
         for kind in _WORDS if request.kind == pb.NAME_KIND_UNSPECIFIED else (request.kind,):
@@ -174,11 +163,7 @@ class NameService:
         return found
 
     def _check_may(self, call: Call, kind: pb.NameKind, name: str) -> None:
-        """Refuses who may neither administer the name nor has made what has it.
-
-        Raises:
-            AccessDeniedError: the caller is such a one.
-        """
+        """Raises AccessDeniedError for callers who neither administer the name nor have made it."""
         registry, word = self._registry(kind)
         owner = registry.owner_of(name)
         is_owner = owner is None or (owner != "" and owner == call.principal.name)

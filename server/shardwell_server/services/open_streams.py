@@ -29,7 +29,6 @@ class Endable(Protocol):
     """A stream."""
 
     usage: Usage | None
-    """Usage of the token that it was opened with; None: it has no token."""
 
     def end(self, error: ShardwellError) -> None:
         """Ends it with that error, when what it does has ended."""
@@ -41,25 +40,20 @@ class OpenStreams:
     def __init__(self, stream_count_max: int) -> None:
         self._stream_count_max = stream_count_max
         self._open: set[Endable] = set()
-        """Those that count, which one that gave way does no more."""
         self._idle: dict[Endable, float] = {}
-        """Since when, the longest first."""
+        """Idle since when, the longest first."""
         self._new: dict[Endable, float] = {}
-        """When those came that have neither waited nor worked yet."""
         self._stopping = False
 
     @property
     def count(self) -> int:
-        """Streams open now; any thread may ask."""
         return len(self._open)
 
     async def enter(self, stream: Endable) -> None:
         """Counts a stream until it leaves; waits for a moment where another is about to give way.
 
-        Where it is the quota of the stream's token that is used up, another of that token's.
-
-        Raises:
-            LimitError: there are as many as the limit or quota allows, and none of them is idle.
+        Where the quota of the stream's token is used up, another of that token's gives way.
+        LimitError: no stream is idle.
         """
         until_s = time.monotonic() + _ENTER_S_MAX
         while refusal := self._refusal(stream):
@@ -90,7 +84,7 @@ class OpenStreams:
         self._new[stream] = time.monotonic()
 
     def _refusal(self, stream: Endable) -> str:
-        """Why there is no room for a stream now; empty: there is."""
+        """The reason why a stream has no room now; empty: it has."""
         if len(self._open) >= self._stream_count_max:
             return (
                 f"limit stream_count_max={self._stream_count_max}: as many streams are at "
@@ -106,7 +100,6 @@ class OpenStreams:
         return ""
 
     def leave(self, stream: Endable) -> None:
-        """Does not count it any more. Safe to repeat."""
         if stream in self._open and stream.usage is not None:
             stream.usage.add("streams", -1)
         self._open.discard(stream)
@@ -114,11 +107,7 @@ class OpenStreams:
         self._idle.pop(stream, None)
 
     def note_idle(self, stream: Endable) -> None:
-        """Notes that a stream has answered everything.
-
-        Raises:
-            ShardUnavailableError: the server stops.
-        """
+        """Notes that a stream has answered everything; ShardUnavailableError: the server stops."""
         if self._stopping:
             raise _stopping()
         self._new.pop(stream, None)
@@ -126,7 +115,6 @@ class OpenStreams:
             self._idle[stream] = time.monotonic()
 
     def note_busy(self, stream: Endable) -> None:
-        """Notes that a stream has work again."""
         self._new.pop(stream, None)
         self._idle.pop(stream, None)
 

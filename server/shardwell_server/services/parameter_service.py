@@ -65,7 +65,6 @@ STATUS_NAME_COUNT_MAX = 1500
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the sets in one answer, except one that is larger alone: half of a message."""
 _CHUNK_INDEX_SIZE_BYTES = 5
-"""In a message, at most."""
 _FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 """Elements of a snapshot, in a message."""
@@ -87,12 +86,9 @@ class ParameterServerService:
         self.stream_address = ""
         """Where clients on this machine open streams; empty: nowhere but over gRPC."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
-        """Problems for the status."""
         self.resources: Callable[[], pb.Resources] = pb.Resources
-        """What the process uses of its machine, for the status."""
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         calls = self._calls
         handlers = {
             "CreateParameter": calls.unary(self.create_parameter, pb.CreateParameterRequest),
@@ -433,7 +429,6 @@ def _ranges(
     array: Float32,
     start: int,
 ) -> Iterator[bytes]:
-    """The messages of one array of a chunk."""
     for number in range(where.chunk_count(_RANGE_ELEMENT_COUNT)):
         part = where.chunk(number, _RANGE_ELEMENT_COUNT)
         first = part.offset - where.offset
@@ -447,11 +442,7 @@ def _ranges(
 
 
 def admit_newcomer() -> None:
-    """Refuses a client while the last descriptors are needed by those who are there.
-
-    Raises:
-        LimitError: there are no others.
-    """
+    """Raises LimitError while those who are connected need the last descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         count = len(os.listdir(_DESCRIPTORS))

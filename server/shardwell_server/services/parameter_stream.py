@@ -32,18 +32,13 @@ _SHORT_ELEMENT_COUNT = 131_072
 """Elements of a slice that is counted and encoded in about the time that it takes to wake a thread
 and let it in beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
-"""The same where payloads are compressed, or a file is mapped, which may take several times as
-long."""
+"""Fewer where payloads are compressed, or a file is mapped: several times as long."""
 
 
 class ParameterStream(StepStream[ParameterSlice]):
     """The handler of a call is its `exchange`, or the method with the call's name.
 
-    Args:
-        shard: The shard, whose parameters they are.
-        arenas: Memory that clients share.
-        call: The call.
-        only_counts: Whether it is PutGradient, which is answered when all has come.
+    With `only_counts` it is PutGradient, which is answered when all has come.
     """
 
     _kind = "parameter"
@@ -57,14 +52,12 @@ class ParameterStream(StepStream[ParameterSlice]):
         self._only_counts = only_counts
         self._arena: SharedMemory | None = None
         self._step = 0
-        """Of the last gradient."""
         self._counted = pb.PutGradientResponse()
         """Chunks that are counted alone: of this step, or of a call that only does that."""
 
     # Other calls.
 
     def put_gradient(self) -> Handling:
-        """Counts a gradient, chunk by chunk; says how many."""
         yield from self.exchange()
         if self._opening is not None:
             self._slice.make_durable()
@@ -76,13 +69,11 @@ class ParameterStream(StepStream[ParameterSlice]):
         return self._counted
 
     def get_weights(self, request: pb.GetWeightsRequest) -> Handling:
-        """All weights of a parameter."""
         self._slice = self._found(request, Right.READ)
         self._arena = arena_of(self._arenas, request.arena)
         yield from self._weights(request, self._arena)
 
     def close_step(self, request: pb.CloseStepRequest) -> Handling:
-        """Measures a step that is clipped, or closes it with the norm that all shards have."""
         parameter = self._found(request, Right.CONTRIBUTE)
         squared_norm = None
         if request.HasField("norm"):
@@ -98,7 +89,6 @@ class ParameterStream(StepStream[ParameterSlice]):
     def _found(
         self, request: pb.GetWeightsRequest | pb.CloseStepRequest, right: Right
     ) -> ParameterSlice:
-        """The parameter that a request without `open` names."""
         self._shard.check_identity(request.shard)
         self._call.check(right, "parameter", request.parameter)
         return self._shard.parameters.opened(request.parameter, request.incarnation)
@@ -106,10 +96,7 @@ class ParameterStream(StepStream[ParameterSlice]):
     # A message of an exchange.
 
     def _opened(self) -> bool:
-        """Binds the worker of a call that only counts; a step that closes by its norm is long.
-
-        That is written into a file.
-        """
+        """Binds the worker of a call that only counts; a step that closes by its norm is long."""
         if self._only_counts:
             self._bind()
         parameter = self._slice
@@ -195,11 +182,7 @@ class ParameterStream(StepStream[ParameterSlice]):
         return super()._transport()
 
     def _payload(self, gradient: types_pb2.GradientChunk, payload: Bytes) -> Bytes:
-        """The payload of a chunk, from the message or the arena.
-
-        Raises:
-            CorruptChunkError: the rest of the chunk was damaged, or it has no payload there.
-        """
+        """The payload of a chunk, from the message or the arena."""
         if checksum.gradient_control(gradient) != gradient.control_crc32c:
             raise CorruptChunkError(
                 "end_of_step, counts_only, wait_timeout_ms or held_version of a chunk is damaged; "
@@ -208,20 +191,19 @@ class ParameterStream(StepStream[ParameterSlice]):
         return payload_of(gradient.chunk, payload, self._arena)
 
     def _superseded(self, indexes: list[int]) -> pb.SupersededChunks:
-        """Chunks of the last step that had been counted with other values; empties the list."""
+        """The chunks of the last step that count with other values; empties the list."""
         found = pb.SupersededChunks(step=self._step, chunk_indexes=indexes)
         found.crc32c = checksum.of_message(found)
         indexes.clear()
         return found
 
     def _outcome(self, contributor: Contributor[Seat]) -> Callable[[], pb.StepOutcome]:
-        """What makes the outcome of the step that ends now, once its chunks have closed it."""
+        """Makes the outcome of the step that ends now, once its chunks have closed it."""
         late, contributor.late = contributor.late, set()
         may_have, contributor.may_have_counted = contributor.may_have_counted, False
         return partial(_outcome, self._slice, self._step, late, may_have, contributor)
 
     def _asked(self, request: pb.ExchangeRequest) -> Handling:
-        """Serves the message's request besides gradients."""
         name = self._slice.spec.name
         if request.HasField("close") and request.HasField("fetch"):
             raise ArgumentError("a message has `fetch` and `close`; send two")
@@ -298,7 +280,6 @@ class ParameterStream(StepStream[ParameterSlice]):
     def _count_one(
         self, contributor: Contributor[Seat], gradient: types_pb2.GradientChunk, payload: Bytes
     ) -> bool:
-        """Counts a chunk of a gradient, beside others; see `ParameterSlice.contribute`."""
         payload = self._payload(gradient, payload)
         deadline = deadline_of(self._shard, self._call, gradient.wait_timeout_ms / 1000)
         return self._slice.contribute(contributor, gradient, payload, deadline)
@@ -341,11 +322,7 @@ def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcom
 def _held_versions(
     asked: pb.GetWeightsRequest | pb.WeightsFetch, parameter: ParameterSlice
 ) -> list[int | None]:
-    """The version in which who asks holds each chunk; None: it holds none.
-
-    Raises:
-        ArgumentError: they are not of as many chunks as there are.
-    """
+    """The version in which the caller holds each chunk; None: it holds none."""
     held = asked.held_versions if isinstance(asked, pb.WeightsFetch) else ()
     count = parameter.chunk_count
     if held and len(held) != count:

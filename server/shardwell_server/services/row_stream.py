@@ -30,24 +30,18 @@ values."""
 
 
 class RowStream(StepStream[TableSlice]):
-    """The handler of ExchangeRows is its `exchange`.
-
-    Args:
-        shard: The shard, whose tables they are.
-        call: The call.
-    """
+    """The handler of ExchangeRows is its `exchange`."""
 
     _kind = "table"
 
     def __init__(self, shard: Shard, call: Call) -> None:
         super().__init__(shard, call, _parsed)
         self._counted = pb.RowsCounted()
-        """Parts of the step that has come last."""
         self._counted_context = 0
         self._superseded: list[int] = []
-        """Those of them for which others count."""
+        """Parts of that step for which others count."""
         self._ended: _Ended | None = None
-        """That step, if it has ended and no fetch has followed it, with elastic members."""
+        """The last step, if it has ended and no fetch has followed it, with elastic members."""
 
     def _opened(self) -> bool:
         """Prepares answers; a table in memory is short unless something waits for a disk."""
@@ -115,7 +109,7 @@ class RowStream(StepStream[TableSlice]):
             self._pending.append(Due(response.SerializeToString))
 
     def _after_step(self, fetch: pb.RowsFetch, rows: Callable[..., bytes]) -> Callable[[], bytes]:
-        """What makes the answer to a fetch, which may be of what comes of the step before it."""
+        """Makes the answer to a fetch, which may be of what comes of the step before it."""
         ended = self._ended
         if ended is None or not fetch.unless_late:
             return rows
@@ -125,21 +119,15 @@ class RowStream(StepStream[TableSlice]):
 
 
 class _Ended(NamedTuple):
-    """A step of an elastic member's that has ended on a stream."""
-
     step: int
     late: list[int]
-    """Parts that were."""
     may_have_counted: bool
-    """Whether these may have counted when they came before."""
+    """True if these may have counted when they came before."""
     superseded: list[int]
     """Parts for which others count."""
     is_over: bool
-    """Whether the member's tenure is."""
     seat: Seat | None
-    """The member's, if it has one."""
     is_sent: bool = False
-    """Whether a fetch has followed it, with its outcome."""
 
 
 def _outcome(table: TableSlice, ended: _Ended) -> pb.RowsOutcome:
@@ -158,5 +146,4 @@ def _outcome(table: TableSlice, ended: _Ended) -> pb.RowsOutcome:
 
 
 def _parsed(message: bytes) -> Sequence[Request]:
-    """The one request of a message."""
     return ((*framing.parse(pb.ExchangeRowsRequest, message), len(message)),)

@@ -45,7 +45,6 @@ class SessionService:
         """Of sessions that attend: the worker, and when its certificate ends, since 1970."""
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         calls = self._calls
         handlers = {
             "Attend": calls.held(self.attend, pb.AttendRequest),

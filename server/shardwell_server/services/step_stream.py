@@ -46,59 +46,42 @@ class Due(NamedTuple):
     """An answer that a stream owes."""
 
     make: Callable[[], bytes]
-    """Makes the message; it may be too early for it."""
     is_ready: Callable[[], bool] = lambda: True
-    """Whether it would not be too early."""
     room: Room | None = None
-    """Where its payload goes; None: into the message."""
+    """None: its payload goes into the message."""
 
 
 class Recorder:
-    """Records what others see of a call: the bytes that it moves, and spans of its steps.
-
-    Args:
-        shard: The shard, which counts payload and keeps spans.
-        call: The call, whose token may have a quota.
-    """
+    """Records what others see of a call: the bytes that it moves, and spans of its steps."""
 
     def __init__(self, shard: Shard, call: Call) -> None:
         self.has_begun = False
-        """Whether a step has a span, which `ended` exports."""
         self._shard = shard
         self._call = call
         self._traffic = shard.traffic
         self._steps: StepSpans
 
     def opened(self, kind: Kind, name: str, worker_id: str) -> None:
-        """Steps that follow are that worker's, of that parameter or table."""
         shard = self._shard
         self._steps = StepSpans(shard.spans, shard.config.shard_index, worker_id, {kind: name})
 
     def frame(self, *, received: int = 0, sent: int = 0) -> None:
-        """Counts payload."""
         self._traffic.add(received=received, sent=sent)
         self._call.moved_bytes += received + sent
 
     def begun(self, trace_parent: str, step: int) -> None:
-        """A step has come whose worker has a span."""
         self.has_begun = True
         self._steps.begin(trace_parent, step)
 
     def ended(self) -> None:
-        """All of a step is answered. Exports its span, which may take any time."""
+        """Exports a step's span, once all of it is answered; may take any time."""
         if self.has_begun:
             self.has_begun = False
             self._steps.end()
 
 
 class StepStream(ABC, Generic[SliceT]):
-    """Drives the steps of one call.
-
-    Args:
-        shard: The shard, whose slices they change.
-        call: The call.
-        parse: Finds the requests of a message.
-    """
+    """Drives the steps of one call; `parse` finds the requests of a message."""
 
     _kind: ClassVar[Kind]
 
@@ -111,20 +94,17 @@ class StepStream(ABC, Generic[SliceT]):
         self._recorder = Recorder(shard, call)
         self._slice: SliceT
         self._opening: Any = None
-        """The message that opened the stream; None: none has."""
         self._contributor: Contributor[Any] | None = None
         """The worker, once it has sent a gradient."""
         self._may_be_short = False
-        """Whether what is asked of the slice may take less time than a thread to be woken."""
+        """True if the slice may take less time for a request than a thread to be woken."""
         self._is_between_steps = True
         self._pending: deque[Due] = deque()
         self._batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
         self._is_spread = shard.core_threads.count > 1
-        """Whether other threads may count its parts and make its answers."""
         self._beside: dict[int, Future[bool]] = {}
         """Parts of the message that is being served which other threads count, by index."""
         self._made: deque[Future[tuple[bytes, int]]] = deque()
-        """Answers that other threads make, those that are due first."""
 
     # What a subclass does.
 
@@ -183,11 +163,7 @@ class StepStream(ABC, Generic[SliceT]):
             raise ArgumentError(f"{what} came in the middle of a step; end it first")
 
     def _bind(self) -> Contributor[Any]:
-        """The worker whose gradients come; one that only reads needs neither right nor session.
-
-        Raises:
-            AccessDeniedError, ShardUnavailableError: it may not, or its session is not known.
-        """
+        """The worker whose gradients come; one that only reads needs neither right nor session."""
         opening, call = self._opening, self._call
         call.check(Right.CONTRIBUTE, self._kind, self._slice.spec.name)
         session = self._shard.sessions.check(
@@ -198,12 +174,10 @@ class StepStream(ABC, Generic[SliceT]):
         return self._contributor
 
     def _transport(self) -> types_pb2.Transport:
-        """How payloads come."""
         is_unix = self._call.peer == UNIX_PEER
         return types_pb2.TRANSPORT_UNIX if is_unix else types_pb2.TRANSPORT_TCP
 
     def _answers(self, *, all_: bool) -> Handling:
-        """The answers that are due, in order: those that are ready, or all."""
         pending, batch, holds = self._pending, self._batch, False
         while pending:
             first = pending[0]
@@ -244,7 +218,6 @@ class StepStream(ABC, Generic[SliceT]):
             self._made.append(future)
 
     def _end_beside(self) -> None:
-        """Returns when no other thread works for this call."""
         beside: list[Future[Any]] = [*self._beside.values(), *self._made]
         self._beside.clear()
         self._made.clear()
@@ -280,7 +253,6 @@ def names_that_fit(worker_ids: Iterable[str]) -> list[str]:
 
 
 def _shared(due: Due) -> tuple[bytes, int]:
-    """An answer whose payload is in its room, and its size with that."""
     message = due.make()
     left, _ = shared_message(pb.ExchangeResponse, message, lambda size_bytes: due.room)
     return left, len(message)

@@ -48,7 +48,6 @@ class TableService:
         self._calls = calls
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         calls = self._calls
         handlers = {
             "OpenTable": calls.unary(self.open_table, pb.OpenTableRequest),
@@ -198,16 +197,9 @@ def state_messages(
 ) -> Handling:
     """A first message when the rows are sure to be had, then all rows.
 
-    Args:
-        table: The table.
-        version: Version of every row; asynchronous mode has no use for it.
-        deadline: Bounds the wait for it.
-        is_wanted: Whether the stream is still read; any thread calls it.
-        count: Counts the bytes of each message.
-
-    Raises:
-        DivergedError: training diverged; weights are not finite.
-        ShardwellError: see `TableScan.under_way`, `check_begun` and `states`.
+    `deadline` bounds the wait for `version`, which asynchronous mode has no use for; any thread
+    calls `is_wanted`; `count` gets the bytes of each message. DivergedError: weights are not
+    finite.
     """
     table.loading.check_committed()
     codec = RowStateCodec(table.spec)
@@ -238,11 +230,8 @@ def state_messages(
 
 
 class _Load:
-    """One stream's rows on their way into a table."""
-
     def __init__(self, table: TableSlice, opening: pb.LoadRowsRequest) -> None:
         self.name = table.spec.name
-        """Name of the table."""
         self._table = table
         self._codec = RowStateCodec(table.spec)
         self._opening = opening
@@ -251,12 +240,10 @@ class _Load:
         """Number of the load; 0: it has not begun."""
         self._rate: float | None = None
         self.row_count = 0
-        """Rows that stand."""
+        """Committed rows."""
         self.is_finished = False
-        """Whether they do."""
 
     def take(self, request: pb.LoadRowsRequest, payload: Bytes) -> None:
-        """Does what a message says."""
         loading = self._table.loading
         if not request.HasField("rows"):  # what their CRC32C covers can't be believed without them
             raise CorruptChunkError("a message of LoadRows has no `rows`; send it again")
@@ -279,5 +266,4 @@ class _Load:
         self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
 
     def end(self) -> None:
-        """Returns when what was done may be acknowledged."""
         self._table.make_durable()

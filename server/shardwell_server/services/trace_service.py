@@ -20,7 +20,6 @@ from shardwell_server.shard.shard import Shard
 _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
 TRACE_SERVICE_NAME = _SERVICE.full_name
 _WAIT_S_MAX = 60.0
-"""For clients to give spans."""
 _WORKER_COUNT_MAX = 100
 """Most workers that are named as missing."""
 
@@ -34,7 +33,6 @@ class TraceService:
         self._recordings = shard.recordings
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods, for grpc.aio.Server."""
         calls = self._calls
         handlers = {
             "GetClock": calls.unary(self.get_clock, pb.GetClockRequest),
@@ -124,7 +122,6 @@ class TraceService:
             raise WrongShardError("clients are asked for spans by shard 0 alone; call it there")
 
     def _open_steps(self, is_shown: Callable[[str], bool]) -> list[pb.OpenStep]:
-        """The steps that are begun and open."""
         attending = self._shard.sessions.by_worker()
         found = []
         for parameter in self._shard.parameters.all():
@@ -139,7 +136,6 @@ class TraceService:
 
 
 def _workers_of(own: pb.RecordResponse) -> set[str]:
-    """The workers that a shard's message names anyway."""
     process = own.process
     named = {process.words[number] for number in set(process.peers)}
     return named.union(worker.worker_id for step in own.open_steps for worker in step.wait.workers)

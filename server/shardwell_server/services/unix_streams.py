@@ -57,29 +57,23 @@ Pack: TypeAlias = Callable[[Any], bytes]
 
 
 async def _unimplemented(messages: Any, context: Any) -> None:
-    """Serves what no service has."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call here")
 
 
 class _Details:
-    """What gRPC asks services with for a handler."""
-
     def __init__(self, method: str) -> None:
         self.method = method
         self.invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
 class UnixStreams:
-    """Listens, and serves who connects. For the loop's thread.
+    """The Unix socket's server. For the loop's thread.
 
-    Args:
-        services: Services whose streams may be opened here.
-        count_max: Connections at once; more are closed, and call over gRPC.
+    Connections beyond `count_max` are closed, and call over gRPC.
     """
 
     def __init__(self, services: Sequence[grpc.GenericRpcHandler], count_max: int) -> None:
         self.address = ""
-        """Where it listens; empty: nowhere."""
         self._services = services
         self._count_max = count_max
         self._listener: socket.socket | None = None
@@ -89,9 +83,7 @@ class UnixStreams:
     def listen(self, same_host: str, name: str) -> None:
         """Takes its address, if it is wanted and can be; a log says where not.
 
-        Args:
-            same_host: "auto": an abstract socket; "off": none; else a directory.
-            name: Name of the socket; unique on this machine, or in that directory.
+        `same_host` is "auto" for an abstract socket, "off", or a directory; `name` is unique there.
         """
         if same_host == "off" or not hasattr(socket, "SO_PEERCRED"):
             return
@@ -104,7 +96,6 @@ class UnixStreams:
         self.address = address
 
     async def start(self) -> None:
-        """Begins to serve."""
         if self._listener is None:
             return
         loop = asyncio.get_running_loop()
@@ -126,7 +117,6 @@ class UnixStreams:
             connection.abandon()
 
     def _serve_of(self, method: str) -> tuple[Serve, Pack | None]:
-        """What serves a call of that name, and packs its one answer."""
         for service in self._services if method in _METHODS else ():
             handler: Any = service.service(_Details(method))
             if handler is not None:
@@ -136,11 +126,7 @@ class UnixStreams:
         return _unimplemented, None
 
     def _entered(self, connection: _Connection) -> None:
-        """Counts a connection.
-
-        Raises:
-            LimitError: there are too many, or no descriptors for it.
-        """
+        """Counts a connection; LimitError: too many, or no descriptors for it."""
         if len(self._open) >= self._count_max:
             self._end_idle()
         if len(self._open) >= self._count_max:
@@ -167,9 +153,8 @@ class _Connection(asyncio.Protocol):
         left: Callable[[_Connection], None],
     ) -> None:
         self.task: asyncio.Task[Any] | None = None
-        """What runs the handler."""
         self.answered_s: float | None = None
-        """When it began to wait for another call; None: it does not."""
+        """Since when it waits for another call; None: it does not."""
         self._serve_of = serve_of
         self._entered = entered
         self._left = left
@@ -179,12 +164,9 @@ class _Connection(asyncio.Protocol):
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_all = False
-        """Whether no further message of this call comes."""
         self._has_aborted = False
-        """Whether the call was ended with a status."""
         self._is_reading = True
         self._reader: asyncio.Future[None] | None = None
-        """What waits for a message."""
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -204,7 +186,6 @@ class _Connection(asyncio.Protocol):
         self._await_call()
 
     def _await_call(self) -> None:
-        """Gives the client time to say what it calls."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_OPEN_S, self._transport.abort)
 
@@ -265,11 +246,10 @@ class _Connection(asyncio.Protocol):
         return message
 
     async def write(self, answer: bytes) -> None:
-        """Returns when there is room for another one.
+        """Returns when another answer has room.
 
-        Raises:
-            asyncio.CancelledError: the line is lost, of which the task learns only when it
-                waits; asyncio logs what is written to such a line.
+        asyncio.CancelledError: the line is lost, of which the task learns only when it waits;
+        asyncio logs what is written to such a line.
         """
         if self._transport.is_closing():
             raise asyncio.CancelledError
@@ -283,19 +263,16 @@ class _Connection(asyncio.Protocol):
             await self._room.wait()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the call brings."""
         return ((AUTHORIZATION_KEY, self._authorization),) if self._authorization else ()
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """It has no certificate."""
         return {}
 
     def peer(self) -> str:
-        """Where it is made."""
         return UNIX_PEER
 
     def time_remaining(self) -> float | None:
-        """Its caller closes it when its time is over."""
+        """None: its caller closes it when its time is over."""
         return None
 
     async def abort(
@@ -304,17 +281,14 @@ class _Connection(asyncio.Protocol):
         details: str = "",
         trailing_metadata: Sequence[tuple[str, bytes]] = (),
     ) -> None:
-        """Ends the call with a status, if there is a line for it."""
         self._end(code, details, dict(trailing_metadata).get(ERROR_DETAIL_KEY, b""))
 
     # Its life.
 
     def abandon(self) -> None:
-        """Breaks it off."""
         self._transport.abort()
 
     def _begin(self, kind: int, contents: bytes) -> None:
-        """Takes the first frame."""
         if kind != FrameKind.OPEN:
             raise CorruptChunkError(f"a frame of kind {kind} before any call")
         opening = unix_stream_pb2.UnixStreamOpen.FromString(contents)
@@ -334,7 +308,7 @@ class _Connection(asyncio.Protocol):
         self.task.add_done_callback(partial(self._served, pack))
 
     def _served(self, pack: Pack | None, task: asyncio.Task[Any]) -> None:
-        """Sends what the handler has returned; ends the connection unless it takes another call."""
+        """Sends the handler's answer; ends the connection unless it takes another call."""
         is_over = True
         try:
             if not task.cancelled() and pack is not None and not self._has_aborted:
@@ -360,7 +334,6 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _end(self, code: grpc.StatusCode, details: str, error: bytes = b"") -> None:
-        """Ends the call with a status, if there is a line for it."""
         self._has_aborted = True
         if not self._transport.is_closing():
             end = unix_stream_pb2.UnixStreamEnd(code=code.value[0], details=details, error=error)

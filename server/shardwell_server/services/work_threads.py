@@ -17,20 +17,16 @@ _LOG = logging.getLogger("shardwell_server")
 class _Job(NamedTuple):
     call: Callable[[], Any]
     outcome: asyncio.Future[Any] | None
-    """None: it is dropped."""
     abandoned: Callable[[Any], object]
 
 
 class WorkThreads:
     """Up to `count_max` threads, started when there is work for them; the first one at once.
 
-    Where the system has no further thread, work waits for one of those that there are. Of those
-    that have none, the one that worked last gets the next, in a queue of its own: of several that
-    wait at one queue, each job would wake two, and others each time. To be called on the loop,
-    except `close`.
-
-    Raises:
-        RuntimeError: the system has no thread at all.
+    Where the system has no further thread, work waits for one of those that there are;
+    RuntimeError: there is none. Of those without work, the one that worked last gets the next, in a
+    queue of its own: of several that wait at one queue, each job would wake two, and others each
+    time. To be called on the loop, except `close`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count_max: int) -> None:
@@ -49,12 +45,10 @@ class WorkThreads:
     async def run(
         self, call: Callable[[], Any], abandoned: Callable[[Any], object] = lambda result: None
     ) -> Any:
-        """The call's result.
+        """Makes a call on one of the threads.
 
-        Args:
-            call: Made on one of the threads.
-            abandoned: Called on the loop with the result, or None after an error, where this was
-                cancelled meanwhile.
+        Where this was cancelled meanwhile, `abandoned` gets the result on the loop, or None after
+        an error.
         """
         outcome = self._loop.create_future()
         if not self._put(_Job(call, outcome, abandoned)):
@@ -106,7 +100,6 @@ class WorkThreads:
         self._is_free(jobs)
 
     def _is_free(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        """A thread's next job is to go there."""
         if self._waiting:
             jobs.put(self._waiting.popleft())
         else:

@@ -26,11 +26,11 @@ class Event:
     """What happens to a worker."""
 
     step: int
-    """When the training has reached it, at the earliest."""
+    """The least step of the training for it."""
     what: Happening
     """`leaves`: by SIGTERM, after its step; `dies`: by kill -9."""
     worker_index: int
-    """Of which worker; one that has gone comes again under its name."""
+    """The worker's index; one that has gone comes again under its name."""
 
 
 def drawn_plan(seed: int, worker_count: int, step_count: int) -> list[Event]:
@@ -63,14 +63,7 @@ def drawn_plan(seed: int, worker_count: int, step_count: int) -> list[Event]:
 
 
 class Chaos:
-    """Lets a plan happen to the workers of a pool, and says who came, left and was lost.
-
-    Args:
-        plan: Events that are to happen, in order.
-        pool: The workers.
-        task_of: The task of a worker, by its index.
-        say: Shows a line.
-    """
+    """Lets a plan happen to the workers of a pool, and says who came, left and was lost."""
 
     def __init__(
         self,
@@ -90,7 +83,6 @@ class Chaos:
         self._taking_part: tuple[str, ...] = ()
         self._reached = -1
         self.counts: dict[str, int] = {"came": 0, "left": 0, "lost": 0}
-        """How often that happened, as the contributors of steps show it."""
 
     @property
     def rest_count(self) -> int:
@@ -133,7 +125,6 @@ class Chaos:
         del self._plan[0]
 
     def _look(self) -> None:
-        """Compares the contributors of the newest step that is reported with those before."""
         newest: Member = max(self._pool.members, key=lambda member: member.step)
         report = newest.latest
         if report is None or not report.contributors or report.step <= self._reached:

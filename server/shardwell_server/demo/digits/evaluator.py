@@ -33,11 +33,7 @@ class Evaluator(Closing):
             raise
 
     def accuracy(self, timeout_s: float = _TIMEOUT_S) -> float:
-        """Accuracy of the weights as they are on the shards now; a worker must have called `init`.
-
-        Raises:
-            ShardUnavailableError, DeadlineError: a shard did not answer in time.
-        """
+        """Accuracy of the weights on the shards now; a worker must have called `init`."""
         for parameter, part in self._parts:
             parameter.get_weights(out=part, timeout_s=timeout_s)
         return MODEL.accuracy(self._weights, self._held_out.images, self._held_out.labels)
@@ -50,7 +46,6 @@ class Evaluator(Closing):
 def _opened(
     client: shardwell.Client, task: Task, weights: FloatArray
 ) -> list[tuple[shardwell.Parameter, Any]]:
-    """The parameters that hold the model, each with its part of `weights`."""
     if task.outer is None:
         return [(open_weights(client, task), weights)]
     tensors = MODEL.tensors(weights)

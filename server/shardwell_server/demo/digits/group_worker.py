@@ -39,11 +39,7 @@ _Batch = tuple[FloatArray, npt.NDArray[np.int64]]
 def train_by_sync(
     task: Task, digits: Digits, report: Callable[[Report], None], *, report_interval_s: float
 ) -> npt.NDArray[np.float32]:
-    """Trains in the way that the task names; returns the weights after the last step.
-
-    Raises:
-        ShardwellError: see `Client`, `Parameter` and `Group`.
-    """
+    """Trains in the way that the task names; returns the weights after the last step."""
     if task.outer is not None:
         return train_outer(task, digits, report, report_interval_s=report_interval_s)
     if task.sync == "server":
@@ -66,7 +62,6 @@ def train_by_sync(
 def _train_in_threads(
     task: Task, digits: Digits, report: Callable[[Report], None], report_interval_s: float
 ) -> npt.NDArray[np.float32]:
-    """All workers in this process; rank 0 reports for all."""
     sync = shardwell.ThreadedSync(task.worker_count, timeout_s=task.timeout_s)
 
     def work(rank: int) -> npt.NDArray[np.float32]:

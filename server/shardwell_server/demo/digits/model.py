@@ -107,7 +107,6 @@ class Perceptron:
 
 
 def _scores(weights: Layers, images: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The hidden layer and the classes' scores of a batch."""
     hidden = images @ weights.hidden_weights + weights.hidden_bias
     np.maximum(hidden, 0.0, out=hidden)
     return hidden, hidden @ weights.output_weights + weights.output_bias

@@ -39,11 +39,7 @@ def open_outer(client: shardwell.Client, task: Task) -> shardwell.Outer:
 def train_outer(
     task: Task, digits: Digits, report: Callable[[Report], None], *, report_interval_s: float
 ) -> npt.NDArray[np.float32]:
-    """Trains until this worker has made its inner steps; returns its weights after the last.
-
-    Raises:
-        ShardwellError: see `Client` and `shardwell.Outer`.
-    """
+    """Trains until this worker has made its inner steps; returns its weights after the last."""
     batches = Batches(
         digits.training,
         worker_index=task.worker_index,
@@ -87,6 +83,5 @@ def train_outer(
 
 
 def _copy(new: dict[str, npt.NDArray[np.float32]], weights: dict[str, FloatArray]) -> None:
-    """Writes tensors into the model's vector."""
     for name, tensor in new.items():
         weights[name][...] = tensor

@@ -57,21 +57,13 @@ class DemoConfig:
     """What the demo runs; checked when made."""
 
     shard_count: int = 2
-    """Shards, each a process."""
     worker_count: int = 4
-    """Workers, each a process."""
     codec: CodecName = "fp16"
-    """How gradients and weights travel."""
     mode: ModeName = "sync"
-    """`sync`: a step is the mean of all workers' gradients; `async`: each as it arrives."""
     step_count: int = STEP_COUNT
-    """Steps of each worker."""
     sync: SyncName = "server"
-    """Who averages: the shards, the workers in a group, or threads."""
     has_chaos: bool = False
-    """Whether workers come, leave and die while they train."""
     seed: int = 0
-    """Of who does so, and when."""
     outer: OuterPlan | None = None
     """Outer training: workers make steps of their own, and send once in many."""
     target: str | None = None
@@ -141,15 +133,10 @@ class Result:
     """How it went."""
 
     accuracy: float
-    """Accuracy of the final weights, on held-out digits."""
     held_out_count: int
-    """How many those are."""
     state: TrainingState
-    """Of the workers, at the end."""
     duration_s: float
-    """Duration of the whole demo."""
     chaos_counts: Mapping[str, int] = field(default_factory=dict)
-    """How many workers came, left and were lost, with chaos."""
 
     @property
     def passed(self) -> bool:
@@ -158,13 +145,7 @@ class Result:
 
 
 def run_demo(config: DemoConfig) -> Result:
-    """Runs and shows it all, and leaves no process behind.
-
-    Raises:
-        StoppedError: a signal asked for it.
-        DemoError: scikit-learn is missing, or a worker or a shard has ended; it is named.
-        ShardwellError: see `LocalCluster` and `Client`.
-    """
+    """Runs and shows it all, and leaves no process behind; StoppedError: a signal asked for it."""
     start_s = time.monotonic()
     progress = Progress()
     display = _Display(config, progress)
@@ -253,8 +234,6 @@ def _watch(
 
 
 class _Display:
-    """Shows how the training goes on, and a closing table."""
-
     def __init__(self, config: DemoConfig, progress: Progress) -> None:
         self._config = config
         self._progress = progress
@@ -267,7 +246,6 @@ class _Display:
         last: bool,
         members: Sequence[str] = (),
     ) -> None:
-        """Shows how far the training is."""
         step_count, worker_count = self._config.step_count, self._config.process_count
         if state.loss is None:
             if self._progress.is_live and state.ready_count:
@@ -288,7 +266,6 @@ class _Display:
         self._progress.show(step, state.step, step_count, figures, last=last)
 
     def conclude(self, result: Result) -> None:
-        """Prints the closing table."""
         state, config = result.state, self._config
         right = round(result.accuracy * result.held_out_count)
         colour = "green" if result.passed else "red"
@@ -318,7 +295,6 @@ class _Display:
 
 
 def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> dict[str, str]:
-    """What outer training made of the bytes, and of the time in which they travel."""
     steps = config.worker_count * config.step_count
     synchronous_bytes = steps * CODECS["fp16"].encoded_bytes(MODEL.size)
     told = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
@@ -339,12 +315,10 @@ def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> di
 
 
 def _loss(loss: float | None) -> str:
-    """A mean loss, where a worker lived long enough to report one."""
     return "unknown" if loss is None else f"{loss:.4f}"
 
 
 def _described(config: DemoConfig) -> str:
-    """Says in words what the configuration runs."""
     if config.sync == "threads":
         return f"{count(config.worker_count, 'thread')} of one process"
     workers = count(config.worker_count, "worker")

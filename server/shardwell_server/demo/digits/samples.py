@@ -55,29 +55,21 @@ class Digits:
 
 
 def check_installed() -> None:
-    """Checks that scikit-learn is installed, without the seconds that importing it takes.
-
-    Raises:
-        DemoError: it is not.
-    """
+    """Checks that scikit-learn is installed, without the seconds that importing it takes."""
     _digits_file()
 
 
 def load_digits() -> Digits:
-    """All digits, split.
-
-    Raises:
-        DemoError: scikit-learn is not installed.
-    """
+    """All digits, split; DemoError: scikit-learn is not installed."""
     rows = np.loadtxt(_digits_file(), np.float32, delimiter=",")
     images, labels = rows[:, :-1] / _PIXEL_MAX, rows[:, -1]
     return split(Samples(images, labels.astype(np.int64)), HELD_OUT_COUNT)
 
 
 def _digits_file() -> Path:
-    """What scikit-learn's own load_digits() reads, found without importing scikit-learn.
+    """scikit-learn's own file of digits, found without importing scikit-learn.
 
-    That takes two seconds of a core in each process of the demo, for 58 kB of digits.
+    Its import takes two seconds of a core in each process of the demo, for 58 kB of digits.
     """
     package = importlib.util.find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():

@@ -30,7 +30,6 @@ OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
 WORKER_COMMAND = "demo-worker"
 """The hidden command that runs one worker and prints its reports."""
 BATCH_SIZE = 32
-"""Samples of one worker's gradient."""
 STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
 MEMBER_COUNT_MAX = 64
@@ -38,7 +37,6 @@ MEMBER_COUNT_MAX = 64
 ACCURACY_MIN = 0.95
 """Accuracy on held-out digits; below it, the run has failed."""
 FIRST_WEIGHTS_SEED = 22
-"""Every worker begins with these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,6 @@ class OuterPlan:
     sync_every: int = 50
     """Inner steps of an outer step."""
     fragment_count: int = 2
-    """Parts of the model, which are sent in turn: its layers."""
     overlap: int = 2
     """Inner steps that a part may travel while the worker goes on."""
 
@@ -75,23 +72,16 @@ class Task:
     """What one worker is to do. All but `worker_id` and `worker_index` is the same for all."""
 
     target: str
-    """The cluster: "HOST:PORT,HOST:PORT"."""
     worker_id: str
     """The same after a restart, so that the worker goes on where it was."""
     worker_index: int
     """Which share of the digits, 0 to worker_count - 1."""
     worker_count: int
-    """Workers among whom the digits are dealt; a synchronous step waits for them all."""
     parameter: str = "digits"
-    """Name of the model's weights in the cluster."""
     step_count: int = STEP_COUNT
-    """Steps that each worker makes."""
     codec: CodecName = "fp16"
-    """How gradients and weights travel."""
     mode: ModeName = "sync"
-    """`sync` or `async`, as `shardwell.ParameterSpec` has it."""
     sync: SyncName = "server"
-    """Who averages."""
     is_elastic: bool = False
     """Whether workers come and go; worker_count says nothing then."""
     outer: OuterPlan | None = None
@@ -148,10 +138,6 @@ def train(
     """Trains until this worker has made its steps; returns the weights after its last.
 
     Where workers come and go, steps are the cluster's, and SIGTERM ends this one after its step.
-
-    Raises:
-        ShardwellError: see `Client` and `Parameter`.
-        SystemExit: SIGTERM has come.
     """
     batches = Batches(
         digits.training,
