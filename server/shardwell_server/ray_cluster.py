@@ -62,7 +62,6 @@ from shardwell_server.server import ShardServer
 from shardwell_server.store.files.data_dir import DataDir, DataDirInUseError, kept_cluster_id
 
 _NAMESPACE = "shardwell"
-"""Of the names of Ray's actors."""
 _PathArgument = str | os.PathLike[str]
 _PORT_MIN, _PORT_COUNT = 20000, 10000
 """Where ports are drawn: above those of Ray's own workers, and below those that systems give to
@@ -141,7 +140,6 @@ class _ShardActor:
         )
 
     def admit(self, process: str) -> bool:
-        """Counts this process in, if it is that one; returns True then."""
         if process != self._process:
             return False
         joined = self._joined_file()

@@ -228,7 +228,6 @@ class ClosedStep(NamedTuple):
     took_s: float
     """From the begin of its first contribution until then."""
     last: str
-    """The worker that was last."""
     waited_s: float
     """How long the first worker waited for the last; 0 of one worker."""
     worker_count: int
@@ -316,7 +315,6 @@ class Last(NamedTuple):
 
     worker_id: str
     step_count: int
-    """Steps in which it was last."""
     of_count: int
     """Steps that any worker waited in."""
     median_s: float

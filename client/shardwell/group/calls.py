@@ -35,7 +35,6 @@ JOIN_TIMEOUT_S = 3600.0
 """How long `Group.join` waits for the others by default."""
 REPLACEMENT_WAIT_S_MAX = 3600.0
 _SPREAD_ELEMENT_COUNT = 1 << 20
-"""One thread looks at fewer values sooner than others would be awake."""
 _KINDS = {
     Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
     Operation.REDUCE: pb.OPERATION_REDUCE,

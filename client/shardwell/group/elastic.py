@@ -139,10 +139,7 @@ class ElasticGroup(Group):
 
     @override
     def join(self, *, timeout_s: float | None = None) -> int:
-        """Raises ArgumentError always.
-
-        A worker of an elastic group that has no more batches leaves with `close`.
-        """
+        """Raises ArgumentError: a worker without further batches leaves with `close`."""
         raise ArgumentError(
             "in an elastic group a worker without more batches leaves with close(); join() keeps "
             "the ranks of workers that are to go on together"
@@ -232,7 +229,6 @@ class ElasticGroup(Group):
     def _announce(
         self, pending: PendingCall, generation: Generation, finishes: list[Finish]
     ) -> None:
-        """Announces a call in a generation, or notes why it can't be."""
         if generation.size < self._min_size and not pending.admits:
             error = WorkerLostError(
                 f"group {self.name!r} has {generation.size} members, and at least "

@@ -77,7 +77,7 @@ class Call:
     timeout_s: float
     """Bound of the wait for the others to call; then again for the data."""
     plan: Plan | None = None
-    """Its chunks, if all ranks take part; None: it moves none, or can't be made."""
+    """None: it moves no chunks, or they can't be made."""
     peaks: dict[int, float] = field(default_factory=dict)
     """Largest magnitudes of chunks that enter here, if all ranks take part."""
     may_have_nans: bool = False
@@ -239,7 +239,6 @@ class Engine:
             self.counts = Counts(reached, reached)
 
     def _await_others(self, call: Call) -> None:
-        """Waits until all ranks of an elastic group have the whole result."""
         self._note(call, Progress.PREPARED)
         index = call.announcement.call_index
         self._agreement.made(index)
@@ -320,7 +319,6 @@ class Engine:
         self._mailbox.forget(verdict.call_index)
 
     def _arrival(self, moving: _Moving) -> Arrival:
-        """The next chunk that comes; WorkersMissingError: none has, until the deadline."""
         call, index, ranks, collective, deadline_s = moving
         arrival = self._mailbox.take(index, deadline_s - time.monotonic())
         if arrival is None:
@@ -329,7 +327,6 @@ class Engine:
         return self._counted(arrival, moving)
 
     def _counted(self, arrival: Arrival, moving: _Moving) -> Arrival:
-        """A chunk that came, with its sender's place among those that take part."""
         if arrival.rank not in moving.ranks:
             raise InternalError(f"rank {arrival.rank} takes no part in {_name(moving.call)}")
         count = arrival.header.chunk.element_count

@@ -91,7 +91,6 @@ class Greeting:
                 self._known.set()
 
     def _reason(self, member: group_pb2.Member) -> str | None:
-        """The reason why a member can't be reached; None if it was."""
         peer = Peer(member, tls=self._tls)
         with self._lock:
             if not self._over.is_set():

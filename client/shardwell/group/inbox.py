@@ -16,7 +16,7 @@ from typing import Protocol
 
 IS_SUPPORTED = hasattr(os, "eventfd") and hasattr(select, "poll")
 _LINGER_S = 0.05
-"""How long after a call no thread reads: the next call has often begun by then."""
+"""Pause after a call before a thread reads: the next call has often begun by then."""
 
 
 class Source(Protocol):

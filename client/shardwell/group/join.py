@@ -264,7 +264,6 @@ def _arguments(
     *,
     elastic: bool,
 ) -> _Arguments:
-    """The caller's arguments, and for the rest those of the launcher."""
     launched: LaunchEnvironment | None = None
     if elastic and rank is None and isinstance(rendezvous, str):
         rank = 0  # any: a newcomer has a rank that is free

@@ -46,8 +46,7 @@ class Mailbox:
     def put_arrival(self, arrival: Arrival, *, waits: bool = True) -> None:
         """Adds a chunk; blocks while too many of its sender are here. One thread for each rank.
 
-        Without `waits` it does not block: the reader of the inbox has asked `is_full`.
-        CorruptChunkError: the chunk's call is over.
+        Without `waits` it does not block. CorruptChunkError: the chunk's call is over.
         """
         if waits and self.is_full(arrival.rank):
             with self._changed:
@@ -94,10 +93,7 @@ class Mailbox:
             return self._standings
 
     def end(self, make_error: MakeError, *, lets_finish: bool = False) -> None:
-        """Ends all waits with an error; of several errors the first one counts.
-
-        With `lets_finish`, calls that have a verdict go on.
-        """
+        """Ends all waits with the first error, except calls with a verdict if `lets_finish`."""
         with self._changed:
             if not lets_finish:
                 self._ended = self._ended or self._is_ending or make_error

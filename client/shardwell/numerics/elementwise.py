@@ -56,7 +56,7 @@ class Code(enum.IntEnum):
     LOOK_32 = 6
     """Changes nothing; looks at `source`, which is float32 or a payload of it."""
     LOOK_16 = 7
-    """The same of a payload of fp16 or bf16."""
+    """Changes nothing; looks at `source`, a payload of fp16 or bf16."""
     COPY = 8
     """Is `source`."""
     FILL = 9
@@ -80,11 +80,11 @@ class Code(enum.IntEnum):
     COPY_32 = 18
     """Is `source`, both payloads of four bytes an element."""
     COPY_16 = 19
-    """The same of payloads of two."""
+    """Is `source`, both payloads of two bytes an element."""
     CHECK_32 = 20
     """Changes nothing; the run's CRC32C goes on over `source`, of four bytes an element."""
     CHECK_16 = 21
-    """The same of a payload of two bytes an element."""
+    """Changes nothing; the CRC32C goes on over `source`, of two bytes an element."""
 
 
 _CHECKS = (Code.CHECK_32, Code.CHECK_16)
@@ -123,11 +123,9 @@ def _float32(value: float) -> float:
 
 
 def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
-    """Runs operations on elements [start, stop) of all arrays.
+    """Runs operations on elements [start, stop) of all arrays; returns what looks have seen.
 
-    Returns:
-        The largest magnitude that operations saw which look, as bits of what they look at; NaN is
-        larger than infinity, and infinity than what is finite.
+    That is the largest magnitude, as bits of what they look at; NaN is larger than infinity.
     """
     return run_checked(operations, arrays, start, stop, 0)[0]
 
@@ -143,10 +141,7 @@ def copy_bytes(source: Array, to: Array) -> None:
 def run_checked(
     operations: Operations, arrays: Arrays, start: int, stop: int, crc: int
 ) -> tuple[int, int]:
-    """`run` of operations of which some may check: what it returns, and `crc` gone on over that.
-
-    With one that checks, the CRC32C is that of the elements in order.
-    """
+    """Does what `run` does, and returns besides `crc` gone on over what operations check."""
     if not operations or start == stop:
         return 0, crc
     library = native.LIBRARY
@@ -185,7 +180,6 @@ def _packed_one(operation: Operation) -> bytes:
 
 
 _PRODUCT, _ROUNDED = -1, -2
-"""Places of our own."""
 
 
 def _at(arrays: Arrays, place: int) -> Array | None:

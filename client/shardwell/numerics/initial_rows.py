@@ -38,10 +38,7 @@ _LOG_2, _SQRT_HALF = 0.6931471805599453, 0.7071067811865476
 def initial_rows(
     initializer: Initializer, keys: Ids, dim: int, out: Float32 | None = None
 ) -> Float32:
-    """The values of rows that do not exist yet: (n, dim) float32, into `out` if it is given.
-
-    `keys` are (n,) ids or keys; they may repeat.
-    """
+    """The values of rows that do not exist yet: (n, dim) float32, into `out` if it is given."""
     if out is None:
         out = np.empty((keys.size, dim), np.float32)
     if isinstance(initializer, Zeros):

@@ -31,11 +31,7 @@ def part_of(element_count: int, part_count: int, index: int) -> tuple[int, int]:
 def reduce_block(
     buffers: Sequence[Float32], reduction: str, weights: MeanFactors, total: Float32
 ) -> None:
-    """Writes the reduction of one block of all buffers, in their order, into all of them.
-
-    `buffers` are by rank, (n,) float32, contiguous; all get the same bits. `total`, (n,) float32,
-    is overwritten.
-    """
+    """Writes the reduction of one block of all buffers, which are by rank, into all of them."""
     with np.errstate(all="ignore"):
         match reduction:
             case "mean":

@@ -38,7 +38,7 @@ class SortedIds(NamedTuple):
     distinct: Ids
     """(u,) int64."""
     bounds: list[int]
-    """Those of shard s are distinct[bounds[s] : bounds[s + 1]]."""
+    """Shard s has distinct[bounds[s] : bounds[s + 1]]."""
     starts: Ids
     """(u + 1,): where the places of each begin in `places`."""
     places: Ids
@@ -96,8 +96,7 @@ def _sort_ids_by_numpy(ids: Ids, placement: RowPlacement) -> SortedIds:
 def stable_order(ids: Ids) -> Ids:
     """(n,): places of the ids, ascending, equal ones by place.
 
-    By 16-bit digits, each a radix sort, of what ids have above the lowest: 1.1 ms for 65,536 ids
-    below 2^32, where one sort of the ids takes 3.9.
+    By radix sorts of 16-bit digits: 1.1 ms for 65,536 ids below 2^32, one sort takes 3.9.
     """
     low = ids.min()
     digit_count = -(-(int(ids.max()) - int(low)).bit_length() // _DIGIT_BITS)

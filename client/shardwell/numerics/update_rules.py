@@ -153,10 +153,7 @@ class TensorRules:
 
 
 def clips_of(optimizer: optimizers.Optimizer) -> Operations:
-    """What clips GRADIENT, by its elements.
-
-    A bound that float32 can't hold is the nearest that it can, and never "no bound".
-    """
+    """The operations that clip GRADIENT; a bound beyond float32 is the nearest that it holds."""
     if not optimizer.clip_value:
         return ()
     bound = min(max(optimizer.clip_value, _SMALLEST), LARGEST)
@@ -276,10 +273,7 @@ def _adam(spec: AnyAdam) -> Step:
 
 
 def moments_of(spec: AnyAdam) -> Callable[[float], Operations]:
-    """Adam's operations before it corrects bias, by the learning rate.
-
-    They leave the root of the second moment in TEMPORARY.
-    """
+    """Adam's operations before it corrects bias; TEMPORARY becomes the second moment's root."""
     averages = (
         *decay_add(FIRST_SLOT, spec.beta1, GRADIENT, 1.0 - spec.beta1),
         square_into(TEMPORARY, GRADIENT),

@@ -26,10 +26,7 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 
 
 def divide(total: npt.NDArray[np.float32], divisor: float, out: npt.NDArray[np.float32]) -> None:
-    """Writes total / divisor into other memory; rounding never takes it beyond float32.
-
-    What float32 can't hold as divisor, which is not 0, divides in float64; infinities stay.
-    """
+    """Writes total / divisor into other memory; rounding never takes it beyond float32."""
     overflows: list[str] = []
     is_float32 = float(np.float32(divisor)) == divisor
     with np.errstate(all="ignore", over="call", call=lambda kind, _: overflows.append(kind)):

@@ -41,10 +41,6 @@ def dealt(sizes: Mapping[str, int], shard_count: int) -> list[str]:
     4. Within a hand, tensors lie in the order in which they are ready.
 
     The same on every machine: workers that make one parameter at once must agree on it.
-
-    Args:
-        sizes: Elements of each tensor, in the order in which gradients are ready.
-        shard_count: Shards of the cluster.
     """
     places = {name: place for place, name in enumerate(sizes)}
     total = sum(sizes.values())

@@ -17,7 +17,6 @@ FRAGMENT_COUNT_MAX = 128
 """Fragments of a family, which may all be under way at once: half of a client's calls."""
 STRIDED, BALANCED = "strided", "balanced"
 ASSIGNMENTS = (STRIDED, BALANCED)
-"""Ways to deal tensors into a number of fragments."""
 Patterns: TypeAlias = Sequence[str | Sequence[str]]
 """Regular expressions, one or several a fragment."""
 
@@ -51,10 +50,7 @@ def deal_fragments(
 
 
 def assignment_name(fragments: int | Patterns, assignment: str = STRIDED) -> str:
-    """What a family's spec calls the way in which its tensors were dealt.
-
-    Other patterns have another digest: "patterns:0123456789abcdef".
-    """
+    """The name of a way to deal tensors in a family's spec; other patterns have another."""
     if isinstance(fragments, int):
         return assignment
     patterns = json.dumps(checked_patterns(fragments), separators=(",", ":"))

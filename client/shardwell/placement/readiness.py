@@ -64,10 +64,7 @@ class ReadyChunks:
             self._ready[number] = ready
 
     def take(self) -> Ranges | None:
-        """Begins a piece of all that is ready; None: it would be too small.
-
-        The last chunk of each slice stays: small slices leave when all is computed.
-        """
+        """Begins a piece of what is ready, except the last chunk of each slice; None: too small."""
         ranges = [
             (begun, max(begun, min(ready, len(chunks) - 1)))
             for begun, ready, chunks in zip(self._begun, self._ready, self._slices, strict=True)

@@ -27,10 +27,7 @@ def mix(words: Words) -> Words:
 
 
 class RowPlacement:
-    """The places of one table's rows.
-
-    Ids are 0 to `row_count` - 1; None: any 64-bit integer is a key.
-    """
+    """The places of one table's rows; without `row_count` any 64-bit integer is a key."""
 
     def __init__(self, row_count: int | None, shard_count: int) -> None:
         self.row_count = row_count
@@ -51,10 +48,7 @@ class RowPlacement:
         return ids // self.shard_count
 
     def local_row_count(self) -> int:
-        """Numbers from 0 to below it are used by `local_rows`; with `row_count` only.
-
-        In the last round, some shards have no row.
-        """
+        """Numbers below it are used by `local_rows`; with `row_count` only."""
         assert self.row_count is not None
         return -(-self.row_count // self.shard_count)
 

@@ -21,10 +21,7 @@ _Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class ChangingFiles(Generic[ReadT]):
-    """Contents of files, for any thread; ArgumentError: they are unfit at the start.
-
-    `read` raises ArgumentError where they are unfit later, which `log` then gets.
-    """
+    """Contents of files, for any thread; `log` gets the reason where changed ones are unfit."""
 
     def __init__(
         self, paths: Sequence[FilePath], read: Callable[[], ReadT], log: logging.Logger

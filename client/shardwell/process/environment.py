@@ -10,10 +10,7 @@ _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def variable(name: str) -> str:
-    """A variable without blanks and line ends around its value; "" where it is not set.
-
-    Files that were written on Windows, and lists of variables, leave such at the end.
-    """
+    """A variable without blanks and line ends around it, as from Windows; "" if not set."""
     return os.environ.get(name, "").strip()
 
 

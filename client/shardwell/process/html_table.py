@@ -16,11 +16,7 @@ class Link(NamedTuple):
 
 
 def html_table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with a heading; every text is escaped, as names come from other processes.
-
-    A row has a cell for each column; a `Link` is a cell that leads somewhere. No `columns`: no
-    head.
-    """
+    """A table with a heading; every text is escaped, as names come from other processes."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return (

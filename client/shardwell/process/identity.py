@@ -19,11 +19,7 @@ def own_identity() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """True if the process of an `own_identity` is known to have ended.
-
-    False: it runs, or nothing is known: it is another machine's, another container's, or of before
-    the machine started.
-    """
+    """True if the process of an `own_identity` is known to have ended."""
     try:
         surroundings, pid, started = identity.rsplit(" ", 2)
         if surroundings != _surroundings():

@@ -27,7 +27,6 @@ IS_SUPPORTED = (
     and hasattr(fcntl, "F_ADD_SEALS")
     and all(hasattr(os, name) for name in ("memfd_create", "posix_fallocate", "eventfd"))
 )
-"""Whether the system has it, and Python lets us use it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if IS_SUPPORTED else 0
 _MADV_POPULATE_READ = 22
 _LIBC = ctypes.CDLL(None)
@@ -94,10 +93,7 @@ class OwnMemory:
 
 
 def received_memory(file: int, size_bytes: int) -> SharedMemory:
-    """Maps memory of another process; the caller closes the descriptor.
-
-    SharedMemoryError: its size is not `size_bytes`, or may change.
-    """
+    """Maps memory of another process, of that size and sealed; the caller closes the descriptor."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
         raise SharedMemoryError(f"the file has {status.st_size} bytes; expected {size_bytes}")

@@ -14,7 +14,6 @@ from shardwell.v1 import trace_pb2 as pb
 LONG_NS = 100_000
 """See `add_long`. A disk takes longer; to find that nothing is to be written does not."""
 NO_STEP = -1
-"""Of a span that belongs to no step."""
 ALL_CHUNKS = -1
 """Of a span that is of no chunk in particular."""
 _MESSAGE_BYTES_MAX = 900 * 1024
@@ -32,10 +31,7 @@ class Spans:
         self._kept: deque[tuple[int, str, int, int, str, int, int]] = deque(maxlen=SPAN_COUNT_MAX)
 
     def add(self, kind: int, subject: str, step: int, chunk: int, peer: str, begin_ns: int) -> int:
-        """Notes a span that ends now; returns when that is, as the next one may begin there.
-
-        `kind` and `peer` are as in trace.proto.
-        """
+        """Notes a span that ends now; returns when that is, as the next one may begin there."""
         end_ns = now_ns()
         self._kept.append((kind, subject, step, chunk, peer, begin_ns, end_ns))
         return end_ns

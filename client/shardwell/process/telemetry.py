@@ -171,7 +171,6 @@ class StepSpans:
                 self._make(otel, found)
 
     def _make(self, otel: Any, found: re.Match[str]) -> None:
-        """Makes the step's span, a child of the one that a traceparent names."""
         trace_id, span_id, flags = (int(part, 16) for part in found.groups())
         parent = otel.SpanContext(
             trace_id, span_id, is_remote=True, trace_flags=otel.TraceFlags(flags)

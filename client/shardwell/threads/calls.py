@@ -275,10 +275,7 @@ class CallThreads:
         self._threads.to_cancel.put(lambda: self._threads.cancel(scope))
 
     def close(self, finish: Callable[[], None] | None = None) -> None:
-        """Cancels all calls, does `finish` on the thread that cancels, and ends the threads.
-
-        From any thread, also while Python collects garbage: it does not block. Safe to repeat.
-        """
+        """Cancels all calls, does `finish`, and ends the threads; from any thread. Never blocks."""
         self._threads.end(finish)
 
     def _check_room(self) -> None:

@@ -21,10 +21,7 @@ _Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """An executor whose threads end with the process at the latest. Any thread may use it.
-
-    With `lends_callers` the caller does the work where no thread can be had, as at exit.
-    """
+    """An executor whose threads end with the process at the latest. Any thread may use it."""
 
     def __init__(self, count_max: int, name: str, *, lends_callers: bool = False) -> None:
         self._lends_callers = lends_callers

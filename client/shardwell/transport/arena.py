@@ -98,10 +98,7 @@ def batch_count(chunk_count: int) -> int:
 
 
 def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | None) -> Bytes:
-    """The payload of a chunk: the message's own, or a shared one, which may change.
-
-    Only the latter can be written to: see `check_chunk`.
-    """
+    """The payload of a chunk: the message's own, or a shared, writable one, which may change."""
     if not chunk.HasField("shared"):
         return payload
     if payload.size or memory is None:
@@ -121,10 +118,7 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
 
 
 class Places:
-    """The places of an arena one behind the other, for the payloads of one call.
-
-    Payloads in front of those that get a place here take `before_bytes`.
-    """
+    """The places of an arena one behind the other, for the payloads of one call."""
 
     def __init__(self, memory: SharedMemory, before_bytes: int = 0) -> None:
         self._memory = memory
@@ -142,10 +136,7 @@ class Places:
 def shared_message(
     message_type: Any, message: bytes, room_of: Callable[[int], Room | None]
 ) -> tuple[bytes, int]:
-    """A message without its payload, which is shared then; and the payload's bytes.
-
-    Unchanged where its payload has no room, or may not be shared.
-    """
+    """A message without its payload, which is shared if it may be; and the payload's bytes."""
     header, payload = framing.parse(message_type, message)
     room = room_of(payload.size)
     if room is None or header.chunk.lz4 or payload.size > room.memory.size:

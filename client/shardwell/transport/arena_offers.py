@@ -41,10 +41,7 @@ _DESCRIPTOR_RESERVE = 64
 
 
 class ArenaOffers:
-    """Takes offers on a Unix socket, with a thread of its own. Any thread may use it.
-
-    `check` refuses, with a ShardwellError, offers that are meant for another server.
-    """
+    """Takes offers for this server on a Unix socket, on its own thread. Any thread may use it."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class ArenaOffers:
         log: logging.Logger,
     ) -> None:
         self.address = ""
-        """Where it listens; empty: nowhere."""
+        """Empty: it listens nowhere."""
         self._check = check
         self._bytes_max = bytes_max
         self._log = log
@@ -67,10 +64,7 @@ class ArenaOffers:
         self._thread = threading.Thread(target=self._serve, name="shardwell-arenas", daemon=True)
 
     def start(self, same_host: str, name: str) -> None:
-        """Begins to listen, if it is wanted and can be; a log says where not.
-
-        `same_host` is "auto" for an abstract socket, "off", or a directory; `name` is unique there.
-        """
+        """Begins to listen; `same_host` is "auto" (an abstract socket), "off", or a directory."""
         if same_host == "off" or not IS_SUPPORTED:
             return
         address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")

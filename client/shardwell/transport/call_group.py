@@ -33,10 +33,7 @@ def _is_own_deadline(call: Any) -> bool:
 
 
 class CallGroup:
-    """The calls of one request, or the streams of one set. Any thread may use it.
-
-    Its calls end with the block, and when the call is cancelled that this thread runs.
-    """
+    """The calls of one request, or the streams of one set; they end with the block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -83,14 +83,12 @@ class ShardEndpoint:
         self._questions = UnixQuestions(connection)
         self._closed = False
         self._said = ""
-        """The reason why the token is not believed any more, as it was logged last."""
         self._said_s = 0.0
         self._tls = credentials.tls
         self._token = credentials.token
         self._credentials = credentials
         self._channel = Channel(address, credentials)
         self._others: dict[int, Channel] = {}
-        """Connections beside that, by number."""
         self._lock = threading.Lock()
 
     def stream(self, method: str, connection: int = 0) -> Any:

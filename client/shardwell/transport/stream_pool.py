@@ -164,10 +164,7 @@ class IdleStreams:
         self._is_closed = False
 
     def take(self) -> StreamSet:
-        """Takes a kept set, if no shard has ended it, or makes one; it is to be given back.
-
-        It is on a connection that no other call uses, if there is one.
-        """
+        """Takes a kept set, if no shard has ended it, or makes one, on a free connection if any."""
         is_here = all(channel.unix.is_there for channel in self._channels)
         users = self._connections.users
         while True:
@@ -206,10 +203,7 @@ class IdleStreams:
 
 
 class StreamPool:
-    """The sets of one parameter's or table's calls. Any thread may use it.
-
-    Calls beyond `count_max` wait for streams; `where` are the fields of errors.
-    """
+    """The sets of one parameter's or table's calls, `count_max` at once. Any thread may use it."""
 
     def __init__(
         self,

@@ -104,10 +104,7 @@ class UnixCalls:
 
 
 def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
-    """Sends a frame over a non-blocking socket; blocks for room.
-
-    False: the reader takes none now.
-    """
+    """Sends a frame over a non-blocking socket; blocks for room. False: none is taken now."""
     start = head(kind, len(contents))
     joined = len(contents) <= _JOINED_BYTES_MAX
     return write_all(connection, [start + contents] if joined else [start, contents])
@@ -137,10 +134,7 @@ def write_all(connection: socket.socket, written: Sequence[bytes]) -> bool:
 
 
 class UnixCall:
-    """One call. `send` and `read` are for one thread at a time; any may cancel.
-
-    The connection is this call's from now on.
-    """
+    """One call. `send` and `read` are for one thread at a time; any may cancel."""
 
     def __init__(
         self,
@@ -215,10 +209,7 @@ class UnixCall:
         return bool(self._answers) or self._ended is not None
 
     def receive(self, *, all_: bool = False) -> bool:
-        """Takes what has come, also if it is full with `all_`, without waiting.
-
-        False: nothing more will come.
-        """
+        """Takes what has come, without waiting; False: nothing more will come."""
         try:
             while self._ended is None and (all_ or not self.is_full):
                 piece = self._connection.recv(_READ_BYTES)

@@ -143,7 +143,6 @@ class MmapGradientAccumulator(Closing):
                 raise
 
     def _opened(self, file: GradientFile) -> StoredSums:
-        """The sums in the file, checked, and recovered where it was not closed."""
         sums = StoredSums(file, self._layout, file.salt, self._reached)
         state = file.state.get()
         sums.take_back()

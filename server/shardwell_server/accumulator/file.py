@@ -220,7 +220,7 @@ class GradientFile(SumMemory):
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    """A file, open and locked; StorageError: an accumulator, here or elsewhere, has it."""
+    """A file, open and locked; StorageError: an accumulator has it already."""
     while True:
         file = os.open(path, _OPEN_FLAGS | flags, 0o666)
         try:

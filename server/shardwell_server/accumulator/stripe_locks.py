@@ -163,10 +163,7 @@ class StripeLocks:
 
 
 class Hold:
-    """A request for stripes, and what it holds while its `with` runs. To be used once.
-
-    `stripes` is None for all; until `find` has been called, it has no meaning.
-    """
+    """A request for stripes (None: all), and what it holds while its `with` runs, once."""
 
     __slots__ = ("_locks", "find", "granted", "is_shared", "stripes")
 

@@ -137,11 +137,7 @@ class StoredSums:
         `take_back` mends its rows; no other call may run beside it."""
 
     def add(self, rows: Rows, gradients: Float32) -> None:
-        """Adds a batch: all of it, or nothing when it raises.
-
-        `rows` are ascending, without repeats, and reserved; `gradients` finite. NonFiniteError: a
-        sum would leave float32's range.
-        """
+        """Adds a batch of ascending rows without repeats: all of it, or nothing when it raises."""
         number = self._take_undo()
         try:
             self.check_whole()  # one who held rows already may have taken the entry
@@ -218,10 +214,7 @@ class StoredSums:
         return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
 
     def take_back(self) -> int:
-        """Takes back batches that a killed process, or this one, did not finish.
-
-        Returns how many.
-        """
+        """Takes back batches that a killed process, or this one, left; returns how many."""
         for undo in self._undo:
             self._memory.reserve(*undo.room(0)[0])
         # All are looked at before anything is written.
@@ -296,7 +289,6 @@ class StoredSums:
         return number
 
     def _roomy_undo(self, number: int, row_count: int) -> RowUndo:
-        """A locked entry with room for so many rows."""
         undo = self._undo[number]
         if row_count > self._undo_row_counts[number]:
             wanted = max(1 << (row_count - 1).bit_length(), _UNDO_ROW_COUNT_MIN)

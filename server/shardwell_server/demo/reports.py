@@ -81,10 +81,7 @@ class Reporter:
         outer: Mapping[str, float] | None = None,
         measure: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Notes that `step` steps are made, the last of them with `loss`.
-
-        `measure` measures now; it is called when a report is due.
-        """
+        """Notes that `step` steps are made, the last with `loss`; calls `measure` when due."""
         self._losses.append(loss)
         now_s = time.monotonic()
         if last or now_s >= self._due_s:

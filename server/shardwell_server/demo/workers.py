@@ -160,8 +160,7 @@ def _imports_from(folder: Path | None) -> dict[str, str]:
 class WorkerPool(Closing):
     """All workers. A context manager that leaves none behind.
 
-    `folder` has the modules that `tasks` name, if these are not installed: a child does not import
-    from its working directory.
+    A child does not import from its working directory, but from `folder`.
     """
 
     def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:

@@ -12,10 +12,7 @@ _NOT_HIDDEN = ("__main__", "test")
 
 
 def hidden_modules(command: Sequence[str]) -> list[Path]:
-    """Files where Python looks first that have the name of a module of Python's.
-
-    A `command` that runs no Python has none.
-    """
+    """Files where Python looks first for `command` that have the name of a module of Python's."""
     directory = _first_directory(command)
     if directory is None:
         return []

@@ -64,9 +64,7 @@ SHORT_BYTES_MAX = 257 * 1024
 _ROOM_WAIT_S = 10.0
 """How long a call waits for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0
-"""For the message of a call that has one."""
 _END_S = 5.0
-"""For the loop to end calls; it turns within that, or is not well."""
 _GRANTED_COUNT_MAX = 4096
 """Rights that a call is known to have; others are looked at each time."""
 _DAMAGE_COUNT_MAX = 8
@@ -93,7 +91,7 @@ class Rpc(NamedTuple):
     begin: Callable[..., Any]
     """The handler, given the call; before it the request, if it has one."""
     has_request: bool
-    """Whether it has one message, which comes at once."""
+    """It comes at once."""
     is_stream: bool
     is_urgent: bool
     is_counted: bool
@@ -289,10 +287,7 @@ def _common_name(shown: Any) -> str | None:
 
 
 class Calls:
-    """The maker of gRPC's handlers from ours. For the loop's thread.
-
-    `answer_bytes_max` bounds answers that wait to be written, except one a thread.
-    """
+    """The maker of gRPC's handlers from ours. For the loop's thread."""
 
     def __init__(
         self,
@@ -337,7 +332,6 @@ class Calls:
         ended.wait(_END_S)
 
     def end_those_without_token(self) -> None:
-        """Ends calls whose token has ended meanwhile, or changed: their client has another one."""
         for call in list(self._open):
             if (error := self._guard.expiry(call)) is not None:
                 call.end(error)
@@ -419,7 +413,6 @@ class Calls:
     async def _served(
         self, rpc: Rpc, messages: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Any:
-        """Returns the response; or the call has ended with the status of its error."""
         call = Call(context, rpc, self._guard.note)
         self._open.add(call)
         try:
@@ -466,7 +459,6 @@ class Calls:
         return request
 
     async def _run(self, call: Call, handling: Handling) -> Any:
-        """Runs a handler as the module says."""
         is_stream = call.rpc.is_stream
         message: bytes | None = None
         runs = False
@@ -526,7 +518,6 @@ class Calls:
         self._threads.begin(handling.close)
 
     async def _wait(self, call: Call, too_early: NotYet) -> None:
-        """Returns when it may not be too early any more."""
         timer = asyncio.get_running_loop().call_later(
             max(too_early.deadline_s - time.monotonic(), 0), call.changed.set
         )

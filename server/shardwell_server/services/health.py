@@ -18,7 +18,6 @@ _CALL_COUNT_MAX = 64
 """Calls at once, those that watch among them; each is one of those that a shard takes."""
 _WATCH_COUNT_MAX = 16
 _REQUEST_S = 10.0
-"""For a call's request to come."""
 _Status = health_pb2.HealthCheckResponse
 
 

@@ -23,7 +23,6 @@ NAME_SERVICE_NAME = _SERVICE.full_name
 _DELETE = pb.DeleteRequest.Stage
 _RENAME = pb.RenameRequest.Stage
 _MEMBER_COUNT_MAX = 100
-"""Most members of an answer."""
 _WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
 
 

@@ -58,12 +58,11 @@ _NO_WAIT_S = 1e-6
 _TROUBLE_COUNT_MAX = 16
 """In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
-"""Most bytes of the parameters in one answer, except one that is larger alone: half of a
-message."""
+"""Most bytes of the parameters in one answer, except one that is larger alone."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
-"""Most bytes of the sets in one answer, except one that is larger alone: half of a message."""
+"""Most bytes of the sets in one answer, except one that is larger alone."""
 _CHUNK_INDEX_SIZE_BYTES = 5
 _FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
@@ -132,7 +131,6 @@ class ParameterServerService:
         return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
-        """Takes the whole slice, array by array and range by range."""
         parameter: ParameterSlice | None = None
         opening, array_index, expected = pb.InitWeightsRequest(), 0, 0
         recorder = Recorder(self._shard, call)

@@ -36,10 +36,7 @@ _SLOW_ELEMENT_COUNT = 16_384
 
 
 class ParameterStream(StepStream[ParameterSlice]):
-    """The handler of a call is its `exchange`, or the method with the call's name.
-
-    With `only_counts` it is PutGradient, which is answered when all has come.
-    """
+    """The handler of a call is its `exchange`, or the method with the call's name."""
 
     _kind = "parameter"
 
@@ -182,7 +179,6 @@ class ParameterStream(StepStream[ParameterSlice]):
         return super()._transport()
 
     def _payload(self, gradient: types_pb2.GradientChunk, payload: Bytes) -> Bytes:
-        """The payload of a chunk, from the message or the arena."""
         if checksum.gradient_control(gradient) != gradient.control_crc32c:
             raise CorruptChunkError(
                 "end_of_step, counts_only, wait_timeout_ms or held_version of a chunk is damaged; "

@@ -32,7 +32,6 @@ _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
 SESSION_SERVICE_NAME = _SERVICE.full_name
 _ENDED_COUNT_MAX = 1024
-"""Tenures in one heartbeat."""
 
 
 class SessionService:

@@ -36,7 +36,6 @@ from shardwell_server.shard.table.slice import TableSlice
 
 SliceT = TypeVar("SliceT", ParameterSlice, TableSlice)
 _NAMES_SIZE_MAX_BYTES = 16 * 1024
-"""Most bytes of contributors in an outcome."""
 Kind: TypeAlias = Literal["parameter", "table"]
 Request: TypeAlias = tuple[Any, Bytes, int]
 """A message's header, its payload, and bytes of the message."""

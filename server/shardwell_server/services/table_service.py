@@ -198,8 +198,7 @@ def state_messages(
     """A first message when the rows are sure to be had, then all rows.
 
     `deadline` bounds the wait for `version`, which asynchronous mode has no use for; any thread
-    calls `is_wanted`; `count` gets the bytes of each message. DivergedError: weights are not
-    finite.
+    calls `is_wanted`; `count` gets the bytes of each message.
     """
     table.loading.check_committed()
     codec = RowStateCodec(table.spec)

@@ -21,7 +21,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
 TRACE_SERVICE_NAME = _SERVICE.full_name
 _WAIT_S_MAX = 60.0
 _WORKER_COUNT_MAX = 100
-"""Most workers that are named as missing."""
 
 
 class TraceService:

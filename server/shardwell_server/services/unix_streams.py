@@ -48,12 +48,10 @@ _METHODS = {
     for method in service.methods
     if method.client_streaming or not method.server_streaming
 }
-"""Those that may be called here: all that have one answer, or whose streams go both ways."""
 Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 """What serves a call, given gRPC's iterator, which it does not use, and context."""
 
 Pack: TypeAlias = Callable[[Any], bytes]
-"""Makes a message of an answer."""
 
 
 async def _unimplemented(messages: Any, context: Any) -> None:
@@ -67,10 +65,7 @@ class _Details:
 
 
 class UnixStreams:
-    """The Unix socket's server. For the loop's thread.
-
-    Connections beyond `count_max` are closed, and call over gRPC.
-    """
+    """The Unix socket's server, for the loop's thread; beyond `count_max`, calls go over gRPC."""
 
     def __init__(self, services: Sequence[grpc.GenericRpcHandler], count_max: int) -> None:
         self.address = ""
@@ -81,10 +76,7 @@ class UnixStreams:
         self._open: set[_Connection] = set()
 
     def listen(self, same_host: str, name: str) -> None:
-        """Takes its address, if it is wanted and can be; a log says where not.
-
-        `same_host` is "auto" for an abstract socket, "off", or a directory; `name` is unique there.
-        """
+        """Takes its address; `same_host` is "auto" (an abstract socket), "off", or a directory."""
         if same_host == "off" or not hasattr(socket, "SO_PEERCRED"):
             return
         address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
@@ -126,7 +118,6 @@ class UnixStreams:
         return _unimplemented, None
 
     def _entered(self, connection: _Connection) -> None:
-        """Counts a connection; LimitError: too many, or no descriptors for it."""
         if len(self._open) >= self._count_max:
             self._end_idle()
         if len(self._open) >= self._count_max:

@@ -151,8 +151,7 @@ class JournalEntry(NamedTuple):
     learning_rate: float
     """Rate of the update, should it close the step."""
     payload: Bytes
-    """The codec's bytes; of NO_SEAT, a float64: the norm; or nothing, where an open set is decided
-    without a contribution."""
+    """The codec's bytes; of NO_SEAT, the norm as a float64, or nothing."""
     closes: bool = False
 
 
@@ -271,7 +270,6 @@ class TableLayout:
     """Values that a row has of each array of optimizer state."""
     row_capacity: int
     rows_per_change_max: int
-    """Rows of one change at the most."""
     with_sum: bool
     description: dict[str, Any] = field(default_factory=dict)
     """What the shard needs to make the table again: a JSON object."""
@@ -290,14 +288,13 @@ class TableRecord(NamedTuple):
     """A table's counters, beside its rows; a change replaces it as a whole."""
 
     row_used: int = 0
-    """Places from 0 to below it have, or had, a row."""
+    """Places below it have, or had, a row."""
     version: int = 0
     """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
     contribution_count: int = 0
     """Synchronous: workers that have ended the open step; worker_count while it is closing, where
     they are a fixed crew. LOADING, in both modes: nothing here is committed."""
     sample_total: int = 0
-    """Synchronous: their samples."""
     shift: int = 0
     """Synchronous: the open step's sums are those of gradients times 2^-shift."""
     is_closing: bool = False
@@ -324,7 +321,6 @@ class Position(NamedTuple):
     seat_index: int
     """Seat of the worker."""
     step: int = 0
-    """Its open step."""
     part_count: int = 0
     """Parts of that step that are counted; below 2^16."""
 

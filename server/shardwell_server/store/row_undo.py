@@ -32,7 +32,6 @@ _HEAD = struct.Struct("<QQQ")
 _VALID = 1 << 32
 _ALIGNMENT_BYTES = 64
 ARRAY_COUNT_MAX = 64
-"""Bits of a word."""
 
 
 def entry_bytes(arrays: Sequence[Rows], row_count_max: int) -> int:
@@ -118,10 +117,7 @@ class RowUndo:
         self._reached("undo voided")
 
     def roll_back(self) -> int:
-        """Takes back what was written since `save`, and is void then; returns how many rows.
-
-        It is safe to begin again.
-        """
+        """Takes back what was written since `save`, repeatably; returns how many rows."""
         _, _, which, n = self._words
         for number in _numbers(which):
             scatter([self._arrays[number]], self._places[:n], [self._saved[number][:n]])
@@ -130,11 +126,7 @@ class RowUndo:
         return n
 
     def pending(self) -> int | None:
-        """The sequence number of a change that may have been cut off; None if there is none.
-
-        To be called before `roll_back` when an earlier process left the entry. StorageError: it was
-        damaged.
-        """
+        """The sequence number of a change that was cut off, before `roll_back`; None: none was."""
         valid, sequence, which, n = self._words
         if valid == 0:
             return None

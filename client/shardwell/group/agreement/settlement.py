@@ -41,10 +41,7 @@ class Fate(enum.Enum):
 
 
 def fate_of(index: int, counts: Counts, *, is_prepared: bool, retries: bool) -> Fate:
-    """Decides a call's fate by the largest counts that a member of the next generation knows.
-
-    `is_prepared`: this rank has the whole result; `retries`: all ranks keep its input.
-    """
+    """Decides a call's fate by the largest counts that a member of the next generation knows."""
     if index < counts.made:
         return Fate.MADE if is_prepared else Fate.FAILED
     if index < counts.moved:

@@ -41,18 +41,14 @@ class LaunchEnvironment:
     local_rank: int | None
     """The rank among the workers of this machine, such as for choosing a GPU; None if unknown."""
     group_name: str
-    """$SHARDWELL_GROUP, else the launcher's job id, else "default".
-
-    $TORCHELASTIC_RESTART_COUNT is no part of it: after a failure only the agent of the node that
-    failed counts one up, so its workers and the others' would look for different groups. Workers
-    that are started again form the next generation of the same group.
-    """
+    """$SHARDWELL_GROUP, else the launcher's job id, else "default". $TORCHELASTIC_RESTART_COUNT is
+    no part of it: after a failure only the agent of the node that failed counts one up, so its
+    workers and the others' would look for different groups. Restarted workers form the group's
+    next generation."""
     rendezvous_address: str
-    """HOST:PORT of the server where the group meets."""
     serves_rendezvous: bool
     """This worker is rank 0 and is to serve `rendezvous_address`, as no other process does."""
     source: str
-    """The launcher that started the worker, for messages: "torchrun"."""
 
     @staticmethod
     def of(environ: Mapping[str, str], *, parent_pid: int | None = None) -> LaunchEnvironment:

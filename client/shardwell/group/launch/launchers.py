@@ -57,7 +57,6 @@ class Launcher:
     port_seed: int | None = None
     """Like `job_id`, as a number from which all ranks derive the same port."""
     rank_zero_host: str | None = None
-    """Where rank 0 runs, if the launcher says."""
     address_option: str | None = None
     """The option of its mpirun that gives all ranks a variable "{}"; None: it is no mpirun."""
 
@@ -236,7 +235,7 @@ def _local_rank(given: Mapping[str, str], variable: str) -> int | None:
 
 
 def _refuse_contradiction(given: Mapping[str, str], rank: int, size: int) -> None:
-    """RANK that was left over in a shell gives all ranks of mpirun the same place."""
+    """Refuses a RANK left over in a shell: it gives all ranks of mpirun one place."""
     if "TORCHELASTIC_RUN_ID" in given or LAUNCHER_VARIABLE in given:
         return  # a launcher of its own, that mpirun has started
     for mpi in _MPIS:
@@ -282,9 +281,8 @@ def _nobody(environ: Mapping[str, str]) -> str:
 def first_host(hostlist: str) -> str:
     """The first host of a list in Slurm's syntax: "node01" of "node[01-04,07],gpu3".
 
-    An entry may have several brackets ("rack[1-2]n[01-16]"), each a list of numbers and ranges
-    with leading zeros kept. Brackets within brackets do not occur in Slurm's output. Others
-    are not expanded: rank 0 runs on the first, so the work does not grow with their number.
+    An entry may have several brackets ("rack[1-2]n[01-16]"), each a list of numbers and ranges with
+    leading zeros kept. Others are not expanded, so the work does not grow with their number.
     """
     if len(hostlist) > HOSTLIST_LENGTH_MAX:
         raise ArgumentError(

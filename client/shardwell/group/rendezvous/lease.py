@@ -61,10 +61,9 @@ class LeaseKeeper(Closing):
         self._thread.join()
 
     def confirm(self) -> None:
-        """Returns at once, unless this member was silent for so long that its lease may have ended.
+        """Makes sure that the lease of a member that was silent for long has not ended.
 
-        Then it waits for the rendezvous, at most a second, and `on_lost` has been called if the
-        lease has ended.
+        Then it waits for the rendezvous, at most a second, and `on_lost` has been called if it has.
         """
         if threading.current_thread() is not self._thread:
             with self._changed:

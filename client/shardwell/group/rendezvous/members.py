@@ -63,8 +63,7 @@ class Applicant:
         self.member = request.member
         self.spec = request.spec
         self.rank = self.asked_rank = request.rank
-        """The one it wants, or had in the generation that it was a member of; another, where ranks
-        have closed up since and that one is taken."""
+        """The wanted rank, or the former one; another where ranks have closed up since."""
         self.previous_generation = request.previous_generation
         self.replacement_wait_s = request.replacement_wait_ms / 1000
         self.without_newcomers = request.without_newcomers
@@ -97,7 +96,7 @@ class Seat:
     """The member that has it; None: this server was started anew, and has not heard of it yet."""
     lease: Lease
     lost_reason: str = ""
-    """Why it is gone; empty while it lives."""
+    """Empty while it lives."""
     has_left: bool = False
     """It is gone because it left in order."""
     is_expired: bool = False

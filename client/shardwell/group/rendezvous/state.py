@@ -372,10 +372,7 @@ class Gathering:
             seat.member = request.member
 
     def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Roster | None, Seat | None]:
-        """The generation that lives, and the caller's seat there.
-
-        The caller may not know yet that all have checked its generation.
-        """
+        """The generation that lives, though the caller may not know it yet, and its seat there."""
         generation = self.seating.generation
         if generation is None:
             return None, None

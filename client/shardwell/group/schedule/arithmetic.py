@@ -50,10 +50,8 @@ def chunk_element_count(codec_name: str) -> int:
 class ChunkArithmetic:
     """One rank's values in one call. For one thread.
 
-    `array` is (n,) float32, contiguous, read, and written where results belong; `context` is the
-    call's for checksums (wire/checksum.py). This rank's values are multiplied with `factor`, totals
-    divided by `divisor`. `peaks` are the largest magnitudes of this rank's own chunks, by index,
-    where known. With `may_have_nans`, each NaN is canonical in results.
+    `array` is (n,) float32, contiguous, read, and written where results belong; `peaks` are the
+    largest magnitudes of this rank's own chunks, by index, where known.
     """
 
     def __init__(
@@ -127,10 +125,7 @@ class ChunkArithmetic:
     def combine(
         self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
     ) -> Total:
-        """Adds what came to `total`; without, to this rank's own values, in memory of its own.
-
-        The result without `total` is valid until the next call of this object.
-        """
+        """Adds a chunk to `total`, or to this rank's values in memory until the next call."""
         own = total is None
         out = self._total[: where.size] if total is None else total
         added = self._own(where) if total is None else total
@@ -192,10 +187,7 @@ class ChunkArithmetic:
         message: bytes,
         rooms: Sequence[Room | None],
     ) -> list[bytes]:
-        """The messages that send on a stored chunk.
-
-        `message` lacks the payload where that is in shared memory.
-        """
+        """The messages that send on a stored chunk; `message` lacks a shared payload."""
         if any(rooms) or header.chunk.HasField("shared"):
             return self._for_each(header, stored, rooms)
         return [message] * len(rooms)

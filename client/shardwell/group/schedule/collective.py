@@ -81,9 +81,8 @@ class Job(NamedTuple):
     arrival: Arrival | None
     """None: the chunk enters here."""
     total: Sum | None
-    """The sum that it joins, where more than one rank sends."""
+    """None where one rank sends."""
     targets: tuple[int, ...]
-    """Ranks that get a message when it is done."""
     rooms: list[Room | None]
 
 
@@ -146,10 +145,7 @@ class Collective:
         return self.made(self.begin(), self._arithmetic)
 
     def receive(self, arrival: Arrival) -> list[Sending]:
-        """Takes a message; returns what is to be sent because of it.
-
-        CorruptChunkError: it has no place in this call, and has changed nothing.
-        """
+        """Takes a message; returns what is to be sent because of it, or changes nothing."""
         where, role = self._place(arrival)
         stored = self._stored(arrival, where, self._arithmetic)
         return self.made(self._admitted(arrival, where, role), self._arithmetic, stored)
@@ -195,10 +191,9 @@ class Collective:
     def made(
         self, job: Job, arithmetic: ChunkArithmetic, stored: Bytes | None = None
     ) -> list[Sending]:
-        """Does a job; returns what is to be sent because of it. On any thread.
+        """Does a job, on any thread; returns what is to be sent because of it.
 
-        No other thread uses `arithmetic` at that time; `stored` are the arrival's values, if
-        checked.
+        No other thread uses `arithmetic` at that time; `stored` are checked values, if any.
         """
         index, where, role, arrival, under_way, targets, rooms = job
         if arrival is None:
@@ -231,7 +226,6 @@ class Collective:
         return _sendings(targets, messages, rooms, where)
 
     def _place(self, arrival: Arrival) -> tuple[Slice, Role]:
-        """The chunk that a message is for, and this rank's role for it."""
         index, stage = arrival.header.chunk.chunk_index, arrival.header.stage
         if index >= len(self._plan.chunks):
             raise self._misplaced(arrival, f"the array has {len(self._plan.chunks)} chunks")
@@ -262,7 +256,6 @@ class Collective:
         return self._refused(arrival, why)
 
     def _stored(self, arrival: Arrival, where: Slice, arithmetic: ChunkArithmetic) -> Bytes:
-        """The values of a message, after all checks."""
         try:
             return arithmetic.opened(arithmetic.checked(arrival.header, arrival.payload), where)
         except ShardwellError as error:
@@ -298,7 +291,7 @@ def _added(
     where: Slice,
     arithmetic: ChunkArithmetic,
 ) -> Float32:
-    """The sum, to which all is added whose turn has come."""
+    """Adds all contributions whose turn has come."""
     if under_way.total is None:
         under_way.total = arithmetic.begin(where)
     if sources[under_way.added_count] != arrival.rank:

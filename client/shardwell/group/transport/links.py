@@ -75,10 +75,6 @@ class Link:
         return request
 
     def _read(self, kind: FrameKind) -> bytes:
-        """Reads what the caller says next. Blocks.
-
-        OSError: it says nothing, or has gone. CorruptChunkError: it says something else.
-        """
         while not self._came:
             piece = self._connection.recv(_READ_BYTES)
             if not piece:
@@ -160,7 +156,7 @@ class Links:
         log: logging.Logger,
     ) -> None:
         self.address = ""
-        """Where it listens; empty: nowhere."""
+        """Empty: it listens nowhere."""
         self._serve = serve
         self._threads = threads
         self._count_max = count_max

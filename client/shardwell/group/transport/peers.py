@@ -125,10 +125,7 @@ class Peer:
 
 
 class Outgoing:
-    """The chunks for one rank of a generation, until that rank's stream takes them.
-
-    `on_failure` is called from a thread of gRPC's when the stream breaks.
-    """
+    """The chunks for one rank of a generation; gRPC's threads call `on_failure`."""
 
     def __init__(self, traffic: Traffic, on_failure: Callable[[str], None]) -> None:
         self._on_failure = on_failure

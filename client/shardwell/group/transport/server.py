@@ -134,10 +134,7 @@ class Watchdog:
 
 
 class PeerServer:
-    """Listens from the start; knows a generation at a time.
-
-    `size` members may have streams here; `more` are handlers of other services at the address.
-    """
+    """The server of this member's streams, of a generation at a time; listens from the start."""
 
     def __init__(
         self,

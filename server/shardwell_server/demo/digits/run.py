@@ -200,7 +200,6 @@ def _watch(
     cluster: LocalCluster | None,
     chaos: Chaos | None,
 ) -> tuple[TrainingState, float]:
-    """Shows and measures until all workers have finished; their last state, and the accuracy."""
     observer = Observer(pool.members)
     with contextlib.ExitStack() as stack:
         evaluator: Evaluator | None = None

@@ -19,7 +19,6 @@ from shardwell.process.installing import install_command
 from shardwell_server.demo.errors import DemoError
 
 IMAGE_SIZE = 64
-"""Pixels of a digit, 8 x 8."""
 CLASS_COUNT = 10
 HELD_OUT_COUNT = 450
 """A quarter: 0.95 of it is no matter of luck, and three quarters are enough to learn from."""
@@ -67,10 +66,7 @@ def load_digits() -> Digits:
 
 
 def _digits_file() -> Path:
-    """scikit-learn's own file of digits, found without importing scikit-learn.
-
-    Its import takes two seconds of a core in each process of the demo, for 58 kB of digits.
-    """
+    """scikit-learn's own file of digits, without its import, which takes two seconds of a core."""
     package = importlib.util.find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")

@@ -33,9 +33,7 @@ BATCH_SIZE = 32
 STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
 MEMBER_COUNT_MAX = 64
-"""Workers at once, where they come and go."""
 ACCURACY_MIN = 0.95
-"""Accuracy on held-out digits; below it, the run has failed."""
 FIRST_WEIGHTS_SEED = 22
 
 

@@ -20,12 +20,7 @@ _NUMBER = re.compile(r"[0-9]{6,}")
 
 
 class AtomicDirectories:
-    """The directories below one path. One thread at a time.
-
-    Args:
-        reached: Called after every write.
-        is_synced: Whether names are on disk when a call returns, not only with the kernel.
-    """
+    """The numbered directories below one path. One thread at a time."""
 
     def __init__(self, path: Path, reached: Callable[[str], None], *, is_synced: bool) -> None:
         self._path = path
@@ -33,7 +28,7 @@ class AtomicDirectories:
         self.is_synced = is_synced
         self._next_number = 1
         self._given_up: Path | None = None
-        """What has the next number's name because it could not be removed."""
+        """The path that has the next number's name because it could not be removed."""
 
     def existing(self) -> Iterator[Path]:
         """The finished directories, in order; removes unfinished ones. To be called first."""

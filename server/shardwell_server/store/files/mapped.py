@@ -64,11 +64,7 @@ NO_WORDS: memoryview[int] = memoryview(bytearray(8)).cast("Q")[:0]
 
 
 class MappedFile:
-    """A file whose bytes are memory shared with the kernel: what is written survives the process.
-
-    Attributes:
-        identity: Device and inode, which stay when its name goes.
-    """
+    """A file whose memory is shared with the kernel: what is written survives the process."""
 
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path

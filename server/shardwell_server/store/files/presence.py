@@ -15,10 +15,7 @@ from shardwell_server.store.files.mapped import MappedFile
 
 
 class NamedFiles:
-    """The files of one directory, which are to keep their names. One thread at a time.
-
-    `files` are mapped and must stay the same files; those of `names` may be replaced.
-    """
+    """Mapped files of one directory, and `names` that may be replaced. One thread at a time."""
 
     def __init__(self, directory: Path, files: Sequence[MappedFile], names: Sequence[str]) -> None:
         self._directory = str(directory)

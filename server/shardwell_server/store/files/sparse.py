@@ -31,10 +31,7 @@ def extended(reserved: int, wanted: int, capacity: int, unit_bytes: int = 1) -> 
 
 
 class SparseFile(MappedFile):
-    """A mapped file with room for its first `reserved_bytes`. One thread at a time reserves.
-
-    Of a file that was opened, `reserve` notes again what an earlier process had.
-    """
+    """A mapped file with room for its first `reserved_bytes`. One thread at a time reserves."""
 
     reserved_bytes = 0
 

@@ -376,7 +376,6 @@ class Journaling:
             self.sync()
 
     def sync(self) -> None:
-        """Returns when all entries are on disk."""
         try:
             self.journal.sync()
         finally:

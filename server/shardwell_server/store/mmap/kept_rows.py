@@ -32,11 +32,7 @@ _SIZE_BYTES = _CRC.size + _HEAD.size
 
 
 class KeptRows:
-    """The file of one table; made with its first entry. One thread at a time.
-
-    Args:
-        salt: Drawn for the table, so that no other's entry fits.
-    """
+    """The file of one table; made with its first entry. One thread at a time."""
 
     def __init__(self, path: Path, dim: int, row_count_max: int, salt: int) -> None:
         self._path = path

@@ -300,7 +300,6 @@ class MmapParameter(MmapStorage):
         self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
 
     def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
-        """Compares CRCs of a chunk's arrays with those of its record."""
         stored, names = self._stored[chunk_index], ("weights", "gradient_sum", *self._slot_names)
         for number in numbers:
             if found[number] != stored.crcs[number]:

@@ -71,7 +71,6 @@ class MmapStorage(ABC):
         write_layout(self.directory / self.LAYOUT_NAME, layout, self._salt)
 
     def renamed(self, layout: Layout | TableLayout) -> Self:
-        """Gives the files another name in their layout; StorageError: they have the old one."""
         path = self.directory / self.LAYOUT_NAME
         written = path.with_suffix(".new")
         try:
@@ -90,7 +89,6 @@ class MmapStorage(ABC):
 
     @cached_property
     def named_files(self) -> NamedFiles:
-        """The names to be kept for as long as this is used."""
         return NamedFiles(self.directory, self._files, (self.LAYOUT_NAME, "marks", "events"))
 
     @classmethod

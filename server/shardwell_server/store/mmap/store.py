@@ -149,12 +149,7 @@ class _Kind(Generic[LayoutT, StorageT]):
 
 
 class MmapStore:
-    """Parameters and tables in memory-mapped files, which survive the process.
-
-    Args:
-        durability: What an acknowledged gradient survives beside the process.
-        reached: Called after every write with its name, for tests that stop there.
-    """
+    """Parameters and tables in memory-mapped files, which survive the process."""
 
     def __init__(
         self,

@@ -337,7 +337,6 @@ class MmapTable(MmapStorage):
             np.copyto(into[start:stop], array[start:stop])
 
     def copy_records(self, source: MmapTable) -> None:
-        """Takes over another table's counters, and what workers have contributed to it."""
         self._records.put(source._stored)
         self._marks.make_room(source._seat_count)
         for seat_index in range(source._seat_count):

@@ -30,7 +30,6 @@ _PLACES = (16, 128)
 _SEQUENCE = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 PACKED_BYTES_MAX = 108
-"""Bytes of a record without its CRC."""
 # sequence, version, sample_total, step, total_factor; contribution_count, shift, seat_index,
 # chunk_index; then CRC32C of weights, sum, and two slots or as many as there are.
 _CHUNK = struct.Struct("<QqqqdiiiI")
@@ -82,7 +81,6 @@ class AtomicRecords:
         self._reached("record's word")
 
     def get(self, index: int) -> bytes:
-        """The current record; StorageError: it was damaged."""
         start = index * _STRIDE_BYTES
         word = self._words[start // 8]
         place = start + _PLACES[word & 1]
@@ -110,7 +108,6 @@ class StoredChunkRecord(NamedTuple):
     """A record with what only the store needs."""
 
     sequence: int
-    """Transitions of the chunk so far."""
     record: ChunkRecord
     seat_index: int
     step: int
@@ -156,7 +153,6 @@ class ChunkRecords:
         self.stored[chunk_index] = stored
 
     def read(self) -> None:
-        """Fills `stored` from the file; StorageError: a record was damaged."""
         self.stored[:] = map(self._get, range(len(self.stored)))
 
     def _get(self, chunk_index: int) -> StoredChunkRecord:
@@ -205,7 +201,6 @@ class TableRecords:
         self._records.put(0, packed)
 
     def get(self, row_capacity: int) -> StoredTableRecord:
-        """The current record; StorageError: it was damaged."""
         sequence, row_used, version, samples, step, count, shift, seat, parts = _TABLE.unpack(
             self._records.get(0)
         )

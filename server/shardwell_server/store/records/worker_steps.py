@@ -70,7 +70,6 @@ class WorkerSteps:
         return self._row_capacity
 
     def make_room(self, row_count: int) -> None:
-        """Makes room for so many seats; StorageError: the disk is full, nothing changed."""
         if row_count <= self._row_capacity or not self._row_bytes:
             return
         capacity = max(row_count, min(2 * self._row_capacity, row_count + 64))
