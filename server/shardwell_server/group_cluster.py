@@ -120,7 +120,7 @@ class GroupCluster:
 
     @property
     def target(self) -> str:
-        """What `shardwell.connect` takes: the addresses in order; the same on all ranks."""
+        """The addresses for `shardwell.connect`, in order; all ranks have them alike."""
         return ",".join(self._addresses)
 
     @property

@@ -148,7 +148,7 @@ class LocalCluster(Closing):
 
     @property
     def target(self) -> str:
-        """What `shardwell.connect` takes: the addresses in order."""
+        """The addresses for `shardwell.connect`, in order."""
         return ",".join(self._addresses)
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ class LocalCluster(Closing):
         self._start_child(self._configs[shard_index], listen=self._addresses[shard_index])
 
     def begins_to_serve(self, shard_index: int) -> bool:
-        """Whether a shard whose start was begun serves now; true once for each start."""
+        """True, once for each start, if a shard whose start was begun serves now."""
         return self.children[shard_index].begins_to_serve()
 
     def _start_children(self) -> None:

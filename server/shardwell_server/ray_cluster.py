@@ -64,14 +64,14 @@ from shardwell_server.store.files.data_dir import DataDir, DataDirInUseError, ke
 _NAMESPACE = "shardwell"
 _PathArgument = str | os.PathLike[str]
 _PORT_MIN, _PORT_COUNT = 20000, 10000
-"""Where ports are drawn: above those of Ray's own workers, and below those that systems give to
+"""The range of drawn ports: above those of Ray's own workers, and below those that systems give to
 outgoing connections, which might take a shard's while it is away."""
 _PORT_WAIT_S = 5.0
-"""How long a shard waits for the port that it had, which its killed process may still hold."""
+"""A shard's wait for the port that it had, which its killed process may still hold."""
 _PORT_TRY_COUNT = 64
 _CLAIM_WAIT_S = 60.0
-"""How long a shard waits for its directory, which its lost process may still hold: Ray ends the
-processes of a node that it has given up within seconds."""
+"""A shard's wait for its directory, which its lost process may still hold: Ray ends the processes
+of a node that it has given up within seconds."""
 _POLL_S = 0.2
 """Between two questions to an actor that is being started again."""
 _STOP_MARGIN_S = 15.0
@@ -85,7 +85,7 @@ class _ShardState:
     process: str
     address: str
     life: int
-    """How often the cluster has gone back to a checkpoint, and 1."""
+    """One more than the cluster's returns to a checkpoint."""
     is_admitted: bool
     """True if this process was counted in, so that it serves what workers gave it."""
     has_joined: bool
@@ -298,7 +298,7 @@ class RayCluster(Closing):
 
     @property
     def target(self) -> str:
-        """What `shardwell.connect` takes, as it is now: the addresses in order.
+        """The addresses for `shardwell.connect`, as they are now, in order.
 
         Asks the shards, and waits for those that are being started again. A shard that lost its
         node has another address afterwards: ask again where a call has failed with

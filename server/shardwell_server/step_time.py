@@ -1,4 +1,4 @@
-"""How long a step takes: what moves over which link, and what of it can be hidden. Pure arithmetic.
+"""The time of a step: what moves over which link, and what of it can be hidden. Pure arithmetic.
 
 Every machine has one link that carries `link_bytes_per_s` out and, at once, as much in. M is one
 worker's gradient as the codec writes it (as many bytes of weights come back), n the workers, s the
@@ -58,7 +58,7 @@ another 24 bytes a packet (1.6 %). gRPC's own and a chunk's are 0.01 %."""
 LATENCY_S = 0.5e-3
 """A small message and back within one rack, gRPC's and Python's share included."""
 LAG = 0.7
-"""How much of the spread of workers' streams delays answers: see the module. Measured."""
+"""The part of the spread of workers' streams that delays answers: see the module. Measured."""
 HOST_BYTES_PER_S = 1.5e9
 """See `Job.host_bytes_per_s`. What `shardwell bench` measured over gRPC, as between machines, on
 two cores of an AMD EPYC (SHARDWELL_SAME_HOST=off; in shared memory it is 2.3 to 2.5 GB/s)."""
@@ -77,9 +77,9 @@ class Job:
     worker_count: int
     shard_count: int
     link_bytes_per_s: float
-    """What a machine's link carries in each direction, headers included. Bytes a second."""
+    """Bytes a second of a machine's link in each direction, headers included."""
     codec: str = "fp16"
-    """How values travel: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
+    """The codec: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
     compute_s: float = 0.0
     latency_s: float = LATENCY_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
@@ -119,13 +119,13 @@ class StepTime:
     link_bytes: float
     """Payload over the fullest direction of the fullest link."""
     link_s: float
-    """How long that takes there, with headers."""
+    """The time of these bytes there, with headers."""
     work_s: float
     """The slowest machine's time to convert, check and sum."""
     lag_s: float
-    """How long answers wait, on the whole, for the worker whose chunk is last."""
+    """The answers' wait, on the whole, for the worker whose chunk is last."""
     fill_s: float
-    """How long the first chunks take, which nothing overlaps."""
+    """The time of the first chunks, which nothing overlaps."""
     latency_s: float
     compute_s: float
     shard_bytes: int
@@ -155,7 +155,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What a step would gain most from: "compute", "link", "cpu" or "latency"."""
+        """The largest part of a step: "compute", "link", "cpu" or "latency"."""
         causes = {
             "compute": self.compute_s,
             "latency": self.latency_s,
@@ -222,12 +222,12 @@ def least_link_s(job: Job) -> float:
 
 
 def ring_share(worker_count: int) -> float:
-    """What each rank of a ring sends, of the array's bytes; as much comes in."""
+    """The part of the array's bytes that each rank of a ring sends; as much comes in."""
     return 2 * (worker_count - 1) / worker_count
 
 
 def tree_share(worker_count: int, arity: int) -> int:
-    """What the busiest rank of a tree sends, of the array's bytes; as much comes in.
+    """The copies of the array that the busiest rank of a tree sends; as much comes in.
 
     The root sends final values to its children; a rank below it that has children of its own also
     sends its sum up.

@@ -1,4 +1,4 @@
-"""What shards and workers did last, as one timeline in the format of Chrome's tracing.
+"""The latest spans of shards and workers, as one timeline in Chrome's tracing format.
 
 Pure. No process records who waits for whom: it follows from when contributions came.
 """
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
     subject: str
     step: int
     whom: tuple[str, ...]
-    """For whom: of a step that has closed, the one who was last."""
+    """The workers waited for: of a step that has closed, the one that was last."""
     begin_ns: int
     end_ns: int
     is_over: bool
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """Who it is."""
+        """The name of the shard or worker."""
         if self.shard_index is None:
             return self.message.worker_id
         return f"shard {self.shard_index}"
@@ -74,7 +74,7 @@ class Process:
 
 
 def only(process: Process, name: str) -> Process:
-    """The same process with spans and open steps of a parameter, table or family alone."""
+    """The process with spans and open steps of a parameter, table or family alone."""
 
     def is_wanted(subject: str) -> bool:
         return name in (subject, _FRAGMENT.sub("", subject))
@@ -92,7 +92,7 @@ def subjects(process: Process) -> set[str]:
 
 
 def waits(process: Process) -> list[Wait]:
-    """Who waited for whom on a shard."""
+    """The waits of workers for others on a shard."""
     missing = {
         (each.name, each.step): tuple(one.worker_id for one in each.wait.workers)
         for each in process.open_steps
@@ -224,12 +224,12 @@ class ClosedStep(NamedTuple):
     subject: str
     step: int
     end_ns: int
-    """When its last contribution was counted."""
+    """The time at which its last contribution was counted."""
     took_s: float
     """From the begin of its first contribution until then."""
     last: str
     waited_s: float
-    """How long the first worker waited for the last; 0 of one worker."""
+    """The first worker's wait for the last; 0 of one worker."""
     worker_count: int
 
 
@@ -269,7 +269,7 @@ def _lasts(spans: Iterable[Span]) -> dict[str, Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """What a worker's steps were spent on: means of a step, in seconds."""
+    """A worker's spending of its steps: means of a step, in seconds."""
 
     worker_id: str
     step_count: int
@@ -311,14 +311,14 @@ def spent(process: Process) -> Spent | None:
 
 
 class Last(NamedTuple):
-    """How often the others waited for a worker, on whichever shard for longest."""
+    """The waits of the others for a worker, on whichever shard for longest."""
 
     worker_id: str
     step_count: int
     of_count: int
     """Steps that any worker waited in."""
     median_s: float
-    """How long the first one waited for it, in the median of these steps."""
+    """The first one's wait for it, in the median of these steps."""
 
 
 def lasts(processes: Sequence[Process]) -> list[Last]:

@@ -32,7 +32,7 @@ from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
 
 JOIN_TIMEOUT_S = 3600.0
-"""How long `Group.join` waits for the others by default."""
+"""The longest wait of `Group.join` for the others, by default."""
 REPLACEMENT_WAIT_S_MAX = 3600.0
 _SPREAD_ELEMENT_COUNT = 1 << 20
 _KINDS = {
@@ -52,7 +52,7 @@ _NOTHING: Float32 = np.empty(0, np.float32)
 
 
 class CallOptions(NamedTuple):
-    """What a caller asks of a call, beside its array; see `Group.all_reduce`."""
+    """A caller's options of a call, beside its array; see `Group.all_reduce`."""
 
     op: ReductionName | None = None
     root: int = 0
@@ -83,7 +83,7 @@ class Started(Protocol):
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """Whether each of `ranks` has the group's state."""
+        """For each of `ranks`, True if it has the group's state."""
 
 
 class CallMaker:

@@ -95,7 +95,7 @@ class PendingCall:
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """Whether each of `ranks` has the group's state."""
+        """For each of `ranks`, True if it has the group's state."""
         return self.made.have_state
 
     def restore(self) -> None:

@@ -43,11 +43,11 @@ lose the generation, for a moment of a busy machine."""
 _SPREAD_ELEMENT_COUNT = 128 * 1024
 """One thread does chunks of fewer elements sooner than others would be awake."""
 _ENDING_S = 2.0
-"""How long rank 0 may take to tell all why the generation is over; not beyond the deadline."""
+"""The longest time in which rank 0 tells all why the generation is over, within the deadline."""
 
 
 class Progress(enum.Enum):
-    """How far a call is on this rank."""
+    """The progress of a call on this rank."""
 
     ANNOUNCED = enum.auto()
     """Rank 0 has not said whether all call it: nothing was written."""
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def is_join(self) -> bool:
-        """Whether it has no place among the other calls."""
+        """True if it has no place among the other calls."""
         return self.announcement.operation == pb.OPERATION_JOIN
 
 
@@ -109,7 +109,7 @@ class Links(Protocol):
     """The streams to and from other ranks."""
 
     def outgoing(self, rank: int) -> Outgoing:
-        """Where chunks for a rank go."""
+        """The way of chunks to a rank."""
 
     def listen_to(self, rank: int) -> None:
         """Has chunks of a rank come to the mailbox from now on."""
@@ -119,7 +119,7 @@ class Links(Protocol):
 
 
 class ContextOf(Protocol):
-    """What the CRC32C of a call's chunks begins with: see `checksum.peer_context`."""
+    """The beginning of the CRC32C of a call's chunks: see `checksum.peer_context`."""
 
     def __call__(
         self, call: pb.CollectiveCall, ranks: Sequence[int], sample_counts: Sequence[int]
@@ -143,9 +143,9 @@ class Engine:
         threads: CoreThreads,
     ) -> None:
         self.is_elastic = False
-        """Whether calls end when all ranks have made them; set before the first call."""
+        """True if calls end when all ranks have made them; set before the first call."""
         self.counts = Counts()
-        """How far the calls of an elastic group are; final once the engine is closed."""
+        """The progress of an elastic group's calls; final once the engine is closed."""
         self._context_of = context_of
         self._threads = threads
         self._rank = rank
@@ -161,7 +161,7 @@ class Engine:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is a callback of a call: no call is made until it returns."""
+        """True if the caller is a callback of a call: no call is made until it returns."""
         return threading.current_thread() is self._thread
 
     def submit(self, call: Call) -> None:

@@ -55,11 +55,11 @@ from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
 
 _PARTING_S = 10.0
-"""How long others may take to read that this rank leaves."""
+"""The longest time in which others read that this rank leaves."""
 _WORD_S = 1.0
-"""How long a word of rank 0 may be under way while a socket's end is here already."""
+"""The longest delay of rank 0's word behind a socket's end."""
 TELLING_S = 2.0
-"""How long rank 0 may take to tell all why the generation is over."""
+"""The longest time in which rank 0 tells all why the generation is over."""
 
 
 class Generation:
@@ -125,7 +125,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further call can be made."""
+        """True if no further call can be made."""
         return self._mailbox.ended is not None
 
     def count_newcomers(self, count: Callable[[], int]) -> None:
@@ -358,7 +358,7 @@ class Generation:
 
 
 class Membership(Protocol):
-    """How a group comes to its generations, and keeps its rank."""
+    """The way of a member to its group's generations, with its rank."""
 
     @property
     def generation(self) -> Generation:

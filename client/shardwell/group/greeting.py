@@ -1,4 +1,4 @@
-"""Whether a worker reaches all other members of a generation that is being formed.
+"""A check that a worker reaches all other members of a generation that is being formed.
 
 A busy machine answers late, and that says nothing about the way to it: a member counts as
 unreachable when its address certainly is not its own (no process listens there, or another member
@@ -27,7 +27,7 @@ _THREAD_COUNT_MAX = 16
 _PAUSE_S_MAX = 1.0
 """The longest pause before a member that did not answer is greeted again."""
 _PROBE_S = 1.0
-"""How long a probe waits for a process to listen at an address."""
+"""The longest wait of a probe for a process to listen at an address."""
 _REASON_LENGTH_MAX = 200
 
 

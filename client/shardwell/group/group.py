@@ -92,13 +92,13 @@ class Group(Connected):
         token_file: str | None,
     ) -> None:
         self.tls = tls
-        """What this worker proves itself with, and believes; None: no TLS."""
+        """The credentials of this worker, and those it believes; None: no TLS."""
         self.token_file = token_file
         """Path of the file with this worker's token; None: it has none."""
         self.name = name
         """Name of the group."""
         self.strategy = strategy
-        """How it reduces."""
+        """The strategy of its reductions."""
         self.traffic = traffic
         """Bytes moved so far."""
         self._membership = membership
@@ -108,7 +108,7 @@ class Group(Connected):
         self._under_way = _CallsUnderWay(name)
         self._closed = False
         self._has_state = False
-        """Whether it has been in a `broadcast_state`."""
+        """True after a `broadcast_state`."""
         self._rebuilding = threading.Lock()
         # A program that ends without `close` leaves all the same, once its calls are done.
         self._at_exit = weakref.finalize(self, _close_at_exit, weakref.ref(self))

@@ -1,4 +1,4 @@
-"""What comes over Unix sockets: the engine reads it while it moves chunks, and a thread between.
+"""The input over Unix sockets: the engine reads it while it moves chunks, and a thread between.
 
 While the engine computes, no thread waits for a socket: so a message to it wakes no thread, and
 takes no turn of the processor from the sender. Between calls, a thread reads, so that a rank that
@@ -24,7 +24,7 @@ class Source(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more is to be read before the engine has taken some."""
+        """True if nothing more is to be read before the engine has taken some."""
 
     def receive(self) -> bool:
         """Takes what has come, without waiting; False: nothing more will."""
@@ -38,7 +38,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.is_taken = False
-        """Whether the engine reads, and no other thread."""
+        """True while the engine reads, and no other thread."""
         self._sources: dict[int, Source] = {}
         self._paused: dict[int, Source] = {}
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How a worker comes into a group, keeps its rank there, and comes into the next generation."""
+"""A worker's way into a group, its rank there, and its way into the next generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a rank from others, until its engine takes it: chunks, verdicts, and the end.
+"""The arrivals from other ranks, until the engine takes them: chunks, verdicts, and the end.
 
 Filled by the threads of streams, emptied by one engine. A link's chunks come in order, and its
 thread waits while too many of them lie here: gRPC's flow control then stops the sender.
@@ -128,7 +128,7 @@ class Mailbox:
                 self._changed.wait(rest_s)
 
     def await_end(self, timeout_s: float) -> MakeError | None:
-        """What the generation has ended with; None if it has not in time."""
+        """The error that the generation has ended with; None if it has not in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None, timeout_s)
             return self._ended
@@ -195,7 +195,7 @@ class Mailbox:
         return arrivals
 
     def is_full(self, rank: int) -> bool:
-        """Whether too many chunks of a rank are here."""
+        """True if too many chunks of a rank are here."""
         return self._put_count[rank] - self._taken_count[rank] >= self._arrival_count_max
 
     def _note_taken(self, rank: int) -> None:

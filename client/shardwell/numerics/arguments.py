@@ -1,4 +1,4 @@
-"""What callers pass as gradients and weights: accepted, converted or refused with a reason."""
+"""The gradients and weights of callers: accepted, converted or refused with a reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
 
 
 def is_output(out: Any) -> TypeGuard[Float32]:
-    """Whether it is plainly such an array as `as_output` takes, which others may be, too."""
+    """True if it is plainly such an array as `as_output` takes, which others may be, too."""
     return type(out) is np.ndarray and out.dtype is _FLOAT32 and out.flags.carray
 
 
@@ -143,9 +143,9 @@ def _described(values: Any) -> str:
 
 
 OF_PARAMETER = "skip or mend the step, or open the parameter with allow_non_finite=True"
-"""What helps the caller that opened the parameter itself."""
+"""The remedy for a caller that opened the parameter itself."""
 REFUSED_STEP = "abandon_step() ends the step; or open the {} with allow_non_finite=True"
-"""What the SDK adds to the text of a shard that refused a part, for the caller that opened it."""
+"""The SDK's addition to the text of a shard that refused a part, for the caller that opened it."""
 
 
 def finite_peak(

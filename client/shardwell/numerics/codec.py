@@ -1,4 +1,4 @@
-"""How values are written: float32 to fp32, fp16 or bf16 and back, at memory speed.
+"""The codecs of values: float32 to fp32, fp16 or bf16 and back, at memory speed.
 
 Pure arithmetic on arrays; lengths are the caller's to check. What it costs is passes over memory,
 each of which `elementwise` makes.
@@ -84,7 +84,7 @@ class NonFiniteValueError(ArithmeticError):
 
 
 class Written(NamedTuple):
-    """What `Codec.encode` says of a payload."""
+    """The result of `Codec.encode` for a payload."""
 
     exponent: int
     crc: int
@@ -95,9 +95,9 @@ class Computed(NamedTuple):
     """Values that are computed in the pass that writes them, and so need not lie anywhere."""
 
     operations: Operations
-    """What leaves them in place 0."""
+    """The operations that leave them in place 0."""
     arrays: tuple[npt.NDArray[Any], ...]
-    """What these read: the places from 2 on, all with as many elements."""
+    """The operands of these: the places from 2 on, all with as many elements."""
     memory: Float32
     """(n,), contiguous; where they go if they have to lie somewhere after all."""
 
@@ -279,11 +279,11 @@ class Codec:
         return run_checked(operations, arrays, 0, payload.size // self.item_size, crc)
 
     def reads(self, to: int, payload: int, factor: float) -> Operations:
-        """What reads a payload, times `factor`, to a place: see elementwise.py."""
+        """The operations that read a payload, times `factor`, to a place: see elementwise.py."""
         return _reads(self._read, to, payload, factor or 0.0)
 
     def copies(self, to: int, payload: int) -> Operations:
-        """What copies a payload to another place: see elementwise.py."""
+        """The operations that copy a payload to another place: see elementwise.py."""
         (copying,) = self._takes
         return (copying._replace(to=to, source=payload),)
 
@@ -318,7 +318,7 @@ class Codec:
             )
 
     def has_exponent(self, exponent: int) -> bool:
-        """Whether this codec writes such a scale exponent."""
+        """True if this codec writes such a scale exponent."""
         return exponent == 0
 
     def peak(self, payload: Bytes, exponent: int) -> float:
@@ -327,7 +327,7 @@ class Codec:
         return self.peak_of_bits(bits, exponent)
 
     def peak_of_bits(self, bits: int, exponent: int) -> float:
-        """The same from the largest magnitude that was written, as bits."""
+        """The peak from the largest magnitude that was written, as bits."""
         if bits >= self._infinity or not self._decodes_finite(bits, exponent):
             return math.inf
         return ctypes.c_float(math.ldexp(self._value_of(bits), exponent)).value
@@ -556,7 +556,7 @@ class BlockCodec(Codec):
         return float_of(bits)
 
     def residual(self, values: Float32) -> Float32:
-        """What writing takes off (n,) values: they, less what is read again."""
+        """The loss of writing (n,) values: they, less what is read again."""
         plain, read = np.ascontiguousarray(values), np.empty(values.size, np.float32)
         payload = np.empty(self.encoded_bytes(values.size), np.uint8)
         self.arithmetic.quantize(plain, payload)
@@ -566,7 +566,7 @@ class BlockCodec(Codec):
 
 
 class BlockArithmetic(Protocol):
-    """What a module such as int8.py has, which says what each does."""
+    """The functions of a module such as int8.py, which says what each does."""
 
     BLOCK_SIZE: int
 
@@ -643,7 +643,7 @@ def _finite_peak(values: npt.NDArray[Any], scratch: Scratch, *, allow_non_finite
 
 
 def is_plain(values: npt.NDArray[Any]) -> bool:
-    """Whether the kernels can read the values as they lie."""
+    """True if the kernels can read the values as they lie."""
     flags = values.flags
     return bool(values.dtype == np.float32 and flags.c_contiguous and flags.aligned)
 

@@ -43,7 +43,7 @@ def blocks(count: int, start: int = 0) -> Iterator[tuple[int, int]]:
 
 
 class Code(enum.IntEnum):
-    """What an operation does to place `to`; as in native/kernels.h."""
+    """The effect of an operation on place `to`; as in native/kernels.h."""
 
     READ_FP32 = 0
     """Is `factor` times the values of the payload `source`."""
@@ -107,12 +107,12 @@ _COPIES_PAIRS: Operations = (Operation(Code.COPY_16, 0, 1),)
 
 
 def scale(to: int, factor: float) -> Operations:
-    """What multiplies a place with `factor`: nothing where that is 1."""
+    """The operations that multiply a place with `factor`: none where that is 1."""
     return () if factor == 1.0 else (Operation(Code.SCALE, to, factor=factor or 0.0),)
 
 
 def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
-    """What adds `factor` times `source` to a place: nothing where that is 0 as float32."""
+    """The operations that add `factor` times `source` to a place: none where it is 0 as float32."""
     if _float32(factor) == 0.0:
         return ()
     return (Operation(Code.ADD_SCALED, to, source, factor=factor),)

@@ -1,4 +1,4 @@
-"""Whether an array is finite, and how large its values are, in one look. Pure."""
+"""A look at an array for values that are not finite, and for the largest. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from shardwell.numerics.codec import is_plain, peak_of
 
 CANONICAL_NAN = np.uint32(0x7FC00000).view(np.float32)
-"""What every NaN is where values reach a program: which bits arithmetic leaves in one depends on
-the order of operands that a compiler chose."""
+"""Every NaN that reaches a program: which bits arithmetic leaves in one depends on the order of
+operands that a compiler chose."""
 _BLOCK_ELEMENT_COUNT = 256 * 1024
 """1 MiB of float32: fetched from memory once, read twice."""
 

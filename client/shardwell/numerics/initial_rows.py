@@ -1,4 +1,4 @@
-"""What rows of a table are before their first gradient. Pure; stated in table.proto.
+"""The values of a table's rows before their first gradient. Pure; stated in table.proto.
 
 Each value is a function of seed, id and column alone, whichever rows are asked for with it, and the
 same bits on every machine: integers, and + - * / sqrt of float64, which IEEE 754 rounds alike

@@ -24,7 +24,7 @@ _DIGIT_BITS = 16
 _RADIX_COUNT_MIN = 1024
 """For fewer ids one sort of 64-bit integers is faster than two by radix."""
 _RADIX_COUNT_MIN_OF_WIDE = 16 * 1024
-"""The same where ids take more than two digits."""
+"""The count from which radix sorts are faster, where ids take more than two digits."""
 _SEGMENT_ROW_COUNT = 8
 """Rows that are added up one after another; bounds the rounding error, too."""
 _LEVEL_COUNT = 12
@@ -46,7 +46,7 @@ class SortedIds(NamedTuple):
     inverse: Ids
     """(n,): the number in `distinct` of each of the ids as they were."""
     is_plain: bool
-    """Whether they were as `distinct` is."""
+    """True if they were as `distinct` is."""
 
 
 def sort_ids(ids: Ids, placement: RowPlacement) -> SortedIds:
@@ -111,7 +111,7 @@ def stable_order(ids: Ids) -> Ids:
 
 
 def are_fit(ids: Ids, placement: RowPlacement, shard_index: int) -> bool:
-    """Whether (n,) ids ascend without repeats, are in range, and of a shard."""
+    """True if (n,) ids ascend without repeats, are in range, and of a shard."""
     library = native.LIBRARY
     if library is not None:
         row_count = placement.row_count or 0
@@ -208,7 +208,7 @@ def update(
 
 
 def can_spread() -> bool:
-    """Whether `spread` is one pass here."""
+    """True if `spread` is one pass here."""
     return native.LIBRARY is not None and native.LIBRARY.checks
 
 

@@ -76,7 +76,7 @@ class RowUpdateRule:
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
 
     def operations(self, learning_rate: float) -> Operations | None:
-        """What updates rows value by value, at places as in update_rules.py; None: no such list."""
+        """The operations that update rows value by value (update_rules.py); None: no such list."""
         if self._of_elements is None:
             return None
         return self._clips + self._of_elements(0, learning_rate)

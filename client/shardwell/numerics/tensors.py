@@ -28,7 +28,7 @@ _BASE = operator.attrgetter("base")
 
 
 class Found(NamedTuple):
-    """How arrays lie."""
+    """The layout of arrays in memory."""
 
     addresses: npt.NDArray[np.int64] | None
     """(tensors,): where each begins, to be compared with others; None: not asked for."""
@@ -66,7 +66,7 @@ class Tensors:
         self._packed_stops = np.array(self.stops, np.int64)
 
     def look_over(self, arrays: Sequence[Any]) -> Found | None:
-        """How arrays lie; None: one is no contiguous float32 array of NumPy's own of its shape."""
+        """The arrays' layout; None: one is no contiguous float32 `np.ndarray` of its shape."""
         library = native.LIBRARY
         if library is None:
             return self._look_over_by_numpy(arrays)

@@ -64,7 +64,7 @@ def squared_norm(values: Float32) -> float:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What a gradient of that norm is multiplied with; NaN where the norm is."""
+    """The factor of a gradient of that norm; NaN where the norm is."""
     factor = clip_norm / (norm + _CLIP_EPSILON)
     return 1.0 if factor > 1.0 else factor
 
@@ -78,7 +78,7 @@ class UpdateRule:
         self.initial_slots, self._step = rule_of(optimizer)
 
     def operations(self, *, update_count: int, learning_rate: float) -> Operations:
-        """What updates WEIGHTS and slots with the mean in GRADIENT; see Step."""
+        """The operations that update WEIGHTS and slots with the mean in GRADIENT; see Step."""
         return self._clips + self._step(update_count, learning_rate)
 
     def apply(
@@ -161,14 +161,14 @@ def clips_of(optimizer: optimizers.Optimizer) -> Operations:
 
 
 def decay_into_state(optimizer: optimizers.Optimizer) -> float:
-    """How much of a weight is added to its gradient before optimizer state sees it."""
+    """The part of a weight that is added to its gradient before optimizer state sees it."""
     if isinstance(optimizer, optimizers.AdamW) or not optimizer.slot_names:
         return 0.0
     return float(getattr(optimizer, "weight_decay", 0.0))
 
 
 def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
-    """What state starts with, and the arithmetic, without clipping."""
+    """The initial state, and the arithmetic, without clipping."""
     match optimizer:
         case optimizers.Average():
             return (), _average
@@ -184,12 +184,12 @@ def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
 
 
 def decay_add(to: int, keep: float, source: int, factor: float) -> Operations:
-    """What sets `to` to keep * to + factor * source."""
+    """The operations that set `to` to keep * to + factor * source."""
     return scale(to, keep) + add_scaled(to, source, factor)
 
 
 def square_into(to: int, source: int) -> Operation:
-    """What sets `to` to the square of `source`."""
+    """The operation that sets `to` to the square of `source`."""
     return Operation(Code.MULTIPLY, to, source, source)
 
 
@@ -214,7 +214,7 @@ def _sgd(spec: optimizers.SGD) -> Step:
 
 
 def follow_momentum(spec: optimizers.SGD, rate: float) -> Operations:
-    """What moves weights along their momentum, or along where it leads."""
+    """The operations that move weights along their momentum, or along where it leads."""
     if spec.nesterov:
         looks_ahead = add_scaled(GRADIENT, FIRST_SLOT, spec.momentum)
         return looks_ahead + add_scaled(WEIGHTS, GRADIENT, -rate)

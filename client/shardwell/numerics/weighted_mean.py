@@ -63,7 +63,7 @@ class MeanFactors:
 
 
 def shift_for(sample_count: int, worker_count: int) -> int:
-    """How far the sum of a step is scaled down for a contribution of that weight.
+    """The exponent by which a step's sum is scaled down for a contribution of that weight.
 
     With the largest of these, a sum of worker_count contributions stays below the largest
     gradient, so that it can't overflow where their mean does not.

@@ -1,1 +1,1 @@
-"""Which shard owns which elements and rows."""
+"""The ownership of elements and rows by shards."""

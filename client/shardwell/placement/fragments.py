@@ -1,4 +1,4 @@
-"""How a model's tensors are dealt into fragments, which are exchanged one at a time. Pure.
+"""The dealing of a model's tensors into fragments, which are exchanged one at a time. Pure.
 
 The same on every machine: learners that open one family at once must agree on it.
 """

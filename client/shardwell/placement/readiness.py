@@ -1,4 +1,4 @@
-"""Which chunks of a gradient are whole while it is computed, and which may leave. Pure arithmetic.
+"""The chunks of a gradient that are whole while it is computed, and may leave. Pure arithmetic.
 
 Each slice's chunks leave in order, whatever the other slices have: states of a chunk are *missing*
 (some of its elements were not announced), *ready* (they were, and those of all chunks before it in
@@ -38,7 +38,7 @@ class ReadyChunks:
 
     @property
     def begun(self) -> Sequence[int]:
-        """How many chunks of each slice have begun to leave."""
+        """The chunks of each slice that have begun to leave, as counts."""
         return self._begun
 
     def announce(self, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Which shard has which row of a table. Pure arithmetic on whole arrays; stated in table.proto.
+"""The shard of each row of a table. Pure arithmetic on whole arrays; stated in table.proto.
 
 With `row_count`, ids are dealt to the shards in rounds of shard_count neighbours, each round turned
 by a number that looks random, so that neighbours and strides alike are spread evenly, and every

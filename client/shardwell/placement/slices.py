@@ -1,4 +1,4 @@
-"""Which shard owns which elements, and how a slice is cut into chunks. Pure arithmetic.
+"""The owner of each element, and the cutting of a slice into chunks. Pure arithmetic.
 
 Source: BigDL's AllReduceParameter (Dai et al., 2018): the first `size % shard_count` slices are one
 element longer than the rest, so slices differ by at most one and none is lost.

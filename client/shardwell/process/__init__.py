@@ -1,1 +1,1 @@
-"""What belongs to this process alone: who made what, its descriptors, memory and spans."""
+"""The resources of one process alone: owners, descriptors, memory and spans."""

@@ -1,4 +1,4 @@
-"""What holds connections and threads of its process: it is closed, and never copied or pickled."""
+"""A holder of connections and threads of its process: it is closed, never copied or pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this process has descriptors left: without, gRPC blames the server, or aborts."""
+"""A check of this process's free descriptors: without, gRPC blames the server, or aborts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _END_WORDS = "interpreter shutdown"
 
 
 def has_main_ended() -> bool:
-    """Whether the main thread has: Python 3.12 and later start no thread from then on."""
+    """True if the main thread has: Python 3.12 and later start no thread from then on."""
     return not threading.main_thread().is_alive()
 
 

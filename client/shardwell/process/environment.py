@@ -1,4 +1,4 @@
-"""What this process's surroundings say: variables, and the machine's name."""
+"""The surroundings of this process: variables, and the machine's name."""
 
 from __future__ import annotations
 

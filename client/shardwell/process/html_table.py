@@ -12,7 +12,7 @@ class Link(NamedTuple):
 
     text: str
     url: str
-    """Where it leads; http or https."""
+    """The http or https address of the target."""
 
 
 def html_table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,4 +1,4 @@
-"""Which process of which machine one is, in words that another process there can look up."""
+"""The identity of a process and its machine, in words that another process there can look up."""
 
 from __future__ import annotations
 

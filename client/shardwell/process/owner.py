@@ -1,4 +1,4 @@
-"""Which process made something that is of no use in another: connections and threads stay behind.
+"""The maker of things that are of no use in another process: connections and threads stay behind.
 
 `os.fork` copies the objects, also by way of multiprocessing, and not the threads that serve them,
 nor what locks they held.
@@ -25,7 +25,7 @@ class OwnerProcess:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """True in that process."""
         return os.getpid() == self._process_id
 
     def check(self) -> None:

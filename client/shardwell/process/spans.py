@@ -1,4 +1,4 @@
-"""What this process did last, in memory: see docs/adr/0021-trace.md."""
+"""The latest spans of this process, in memory: see docs/adr/0021-trace.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Spans:
         return end_ns
 
     def add_long(self, kind: int, subject: str, begin_ns: int) -> None:
-        """The same of no step or chunk, and only if it took as long as is worth looking at."""
+        """Notes a span of no step or chunk, only if it took as long as is worth looking at."""
         if now_ns() - begin_ns >= LONG_NS:
             self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
 

@@ -154,7 +154,7 @@ class StepSpans:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `end` may export a span, which may take any time."""
+        """True if `end` may export a span, which may take any time."""
         return bool(self._trace_parent)
 
     def begin(self, trace_parent: str, step: int) -> None:

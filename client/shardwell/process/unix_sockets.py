@@ -15,7 +15,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def socket_path(address: str) -> str:
-    """What a Unix socket is bound to: "@name" is an abstract one."""
+    """The path that a Unix socket is bound to: "@name" is an abstract one."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 

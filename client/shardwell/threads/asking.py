@@ -11,7 +11,7 @@ from shardwell.threads.calls import CallPart, current_call
 from shardwell.threads.daemon_threads import DaemonThreads
 
 _THREAD_COUNT_MAX = 8
-"""What one call has under way at once: as many as a shard answers without hurting others."""
+"""The threads of one call: as many as a shard answers without hurting others."""
 
 _TOGETHER_BYTES_MAX = 8 << 20
 """Larger things fill the wire alone."""
@@ -21,7 +21,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[AnswerT]:
-    """What `ask` returns for each of `given`, in their order; some are asked at once.
+    """The results of `ask` for each of `given`, in their order; some are asked at once.
 
     Each is a part of the call that this thread runs, and is cancelled with it. After a failure
     nothing more is begun, what is under way is cancelled, and its end waited for.

@@ -53,11 +53,11 @@ _LOOK_S_FIRST = 2.0
 CALL_COUNT_MAX = 256
 """Calls of one client that are under way at once; each has a thread."""
 LATE_S = 0.25
-"""How much later than its timeout a call is cancelled; before that it is to end by itself."""
+"""The delay after its timeout at which a call is cancelled; before that it is to end by itself."""
 ABANDON_S = 3.0
-"""How much later its caller goes on, though the call has not ended."""
+"""The delay after that at which its caller goes on, though the call has not ended."""
 _LOOK_INTERVAL_S_MAX = 60.0
-"""How long the thread that cancels sleeps at most while a call may become late."""
+"""The longest sleep of the thread that cancels while a call may become late."""
 SIGNAL_INTERVAL_S = 0.5
 """A caller's wait is cut into pieces of it: a signal that comes just before the wait begins, or
 that another thread receives, does not wake it; Python's handler then runs between two pieces."""
@@ -313,12 +313,12 @@ class _Threads:
         self.running: set[Call] = set()
         """Calls that are under way; a thread of these changes it, with the lock held."""
         self._one_waits = False
-        """Whether a thread waits for a call, or is sure to do so next."""
+        """True if a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
         self._count = 0
         self._look_s = math.inf
-        """When the thread that cancels looks for late calls, by time.monotonic(): no later than the
-        first becomes late. A call that ends does not change it, so calls of like timeouts, one
+        """The time.monotonic() at which the thread that cancels looks for late calls: no later than
+        the first becomes late. A call that ends does not change it, so calls of like timeouts, one
         after another, wake that thread once a timeout, and not once each."""
 
     def start(self) -> None:

@@ -89,7 +89,7 @@ def count_samples(batch: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What came of some samples.
+    """The result of some samples.
 
     Examples:
         >>> update = shardwell.Update(gradient=np.ones(2), loss=0.5, sample_count=32)
@@ -100,7 +100,7 @@ class Update:
     loss: float
     """Their mean loss."""
     sample_count: int
-    """How many they were, 0 to 2^62; what is put into a sync has 2^24 at the most."""
+    """The number of samples, 0 to 2^62; what is put into a sync has 2^24 at the most."""
 
 
 def merge_updates(updates: Sequence[Update]) -> Update:

@@ -50,7 +50,7 @@ class GradientSync(Protocol):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other workers to wait for."""
+        """True if other workers are to be waited for."""
 
     @property
     def worker_count(self) -> int:
@@ -58,7 +58,7 @@ class GradientSync(Protocol):
 
 
 class ReducingGroup(Protocol):
-    """What GroupSync and the trainer use of a group; `shardwell.join_group` gives one."""
+    """The methods of a group that GroupSync and the trainer use, as `shardwell.join_group` has."""
 
     @property
     def rank(self) -> int:
@@ -174,7 +174,7 @@ class GroupSync:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the group has other members now."""
+        """True if the group has other members now."""
         return self.worker_count > 1
 
     @property
@@ -254,7 +254,7 @@ class ServerSync:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the parameter has other workers."""
+        """True if the parameter has other workers."""
         return self.worker_count > 1
 
     @property

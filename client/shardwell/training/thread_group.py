@@ -75,7 +75,7 @@ class ThreadCall:
 
     @staticmethod
     def of(array: Any, op: Any, sample_count: Any, *, allow_non_finite: bool) -> ThreadCall:
-        """What a thread calls, checked; never raises."""
+        """The call of a thread, checked; never raises."""
         if op not in REDUCTIONS:
             return ThreadCall(op="", problem=f"op must be one of {REDUCTIONS}; got {op!r:.80}")
         try:
@@ -93,7 +93,7 @@ class ThreadCall:
 
     @property
     def form(self) -> str:
-        """What must be the same for all, in words."""
+        """The parts of a call in which all must agree, in words."""
         if self.problem:
             return self.problem
         shape = f" of shape {self.shape}" if len(self.shape) != 1 else ""
@@ -101,7 +101,7 @@ class ThreadCall:
 
 
 def failure_of(calls: Sequence[ThreadCall]) -> Callable[[], ShardwellError] | None:
-    """What makes the error that all threads get; None if the calls, by rank, can go on."""
+    """The maker of the error for all threads; None if the calls, by rank, can go on."""
     unusable = [rank for rank, call in enumerate(calls) if call.problem]
     if len(unusable) == len(calls):
         message = f"rank 0: {calls[0].problem}"
@@ -131,7 +131,7 @@ def _non_finite(rank: int, call: ThreadCall, index: int) -> Callable[[], Shardwe
 
 
 def _forms(calls: Sequence[ThreadCall]) -> str:
-    """What each called: "mean of 5 elements (ranks 0, 2), mean of 4 elements (rank 1)"."""
+    """The call of each: "mean of 5 elements (ranks 0, 2), mean of 4 elements (rank 1)"."""
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call.form, []).append(rank)
@@ -202,7 +202,7 @@ class ThreadedSync:
         self._under_way: dict[int, threading.Thread] = {}
         """Ranks whose call has not returned."""
         self._next = _Round()
-        """Where calls gather."""
+        """The round that gathers calls."""
         self._broken: Failure | None = None
 
     def __repr__(self) -> str:
@@ -210,7 +210,7 @@ class ThreadedSync:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other threads."""
+        """True if it has other threads."""
         return self._worker_count > 1
 
     @property

@@ -128,7 +128,7 @@ class DataParallelTrainer:
                 f"got {brief(optimizer)}"
             )
         self.sync: GradientSync = LocalSync() if sync is None else sync
-        """How gradients are averaged."""
+        """The way in which gradients are averaged."""
         self._gradient_function = gradient_function
         flat = as_flat("weights", weights, None)
         if flat.size == 0:
@@ -181,7 +181,7 @@ class DataParallelTrainer:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether SIGTERM has come, or an operator drains this worker (`shardwell members drain`).
+        """True if SIGTERM has come, or an operator drains this worker (`shardwell members drain`).
 
         The step under way is made as ever. A loop that looks here ends by itself then; the next
         step of any other raises SystemExit(143) once it is made. A second SIGTERM ends the process

@@ -1,1 +1,1 @@
-"""What moves bytes to a server: gRPC, streams over Unix sockets, memory that is shared."""
+"""The transport of bytes to a server: gRPC, streams over Unix sockets, memory that is shared."""

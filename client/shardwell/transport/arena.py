@@ -54,7 +54,7 @@ _LOG = logging.getLogger("shardwell")
 
 
 def same_host_setting(*, is_wanted: bool) -> str:
-    """Where memory is offered: "auto", "off", or a directory, as the environment says."""
+    """The place of memory's offers: "auto", "off", or a directory, as the environment says."""
     return (variable(SAME_HOST_VARIABLE) or "auto") if is_wanted else "off"
 
 
@@ -67,21 +67,21 @@ class Arena:
         self.memory = memory
 
     def holds(self, wanted_bytes: int) -> bool:
-        """Whether a larger one would have no more room for so many bytes."""
+        """True if a larger one would have no more room for so many bytes."""
         return self.memory.size_bytes >= _arena_bytes(wanted_bytes)
 
     def has_room(self, wanted_bytes: int) -> bool:
-        """Whether it has room for so many bytes at once."""
+        """True if it has room for so many bytes at once."""
         return self.memory.size_bytes >= HEAD_BYTES + wanted_bytes
 
 
 def room_bytes(payload_bytes: int) -> int:
-    """What a payload takes of an arena."""
+    """The bytes that a payload takes of an arena."""
     return -(-payload_bytes // _ROOM_ALIGNMENT_BYTES) * _ROOM_ALIGNMENT_BYTES
 
 
 def wanted_bytes(payloads_bytes: Sequence[int]) -> int:
-    """What an arena should have for payloads that are under way at once; 0: all are small."""
+    """The size of an arena for payloads that are under way at once; 0: all are small."""
     if max(payloads_bytes, default=0) < SHARED_BYTES_MIN:
         return 0
     return sum(map(room_bytes, payloads_bytes))
@@ -125,7 +125,7 @@ class Places:
         self._next = HEAD_BYTES + before_bytes
 
     def room(self, size_bytes: int) -> Room | None:
-        """Where the next payload goes; None: it is small, or there is no room any more."""
+        """The place of the next payload; None: it is small, or no room is left."""
         offset = self._next
         self._next += room_bytes(size_bytes)
         if size_bytes < SHARED_BYTES_MIN or offset + size_bytes > self._memory.size_bytes:

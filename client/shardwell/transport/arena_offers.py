@@ -34,7 +34,7 @@ from shardwell.v1 import arena_pb2
 _PATIENCE_S = 1.0
 """For one client to send what it has connected for."""
 _OFFER_S = 10.0
-"""How long an offer is kept for a stream to take it."""
+"""The time that an offer is kept for a stream to take it."""
 _OFFER_COUNT_MAX = 256
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that arenas, each of which has one as long as it is mapped, leave for the rest."""

@@ -41,11 +41,11 @@ _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
 _LOOKING = threading.Lock()
 _CONNECT_S = 2.0
-"""How long a shard on this machine may take to let a stream in."""
+"""The longest wait for a shard on this machine to let a stream in."""
 _AWAY_COUNT = 2
 """Calls that fail in a row for want of the shard, before this machine is left alone."""
 SAID_S = 60.0
-"""How often it is logged that a token is not believed, or that the shard does not answer."""
+"""The pause between two logs that a token is not believed, or that the shard does not answer."""
 
 
 class ShardEndpoint:

@@ -1,4 +1,4 @@
-"""Whether a server is on this machine, as far as its address there says and calls have shown."""
+"""A guess whether a server is on this machine, by its address and by earlier calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Neighbour:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is to be tried."""
+        """True if it is to be tried."""
         return self._is_wanted and bool(self.address) and time.monotonic() >= self._next_try_s
 
     def pause(self, duration_s: float = PAUSE_S) -> None:

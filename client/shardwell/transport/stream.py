@@ -20,7 +20,7 @@ from shardwell.transport.unix_call import ENDED, CallEndedError, UnixCall
 
 
 class Submit(Protocol):
-    """What sends messages over a stream."""
+    """A function that sends messages over a stream."""
 
     def __call__(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
         """Sends messages, each made as it leaves.
@@ -80,14 +80,14 @@ class ShardStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is alive, as a look shows; for who may read it."""
+        """True if the stream is alive, as a look shows; for its reader alone."""
         if self._unix_call is not None:
             return self._unix_call.receive()
         return bool(self._call.is_active())
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong while messages were made, if anything."""
+        """The failure that ended the making of messages, if any."""
         return self._failure if self._unix_call is None else self._unix_call.failure
 
     def close(self) -> None:

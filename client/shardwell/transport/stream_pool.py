@@ -114,19 +114,19 @@ class StreamSet:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has no stream yet."""
+        """True if it has no stream yet."""
         return not self._streams
 
     @property
     def is_open(self) -> bool:
-        """Whether all streams are alive, as a look at each shows."""
+        """True if all streams are alive, as a look at each shows."""
         if self._unix_calls is not None and not self._unix_calls.has_news:
             return not self.call_group.has_ended
         return all(stream.is_open for stream in self._streams.values())
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong while messages were made, if anything."""
+        """The failure that ended the making of messages, if any."""
         return next((stream.failure for stream in self._streams.values() if stream.failure), None)
 
     def note_outcome(self, error: BaseException | None) -> None:

@@ -40,12 +40,12 @@ _ANSWER_COUNT_MAX = 8
 """Answers, of a megabyte at most, that wait for their reader, and those that came with the last."""
 _ENDING = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 ENDED = "it ended the stream"
-"""What a shard does that ends one without an error; to the caller the shard went away."""
+"""The word for a shard that ends a stream without an error; to the caller it went away."""
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class CallEndedError(grpc.RpcError):
-    """How a call ended, in gRPC's words."""
+    """The end of a call, in gRPC's words."""
 
     def __init__(self, code: grpc.StatusCode, details: str, error: bytes = b"") -> None:
         super().__init__(details)
@@ -63,7 +63,7 @@ class CallEndedError(grpc.RpcError):
         return self._code
 
     def details(self) -> str:
-        """Why, for people."""
+        """The reason, for people."""
         return self._details
 
     def trailing_metadata(self) -> Any:
@@ -85,7 +85,7 @@ class UnixCalls:
 
     @property
     def has_news(self) -> bool:
-        """Whether a message has come, or a call has ended unnoticed; does not wait."""
+        """True if a message has come, or a call has ended unnoticed; does not wait."""
         return bool(self._poll.poll(0))
 
     def wait(self) -> None:
@@ -205,7 +205,7 @@ class UnixCall:
 
     @property
     def has_come(self) -> bool:
-        """Whether `read` would not wait."""
+        """True if `read` would not wait."""
         return bool(self._answers) or self._ended is not None
 
     def receive(self, *, all_: bool = False) -> bool:
@@ -240,7 +240,7 @@ class UnixCall:
             return True
 
     def is_active(self) -> bool:
-        """Whether no read has found its end yet."""
+        """True if no read has found its end yet."""
         return self._ended is None
 
     def code(self) -> grpc.StatusCode | None:
@@ -248,7 +248,7 @@ class UnixCall:
         return None if self._ended is None else self._ended.code()
 
     def details(self) -> str:
-        """Why it ended."""
+        """The reason why it ended."""
         return "" if self._ended is None else self._ended.details()
 
     def trailing_metadata(self) -> Any:
@@ -287,7 +287,7 @@ def _work(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def ending_of(contents: bytes) -> CallEndedError:
-    """How the shard says that a call ended."""
+    """The end of a call, from the shard's frame."""
     end = unix_stream_pb2.UnixStreamEnd.FromString(contents)
     code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
     if code is grpc.StatusCode.OK:

@@ -179,7 +179,7 @@ class MmapGradientAccumulator(Closing):
 
     @property
     def was_recovered(self) -> bool:
-        """Whether the file had not been closed by its last process."""
+        """True if the file had not been closed by its last process."""
         return self._was_recovered
 
     def accumulate(self, row_id: int, gradient: Any) -> None:
@@ -319,7 +319,7 @@ class MmapGradientAccumulator(Closing):
             return self._open_sums().with_sum(self._touched.rows_of(hold.stripes))
 
     def grad_offset(self, row_id: int) -> int | None:
-        """Where the file has a row's sum, in bytes; None: out of range, or there is no file.
+        """The place of a row's sum in the file, in bytes; None: out of range, or without a file.
 
         The sum is `dim` float32 in the machine's byte order, and has a meaning only while the row
         has a gradient.

@@ -1,4 +1,4 @@
-"""Where everything is in an accumulator's file, or memory; and its first page. Pure.
+"""The layout of an accumulator's file, or memory; and its first page. Pure.
 
     offset
          0   head
@@ -69,17 +69,17 @@ class SumLayout:
 
     @property
     def words_offset(self) -> int:
-        """Where words begin."""
+        """The place of the words."""
         return PAGE_SIZE_BYTES
 
     @property
     def sums_offset(self) -> int:
-        """Where sums begin."""
+        """The place of the sums."""
         return self.words_offset + page_aligned(8 * self.row_count)
 
     @property
     def undo_offset(self) -> int:
-        """Where undo begins, and a file that was closed ends."""
+        """The place of the undo, which is the end of a file that was closed."""
         return self.sums_offset + page_aligned(self.row_size_bytes * self.row_count)
 
     @property
@@ -149,12 +149,12 @@ def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
 
 
 def is_head(page: bytes) -> bool:
-    """Whether a file begins as those of accumulators do."""
+    """True if a file begins as those of accumulators do."""
     return page.startswith(_MAGIC)
 
 
 class FileState:
-    """What changes in the head."""
+    """The changing part of the head."""
 
     def __init__(self, file: MappedFile, salt: int) -> None:
         self._path = file.path
@@ -176,7 +176,7 @@ class FileState:
         words[place] = word
 
     def store(self, state: State) -> tuple[memoryview[int], int, int]:
-        """What `set` stores: words, the place of one of them, and what it becomes."""
+        """The stores of `set`: words, the place of one of them, and its new value."""
         return self._words, _STATE_WORD, _word(state)
 
     def boot_id(self) -> str:

@@ -14,7 +14,7 @@ from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import describe_exit
 
 GRACE_S = 0.5
-"""What the demo's shards give open calls when they stop: all workers have ended by then."""
+"""The time that the demo's shards give open calls when they stop: workers have ended by then."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How a run is shown: a live bar on a terminal, a line now and then elsewhere, tables at the end.
+"""The display of a run: a live bar on a terminal, a line now and then elsewhere, tables.
 
 Where all workers stand is worked out from what they report. Nothing here knows what is run: tasks
 have displays of their own, made of this.
@@ -63,7 +63,7 @@ class Observer:
         self._window: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float) -> TrainingState:
-        """Where all stand now; `now_s` is monotonic time."""
+        """The state of all workers; `now_s` is monotonic time."""
         members = self._members
         living = [member for member in members if not member.is_let_go]
         reports = [member.latest for member in members if member.latest is not None]
@@ -187,5 +187,5 @@ def count(number: int, what: str) -> str:
 
 
 def traffic(byte_count: int, seconds: float) -> str:
-    """What went one way, as a closing table has it."""
+    """The bytes of one direction, as a closing table has them."""
     return f"{byte_count / 1e6:.1f} MB by all workers, {byte_count / 1e6 / seconds:.1f} MB/s"

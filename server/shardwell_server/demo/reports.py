@@ -1,4 +1,4 @@
-"""What a worker tells while it trains: one JSON object a line on its standard output."""
+"""The reports of a worker while it trains: one JSON object a line on its standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwell import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How far a worker is."""
+    """The progress of a worker."""
 
     step: int
     loss: float | None = None

@@ -35,7 +35,7 @@ _ONE_THREAD = {
 
 
 class WorkerTask(Protocol):
-    """What a worker is to do, as far as its pool has to know."""
+    """The part of a worker's task that its pool knows."""
 
     @property
     def worker_id(self) -> str:

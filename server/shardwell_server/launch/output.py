@@ -99,7 +99,7 @@ class RankOutput:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may come."""
+        """True if more may come."""
         return not self._source.closed
 
     def pass_on(self) -> bool:
@@ -137,7 +137,7 @@ class RankOutput:
 
 
 def shows_colors(sink_fd: int) -> bool:
-    """Whether it is a terminal, whose user has not said no."""
+    """True if it is a terminal, whose user has not said no."""
     with contextlib.suppress(OSError):
         return os.isatty(sink_fd) and not is_plain()
     return False

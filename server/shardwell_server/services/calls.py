@@ -1,4 +1,4 @@
-"""How calls are served: handlers that never wait, and a loop that waits for all of them.
+"""The serving of calls: handlers that never wait, and a loop that waits for all of them.
 
 A handler is a generator that yields what it needs, and goes on when that has come:
 
@@ -54,7 +54,7 @@ from shardwell_server.shard.quotas import CALL_BYTES, Usage
 
 _LOG = logging.getLogger("shardwell_server")
 UNIX_PEER = "unix:"
-"""What calls over the Unix socket of unix_stream.proto have for the address of their client."""
+"""The client's address of calls over the Unix socket of unix_stream.proto."""
 _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
 """Answers that are made at once before they are written: so many of so many bytes in all. One may
@@ -62,7 +62,7 @@ be larger, and have its payload elsewhere."""
 SHORT_BYTES_MAX = 257 * 1024
 """See `Call.is_short`: a payload of 128 Ki elements in 2 bytes each, and what is around it."""
 _ROOM_WAIT_S = 10.0
-"""How long a call waits for others' answers to be read, before it is refused."""
+"""A call's wait for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0
 _END_S = 5.0
 _GRANTED_COUNT_MAX = 4096
@@ -72,7 +72,7 @@ _DAMAGE_COUNT_MAX = 8
 
 
 class Needs(enum.Enum):
-    """What a handler goes on with, but for `NotYet`."""
+    """The wish with which a handler goes on, except `NotYet`."""
 
     NEXT = enum.auto()
     NEXT_STEP = enum.auto()
@@ -185,7 +185,7 @@ class Call:
 
     @property
     def is_active(self) -> bool:
-        """Whether the client still waits for it; any thread may ask."""
+        """True if the client still waits for it; any thread may ask."""
         return not self._is_over
 
     def wake(self) -> None:

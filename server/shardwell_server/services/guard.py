@@ -1,4 +1,4 @@
-"""Who may call, how much and how fast: tokens and their quotas, and the audit log of refusals."""
+"""The admission of callers: tokens and their quotas, and the audit log of refusals."""
 
 from __future__ import annotations
 

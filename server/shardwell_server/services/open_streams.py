@@ -16,13 +16,13 @@ from shardwell.errors import LimitError, ShardUnavailableError, ShardwellError
 from shardwell_server.shard.quotas import Usage
 
 LAST_READS_S = 0.25
-"""What a client is given to read the last answers, before a stream without work is ended."""
+"""The time for a client to read the last answers, before a stream without work is ended."""
 _ENTER_S_MAX = 10.0
-"""How long one stream more may wait for another to give way, beside others that do, too."""
+"""A stream's wait for another to give way, beside others that do, too."""
 
 
 _LOOK_S = 0.01
-"""How often it looks whether a stream that has just come is idle."""
+"""The pause between two looks whether a stream that has just come is idle."""
 
 
 class Endable(Protocol):

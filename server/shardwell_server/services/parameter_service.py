@@ -83,7 +83,7 @@ class ParameterServerService:
         self._streams = streams
         self._arenas = arenas
         self.stream_address = ""
-        """Where clients on this machine open streams; empty: nowhere but over gRPC."""
+        """The address of streams from this machine; empty: nowhere but over gRPC."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
         self.resources: Callable[[], pb.Resources] = pb.Resources
 
@@ -379,7 +379,7 @@ class ParameterServerService:
 def joined(
     kind: Kind, shard: Shard, request: Any, call: Call, spec_type: type[ParameterSpec | TableSpec]
 ) -> Any:
-    """What a worker hears that opens a parameter or table, which is made if it is new."""
+    """The answer to a worker that opens a parameter or table, which is made if it is new."""
     shard.check_identity(request.shard)
     takes_seat = request.take_seat
     named = request.worker_id or takes_seat

@@ -49,7 +49,7 @@ _METHODS = {
     if method.client_streaming or not method.server_streaming
 }
 Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
-"""What serves a call, given gRPC's iterator, which it does not use, and context."""
+"""The server of a call, given gRPC's iterator, which it does not use, and context."""
 
 Pack: TypeAlias = Callable[[Any], bytes]
 

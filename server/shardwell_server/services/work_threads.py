@@ -36,7 +36,7 @@ class WorkThreads:
         self._waiting: deque[_Job | None] = deque()
         """Jobs that no thread had been free for; None ends one."""
         self._idle: list[queue.SimpleQueue[_Job | None]] = []
-        """Where threads without work get it; the last has worked last."""
+        """Queues of threads without work; the last has worked last."""
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         with self._lock:

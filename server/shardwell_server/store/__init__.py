@@ -1,4 +1,4 @@
-"""Where a shard keeps weights, sums and optimizer state. One contract, several kinds."""
+"""The storage of a shard's weights, sums and optimizer state. One contract, several kinds."""
 
 from shardwell_server.store.contract import (
     FREE,

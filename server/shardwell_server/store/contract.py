@@ -35,16 +35,16 @@ class Named(Protocol):
     """Storage under a name, which other storage may take the place of under another."""
 
     is_retired: bool
-    """Whether other storage has taken its place: then nothing of it changes any more, and calls
+    """True once other storage has taken its place: then nothing of it changes any more, and calls
     that would change it raise StorageError. Its arrays may be read. Set by the shard."""
 
     @property
     def layout(self) -> Any:
-        """What it was made for: a Layout, or a TableLayout."""
+        """The Layout or TableLayout that it was made for."""
 
 
 class Storage(Named, Protocol):
-    """What storage of a parameter and of a table have in common."""
+    """The common part of a parameter's and a table's storage."""
 
     def events(self) -> Sequence[Event]:
         """The logged events, in order."""
@@ -89,15 +89,15 @@ class ChunkRecord(NamedTuple):
     """The open step's sum is total_factor * 2^shift * gradient_sum; 0: there is none."""
     shift: int = 0
     is_encoded: bool = False
-    """Whether gradient_sum holds the first contribution as it was written. Never on disk: see
+    """True if gradient_sum holds the first contribution as it was written. Never on disk: see
     ParameterStorage.is_in_memory."""
     is_full: bool = False
-    """Whether the open step, whose set was open, takes no contributions any more: it closes when
+    """True if the open step, whose set was open, takes no contributions any more: it closes when
     its norm is known."""
 
 
 class Transition(enum.Enum):
-    """What a contribution does to a chunk's arrays; or, for CLOSE, the norm of all of them."""
+    """The effect of a contribution on a chunk's arrays; or, for CLOSE, of the norm of all."""
 
     FIRST = enum.auto()
     """Overwrites the sum, which held nothing of meaning."""
@@ -109,7 +109,7 @@ class Transition(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What storage is made for; kept with it."""
+    """The description of storage; kept with it."""
 
     name: str
     slice_size: int
@@ -122,7 +122,7 @@ class Layout:
     kept_size_bytes: int = 0
     """Room for what `ParameterStorage.keep` takes of a chunk; 0: nothing is kept."""
     description: dict[str, Any] = field(default_factory=dict)
-    """What the shard needs to make the parameter again: a JSON object."""
+    """A JSON object of which the shard makes the parameter again."""
 
     @property
     def chunk_count(self) -> int:
@@ -179,7 +179,7 @@ class ParameterStorage(Storage, Protocol):
     slots: tuple[Float32, ...]
     """Optimizer state, one array a slot, each as large."""
     is_in_memory: bool
-    """Whether nothing of it is in a file: then no call waits for a disk, and gradient_sum may hold
+    """True if nothing of it is in a file: then no call waits for a disk, and gradient_sum may hold
     what is no sum yet (see ChunkRecord.is_encoded)."""
 
     def records(self) -> list[ChunkRecord]:
@@ -215,11 +215,11 @@ class ParameterStorage(Storage, Protocol):
 
     @property
     def is_torn(self) -> bool:
-        """Whether the machine lost power, and only `verify` can tell what the arrays hold."""
+        """True if the machine lost power, and only `verify` can tell what the arrays hold."""
 
     @property
     def wants_image(self) -> bool:
-        """Whether it is time for an image."""
+        """True if it is time for an image."""
 
     def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
         """Makes an image on disk of every chunk that the block calls the result with, all of them.
@@ -262,7 +262,7 @@ FREE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """What storage is made for; kept with it."""
+    """The description of storage; kept with it."""
 
     name: str
     dim: int
@@ -272,7 +272,7 @@ class TableLayout:
     rows_per_change_max: int
     with_sum: bool
     description: dict[str, Any] = field(default_factory=dict)
-    """What the shard needs to make the table again: a JSON object."""
+    """A JSON object of which the shard makes the table again."""
 
     @property
     def row_size_bytes(self) -> int:
@@ -316,7 +316,7 @@ class TableRecord(NamedTuple):
 
 
 class Position(NamedTuple):
-    """What a worker has contributed."""
+    """The contributions of a worker."""
 
     seat_index: int
     """Seat of the worker."""
@@ -341,9 +341,9 @@ class RowChange(Protocol):
     it holds of new rows has no meaning.
     """
     slots: tuple[Float32, ...]
-    """The same of optimizer state: (n, width) each."""
+    """A copy of the optimizer state: (n, width) each."""
     sums: Float32 | None
-    """The same of the sums; without rows where the change is not of `sums`."""
+    """A copy of the sums; without rows where the change is not of `sums`."""
 
     @property
     def weights_before(self) -> Float32:
@@ -396,14 +396,14 @@ class TableStorage(Storage, Protocol):
     has_sum: npt.NDArray[np.bool_]
     """(row_capacity,): whether the row's sum has a meaning."""
     updates_in_place: bool
-    """Whether a change can be `in_place`; where not, it is made of copies."""
+    """True if a change can be `in_place`; where not, it is made of copies."""
 
     @property
     def record(self) -> TableRecord:
         """The table's record."""
 
     def positions(self) -> list[Position]:
-        """What each seat has contributed, by seat."""
+        """The contributions of each seat, by seat."""
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
         """Makes room for places below `row_count`, and for more if there is, up to `at_most`.

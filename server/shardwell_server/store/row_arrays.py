@@ -71,7 +71,7 @@ class WrittenRows(NamedTuple):
     sums: Sequence[Rows]
     """Sums and has_sum; empty: none was written, or all were cleared."""
     clears: bool
-    """Whether no row has a sum any more."""
+    """True if no row has a sum any more."""
     new_start: int
     """New rows are those from here to below the record's row_used,"""
     new_rows: Sequence[Rows]

@@ -1,4 +1,4 @@
-"""What the rows of one batch were before a change in place, so that it can be taken back.
+"""The rows of one batch before a change in place, so that it can be taken back.
 
 An entry has room for the rows of one change, in all arrays that a change may write:
 

@@ -1,1 +1,1 @@
-"""How ranks agree on which call comes next, and on whether it can be made."""
+"""The agreement of ranks on which call comes next, and on whether it can be made."""

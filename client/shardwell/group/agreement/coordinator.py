@@ -1,4 +1,4 @@
-"""How a rank tells the others what it calls, and learns whether all call the same.
+"""The announcement of a rank's calls to rank 0, which says whether all call alike.
 
 Rank 0 matches the calls; every other rank has one stream to it, open as long as the generation.
 The stream is also how a death is noticed: when it breaks, the rank at its other end is gone.
@@ -24,7 +24,7 @@ from shardwell.group.transport.peers import Peer
 from shardwell.v1 import peer_pb2 as pb
 
 TO_REBUILD = "call rebuild() to go on with the others, or leave the group"
-"""What a member does when another is lost; an elastic group does it by itself."""
+"""The action of a member when another is lost; an elastic group does it by itself."""
 
 
 class Ending(Protocol):

@@ -67,7 +67,7 @@ class CallMatcher:
 
     @property
     def deadline_s(self) -> float:
-        """When `expire` has something to do; infinity if no rank waits."""
+        """The time at which `expire` has something to do; infinity if no rank waits."""
         waits = [call.deadline_s for call in self._open.values()]
         waits += [deadline_s for waiting in self._joined.values() for deadline_s in waiting]
         return min(waits, default=math.inf)

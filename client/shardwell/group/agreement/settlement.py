@@ -1,4 +1,4 @@
-"""What becomes of the calls of a generation that is over, in an elastic group. Pure.
+"""The fate of the calls of a generation that is over, in an elastic group. Pure.
 
 Each rank counts, per generation, calls that have ended and calls that may have written data. At the
 start of the next generation all ranks take the largest of these counts, and each call then has the
@@ -19,7 +19,7 @@ STANDING_COUNT_MAX = 64
 
 
 class Counts(NamedTuple):
-    """How far the calls of one generation are."""
+    """The progress of one generation's calls."""
 
     made: int = 0
     moved: int = 0
@@ -30,7 +30,7 @@ Standings = Mapping[int, Counts]
 
 
 class Fate(enum.Enum):
-    """What becomes of a call whose generation is over."""
+    """The fate of a call whose generation is over."""
 
     MADE = enum.auto()
     """It has ended on a member: its result is whole here as well."""
@@ -60,7 +60,7 @@ def merged(standings: Iterable[Standings]) -> dict[int, Counts]:
 
 
 def to_message(standings: Standings) -> pb.Standings:
-    """The same, of the newest generations, as it travels."""
+    """The message of the newest generations' counts."""
     return pb.Standings(
         standings=[
             pb.Standing(generation=number, made_count=made, moved_count=moved)

@@ -1,1 +1,1 @@
-"""What a launcher such as mpirun or srun tells its processes of their ranks."""
+"""The variables by which a launcher such as mpirun or srun tells processes their ranks."""

@@ -1,4 +1,4 @@
-"""Who started this worker, as which rank of how many: the variables of torchrun, MPI and Slurm.
+"""The launcher of this worker, its rank and size: the variables of torchrun, MPI and Slurm.
 
 Pure: variables in, values out. Where the workers meet is for `environment` to say.
 

@@ -1,1 +1,1 @@
-"""Where members of a group meet, on the first shard, and what keeps them in it."""
+"""The meeting place of a group's members, on the first shard, and their leases."""

@@ -48,13 +48,13 @@ _ANSWER_S_MAX = 5.0
 _LEAVE_S_MAX = 1.0
 """Leaving is a courtesy: without it the place is free when the lease ends."""
 _LEAVE_UNHEARD_S = 0.2
-"""The same at the end of a join that had no answer last: its caller waits already."""
+"""The longest leave after a join that had no answer last: its caller waits already."""
 _SILENCE_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
 
 _TELLING_S_MAX = 1.0
-"""How long before a join's deadline a member reports to all which members it could not reach; at
-most a quarter of it."""
+"""Time before a join's deadline at which a member reports to all which members it could not reach;
+at most a quarter of it."""
 
 
 class Greeted(Protocol):

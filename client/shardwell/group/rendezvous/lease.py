@@ -18,7 +18,7 @@ from shardwell.v1 import group_pb2 as pb
 _LOG = logging.getLogger("shardwell.group")
 _RENEWALS_A_LEASE = 4
 _CONFIRMING_S = 1.0
-"""How long a member that stood still waits for the rendezvous to say whether it is still one."""
+"""The longest wait of a member that stood still for the rendezvous to confirm it."""
 _ANSWER_PART_OF_LEASE = 0.4
 """A renewal is given up before half of the lease has passed, so that another can still be made."""
 

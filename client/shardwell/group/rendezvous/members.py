@@ -1,4 +1,4 @@
-"""What a gathering consists of: leases, those who apply, and the members of a generation. Pure."""
+"""The parts of a gathering: leases, applicants, and the members of a generation. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ at most is under way of a member that has died."""
 
 
 class Lease:
-    """How long a member counts as alive without a renewal."""
+    """The time that a member counts as alive without a renewal."""
 
     __slots__ = ("_is_spared", "duration_s", "end_s", "heard_s")
 
@@ -72,7 +72,7 @@ class Applicant:
         self.lease = Lease(request.lease_ms / 1000, now_s)
 
     def asks_the_same(self, request: pb.JoinGroupRequest) -> bool:
-        """Whether `request` is another of the calls that this applicant makes again and again."""
+        """True if `request` is another of the calls that this applicant makes again and again."""
         return (
             self.member == request.member
             and self.spec == request.spec
@@ -83,7 +83,7 @@ class Applicant:
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether it was in no generation before."""
+        """True if it was in no generation before."""
         return not self.previous_generation
 
 
@@ -141,7 +141,7 @@ class Roster:
         )
 
     def is_followed(self) -> bool:
-        """Whether this server has heard of more than half of its members."""
+        """True if this server has heard of more than half of its members."""
         return 2 * sum(seat.member is not None for seat in self.seats) > len(self.seats)
 
     def living(self) -> list[Seat]:
@@ -173,7 +173,8 @@ class Suspicion:
     """A member of a forming generation whom another can't reach: it may be dead."""
 
     verdict: Verdict
-    """What all get if it lives; in an elastic group, where a newcomer says so, it alone."""
+    """The verdict for all if it lives; in an elastic group, where a newcomer says so, for it
+    alone."""
     reporter: Applicant
     word_count: int = 0
 
@@ -230,7 +231,7 @@ class GenerationNumbers:
         return (self._count + 1 << INCARNATION_BITS) - 1
 
     def is_own(self, number: int) -> bool:
-        """Whether the generation was formed here: what is no longer known of it is over."""
+        """True if the generation was formed here: what is no longer known of it is over."""
         return incarnation_of(number) == self._incarnation
 
     def take(self) -> int:
@@ -250,7 +251,7 @@ def incarnation_of(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupState:
-    """How far a group is, for status displays."""
+    """The progress of a group, for status displays."""
 
     name: str
     size: int

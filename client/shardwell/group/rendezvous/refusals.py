@@ -1,4 +1,4 @@
-"""What a gathering tells workers that it refuses, and why: errors kept until they ask. Pure."""
+"""The refusals of a gathering, with reasons: errors kept until workers ask. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refusals:
 
     @property
     def kept_until_s(self) -> float | None:
-        """When the last verdict is forgotten; None: there is none."""
+        """The time at which the last verdict is forgotten; None: it keeps none."""
         ends = [until_s for until_s, _ in self._verdicts.values()]
         if self._failed is not None:
             ends.append(self._failed[0])
@@ -71,7 +71,7 @@ class Refusals:
 
 
 def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
-    """What two specs of one name differ in, expected against got; empty where in nothing."""
+    """The differences of two specs of one name, expected against got; empty where they agree."""
     pairs = (
         ("size", str(kept.size), str(got.size)),
         ("strategy", repr(kept.strategy), repr(got.strategy)),

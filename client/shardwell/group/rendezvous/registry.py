@@ -1,4 +1,4 @@
-"""Where the workers of groups meet: all groups of one server, by name. Pure.
+"""The meeting place of workers: all groups of one server, by name. Pure.
 
 Requests and the time in, answers out; the caller sees to it that one comes at a time. Served by
 shard 0 of a cluster, or by a worker (see `service`).
@@ -56,7 +56,7 @@ class Meetings:
         return len(self._gatherings)
 
     def describe(self, now_s: float) -> list[GroupState]:
-        """How all groups stand, by name."""
+        """The states of all groups, by name."""
         return [self._gatherings[name].describe(now_s) for name in sorted(self._gatherings)]
 
     def join(

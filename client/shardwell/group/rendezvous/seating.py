@@ -45,7 +45,7 @@ class Seating:
         self.forming: Forming | None = None
 
     def knows(self, member_id: str) -> bool:
-        """Whether it waits or is a member."""
+        """True if it waits or is a member."""
         generation = self.generation
         return member_id in self.applicants or (
             generation is not None and generation.seat_of(member_id) is not None
@@ -90,7 +90,7 @@ class Seating:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers come and go: `size` is the largest number then, `min_size` the least."""
+        """True if workers come and go: `size` is the largest number then, `min_size` the least."""
         return self.spec.min_size > 0
 
     def agreeing(self) -> list[Applicant]:
@@ -105,7 +105,7 @@ class Seating:
                 self.remove(applicant.member.member_id)
 
     def pass_on(self) -> None:
-        """When no applicant with the agreed spec is left, the first applicant's spec is used."""
+        """Takes the first applicant's spec when no applicant with the agreed one is left."""
         if self.generation is None and self.applicants and not self.agreeing():
             self.spec = next(iter(self.applicants.values())).spec
 
@@ -124,7 +124,7 @@ class Seating:
         return [Holder(seat.rank, seat.member, seat.lease) for seat in self.living()] + waiting
 
     def is_back(self, seat: Seat, applicant: Applicant | None = None) -> bool:
-        """Whether a living member has asked for the generation that follows its own."""
+        """True if a living member has asked for the generation that follows its own."""
         if seat.member is None or self.generation is None:
             return False
         found = self.applicants.get(seat.member.member_id)
@@ -161,7 +161,7 @@ class Seating:
     def join_answer(
         self, member_id: str, refusals: Iterable[str], now_s: float
     ) -> pb.JoinGroupResponse:
-        """How far the generation is of one that has asked for a place."""
+        """The answer to an applicant: the progress of its generation."""
         forming, generation = self.forming, self.generation
         applicant = self.applicants.get(member_id)
         if applicant is None:  # it was the last to check

@@ -73,7 +73,7 @@ class GroupService:
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def describe(self) -> list[GroupState]:
-        """How all groups stand that meet here, by name."""
+        """The states of all groups that meet here, by name."""
         with self._lock:
             return self._meetings.describe(time.monotonic())
 

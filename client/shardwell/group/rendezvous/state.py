@@ -67,7 +67,7 @@ class Gathering:
     # Requests.
 
     def join(self, request: pb.JoinGroupRequest, now_s: float) -> pb.JoinGroupResponse:
-        """What an applicant is answered, who is taken in if it is new. Raises what refuses it."""
+        """Answers an applicant, and takes it in if it is new. Raises its refusal."""
         self._advance(now_s)
         member_id = request.member.member_id
         self._refusals.raise_any(member_id, request.checked_generation)
@@ -93,7 +93,7 @@ class Gathering:
         return self.seating.join_answer(member_id, self._refusals.texts, now_s)
 
     def renew(self, request: pb.RenewLeaseRequest, now_s: float) -> pb.RenewLeaseResponse:
-        """What a member is answered that says that it lives. Raises why it is none any more."""
+        """Answers a member that says that it lives. Raises the reason why it is none any more."""
         self._advance(now_s)
         lease_s = request.lease_ms / 1000
         member_id, number = request.member.member_id, request.generation
@@ -148,7 +148,7 @@ class Gathering:
         )
 
     def is_over(self) -> bool:
-        """Whether it has no members, no applicants, and no verdicts left to deliver."""
+        """True if it has no members, no applicants, and no verdicts left to deliver."""
         return (
             not self.seating.applicants
             and self.seating.generation is None
@@ -156,7 +156,7 @@ class Gathering:
         )
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether no request came for twice the longest lease; living members renew more often."""
+        """True if no request came for twice the longest lease; living members renew more often."""
         longest_s = max((one.duration_s for one in self.seating.leases()), default=0.0)
         end_s = max(self.heard_s + 2 * longest_s, self._refusals.kept_until_s or 0.0)
         return now_s > end_s

@@ -1,4 +1,4 @@
-"""What a request to the rendezvous must be before anything in it is believed. Pure."""
+"""The checks of a request to the rendezvous before anything in it is believed. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who sends what to whom in a collective call: pure plans and their arithmetic."""
+"""The plans of a collective call: senders, receivers and their arithmetic. Pure."""

@@ -34,7 +34,7 @@ _SCALED_PEAK_MIN = 2.0**-90
 
 
 class Reduction(enum.Enum):
-    """How elements are combined."""
+    """The way in which elements are combined."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -119,7 +119,7 @@ class ChunkArithmetic:
         return self._codec.open(intact, where)
 
     def kept(self, stored: Bytes) -> Bytes:
-        """What `opened` returned, to stand as long as it is needed."""
+        """The result of `opened`, to remain as long as it is needed."""
         return stored.copy() if stored.flags.writeable else stored
 
     def combine(

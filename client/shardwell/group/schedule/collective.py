@@ -52,8 +52,8 @@ class Sending(NamedTuple):
 
 
 RoomOf = Callable[[int, int], Room | None]
-"""Where a payload for a rank goes, of so many bytes; None: into its message. Who asks uses it, and
-sends the message before any other to that rank."""
+"""The place of a payload of so many bytes for a rank; None: into its message. Its user sends the
+message before any other to that rank."""
 
 
 def no_room(rank: int, size_bytes: int) -> Room | None:
@@ -117,12 +117,12 @@ class Collective:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has entered and received everything, and all jobs are decided."""
+        """True if this rank has entered and received everything, and all jobs are decided."""
         return not self._due_count and self._entered_count == len(self._plan.entering)
 
     @property
     def may_enter(self) -> bool:
-        """Whether `enter` has something to do now."""
+        """True if `enter` has something to do now."""
         if self._entered_count == len(self._plan.entering):
             return False
         row = self._plan.chunks[self._plan.entering[self._entered_count]][2]

@@ -1,4 +1,4 @@
-"""What one rank does in one collective, chunk by chunk: a schedule. Pure.
+"""The schedule of one rank in one collective, chunk by chunk. Pure.
 
 Every rank makes its own plan from the same few numbers, and the plans fit together: whatever one
 sends another waits for. Ranks here are places among those that take part.
@@ -29,23 +29,23 @@ class Operation(enum.Enum):
 
     @property
     def reduces(self) -> bool:
-        """Whether elements of several ranks are combined."""
+        """True if elements of several ranks are combined."""
         return self not in (Operation.BROADCAST, Operation.ALL_GATHER)
 
     @property
     def spreads(self) -> bool:
-        """Whether final values travel."""
+        """True if final values travel."""
         return self not in (Operation.REDUCE, Operation.REDUCE_SCATTER)
 
     @property
     def has_root(self) -> bool:
-        """Whether one rank is the collector or source of everything."""
+        """True if one rank is the collector or source of everything."""
         return self in (Operation.REDUCE, Operation.BROADCAST)
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank does with the chunks of one segment."""
+    """A rank's part in the chunks of one segment."""
 
     inflow: Inflow | None
     """None: nothing is reduced."""
@@ -54,14 +54,14 @@ class Role:
 
     @property
     def enters(self) -> bool:
-        """Whether chunks enter here, without waiting for another rank."""
+        """True if chunks enter here, without waiting for another rank."""
         if self.inflow is not None:
             return not self.inflow.sources
         return self.outflow is not None and self.outflow.source is None
 
     @property
     def collects(self) -> bool:
-        """Whether it has the final values first."""
+        """True if it has the final values first."""
         if self.inflow is not None:
             return self.inflow.target is None
         return self.outflow is not None and self.outflow.source is None
@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
-        """What this rank does with each segment."""
+        """This rank's role in each segment."""
         return tuple(self._role(index) for index in range(len(self.segments)))
 
     @cached_property
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def is_one_way(self) -> bool:
-        """Whether chunks only flow towards the root, or only away from it."""
+        """True if chunks only flow towards the root, or only away from it."""
         return self.operation.has_root
 
     @cached_property

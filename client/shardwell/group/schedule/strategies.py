@@ -1,4 +1,4 @@
-"""How a group reduces: along which trees of ranks chunks flow. Pure.
+"""The trees of ranks along which chunks of a reduction flow. Pure.
 
 A strategy answers, for one rank, from whom partial sums come and to whom they go on their way to a
 collector, and the same for final values on their way from a source. Ranks here are places among
@@ -33,7 +33,7 @@ class Inflow(NamedTuple):
     sources: tuple[int, ...]
     """Ranks that send it partial sums, in the order in which it adds them to its own."""
     target: int | None
-    """To whom it sends the sum; None: it is the collector."""
+    """The rank to which it sends the sum; None: it is the collector."""
 
 
 class Outflow(NamedTuple):
@@ -42,7 +42,7 @@ class Outflow(NamedTuple):
     source: int | None
     """The rank that sends them to it; None: it is the source."""
     targets: tuple[int, ...]
-    """To whom it sends them on."""
+    """The ranks to which it sends them on."""
 
 
 class Strategy:
@@ -54,7 +54,7 @@ class Strategy:
     """
 
     is_segmented = False
-    """Whether each segment of an all-reduce has a collector of its own; else it is rank 0."""
+    """True if each segment of an all-reduce has a collector of its own; else it is rank 0."""
 
     @staticmethod
     def parse(spelling: str) -> Strategy:
@@ -80,15 +80,15 @@ class Strategy:
         raise NotImplementedError
 
     def suited_to(self, byte_count: int, size: int) -> Strategy:
-        """What to use for an array of so many encoded bytes: itself, or what is better."""
+        """The strategy for an array of so many encoded bytes: itself, or a better one."""
         return self
 
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        """Where `rank` is on the way to `collector`."""
+        """The place of `rank` on the way to `collector`."""
         raise NotImplementedError
 
     def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        """Where `rank` is on the way from `source`."""
+        """The place of `rank` on the way from `source`."""
         raise NotImplementedError
 
 

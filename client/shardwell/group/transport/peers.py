@@ -39,13 +39,13 @@ PENDING_COUNT_MAX = 16
 """Chunks that wait to be sent to one rank, in calls where chunks go one way."""
 
 LEAVE_TIMEOUT_S = 60.0
-"""How long a rank that leaves waits until the others have received what it sent."""
+"""The longest wait of a leaving rank until the others have received all."""
 
 SERVICE_NAME = peer_pb2.DESCRIPTOR.services_by_name["PeerService"].full_name
 RECEIVE_CHUNKS = f"/{SERVICE_NAME}/ReceiveChunks"
 
 _ACCEPT_S = 2.0
-"""How long a member on this machine may take to accept a stream over its Unix socket."""
+"""The longest wait for a member on this machine to accept a stream over its Unix socket."""
 _LOG = logging.getLogger("shardwell.group")
 
 _PLACE_COUNT = 8
@@ -307,7 +307,7 @@ class Incoming:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue of arrivals is full."""
+        """True if the queue of arrivals is full."""
         return self._is_full()
 
     def receive(self) -> bool:

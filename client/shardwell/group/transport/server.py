@@ -39,11 +39,11 @@ from shardwell.wire.checksum import check_version
 _LOOK_INTERVAL_S = 0.1
 _LOG = logging.getLogger("shardwell.group")
 _GENERATION_WAIT_S = 30.0
-"""How long a stream of a generation that this member does not know yet may wait until it does."""
+"""The longest wait of a stream for a generation that this member does not know yet."""
 _GRACE_S = 0.5
-"""How long streams that are at their end may take to close; gRPC logs those that it cuts."""
+"""The time that streams at their end have to close; gRPC logs those that it cuts."""
 _OPEN_TIMEOUT_S = 5.0
-"""How long a stream may take to say who it is."""
+"""The time that a stream has to say which rank's it is."""
 _UNOPENED_COUNT_MAX = 12
 """Streams that have not said it yet: fewer than the spare threads, so that members find room."""
 _WAITING_COUNT_MAX = 1024
@@ -176,7 +176,7 @@ class PeerServer:
                 f"{error.strerror}; pass listen= with a free port, or 0, of this machine"
             ) from None
         self.address = f"{host}:{port}"
-        """Where it listens; the port is the one that was taken when 0 was asked for."""
+        """Its address; the port is the one that was taken when 0 was asked for."""
         self._server.start()
         # Any process on this machine may read the name of a socket.
         name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()

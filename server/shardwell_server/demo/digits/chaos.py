@@ -1,4 +1,4 @@
-"""What happens to the demo's workers while they train, and who takes part: `demo --chaos`.
+"""The fates of the demo's workers while they train, and who takes part: `demo --chaos`.
 
 A plan is drawn from a seed: at which steps which workers come, leave in order, and die by kill -9.
 Who takes part is what shards say: the contributors of the steps that workers report.
@@ -23,7 +23,7 @@ Happening: TypeAlias = Literal["comes", "leaves", "dies"]
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What happens to a worker."""
+    """A worker's fate."""
 
     step: int
     """The least step of the training for it."""
@@ -91,7 +91,7 @@ class Chaos:
 
     @property
     def step(self) -> int:
-        """How far the training is: the furthest worker."""
+        """The step of the furthest worker."""
         return max(member.step for member in self._pool.members)
 
     @property

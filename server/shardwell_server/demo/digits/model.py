@@ -65,7 +65,7 @@ class Perceptron:
         }
 
     def first_weights(self, seed: int) -> npt.NDArray[np.float32]:
-        """Where training begins: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
+        """The initial weights: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
         random = np.random.default_rng(seed)
         flat = np.zeros(self.size, np.float32)
         layers = self.layers(flat)

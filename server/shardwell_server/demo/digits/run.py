@@ -54,7 +54,7 @@ _EXAM_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What the demo runs; checked when made."""
+    """The demo's settings; checked when made."""
 
     shard_count: int = 2
     worker_count: int = 4
@@ -111,7 +111,7 @@ class DemoConfig:
         return 1 if self.sync == "threads" else self.worker_count
 
     def tasks(self, target: str) -> list[Task]:
-        """What each worker is to do. The parameter's name is new, so that nothing is resumed."""
+        """The task of each worker. The parameter's name is new, so that nothing is resumed."""
         first = Task(
             target=target,
             worker_id="w0",
@@ -130,7 +130,7 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How it went."""
+    """The outcome of a demo."""
 
     accuracy: float
     held_out_count: int
@@ -140,7 +140,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the accuracy is what the demo promises."""
+        """True if the accuracy is what the demo promises."""
         return self.accuracy >= ACCURACY_MIN
 
 

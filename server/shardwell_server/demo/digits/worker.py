@@ -62,18 +62,18 @@ class OuterPlan:
 
 
 SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
-"""Who averages: the shards, the workers among themselves, or the threads of one process."""
+"""The averaging side: the shards, the workers among themselves, or the threads of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one worker is to do. All but `worker_id` and `worker_index` is the same for all."""
+    """The task of one worker. All workers share everything but `worker_id` and `worker_index`."""
 
     target: str
     worker_id: str
-    """The same after a restart, so that the worker goes on where it was."""
+    """Kept over a restart, so that the worker goes on where it was."""
     worker_index: int
-    """Which share of the digits, 0 to worker_count - 1."""
+    """The worker's share of the digits, 0 to worker_count - 1."""
     worker_count: int
     parameter: str = "digits"
     step_count: int = STEP_COUNT
@@ -81,16 +81,16 @@ class Task:
     mode: ModeName = "sync"
     sync: SyncName = "server"
     is_elastic: bool = False
-    """Whether workers come and go; worker_count says nothing then."""
+    """True if workers come and go; worker_count says nothing then."""
     outer: OuterPlan | None = None
     """Outer training; None: each step is exchanged."""
     timeout_s: float = 60.0
     """Bound of each call. A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
-    """How long shards are waited for."""
+    """The longest wait for shards."""
 
     def of_worker(self, index: int) -> Task:
-        """The same for another worker."""
+        """The task of another worker."""
         return dataclasses.replace(self, worker_id=f"w{index}", worker_index=index)
 
     def command(self) -> list[str]:

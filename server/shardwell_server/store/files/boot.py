@@ -1,4 +1,4 @@
-"""Whether files are as their last process left them, or the machine lost power since.
+"""The mark of files' last process: as it left them, or the machine lost power since.
 
 The kernel keeps what a killed process wrote; what it had not yet written to disk goes with the
 machine. So `boot.json` holds which start of the machine wrote last, and whether all was synced.
@@ -23,7 +23,7 @@ class Boot:
         self._boot_id = boot_id or kernel_boot_id()
 
     def is_torn(self) -> bool:
-        """Whether files may lack writes, or have some without earlier ones."""
+        """True if files may lack writes, or have some without earlier ones."""
         try:
             found = json.loads(self._path.read_text())
             state, boot_id = found["state"], found["boot_id"]

@@ -33,7 +33,7 @@ shardwell that was the first to write it so."""
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"
 _VOLUME_NAMES = ("lost+found", ".snapshot")
-"""What file systems and filers themselves put into the root of an empty volume."""
+"""Entries that file systems and filers themselves put into the root of an empty volume."""
 _CHECK_NAME = "crc32c"
 """Its field with the CRC32C of the others, as JSON in one line."""
 

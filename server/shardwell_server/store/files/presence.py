@@ -1,4 +1,4 @@
-"""Whether files that are mapped still have their names.
+"""A watch over mapped files: each must still have its name.
 
 A mapped file lives on when its name is removed, and the next start will not find it. So a store
 looks at the names now and then, and acknowledges nothing any more once one is gone.
@@ -96,12 +96,12 @@ class Presence:
 
 
 def identity_of(found: os.stat_result) -> tuple[int, int]:
-    """What tells a file from all others, whatever its name."""
+    """The identity of a file, whatever its name."""
     return (found.st_dev, found.st_ino)
 
 
 def is_at(identity: tuple[int, int], path: Path) -> bool:
-    """Whether a path leads to the file of an identity."""
+    """True if a path leads to the file of an identity."""
     try:
         return identity_of(os.stat(path)) == identity
     except OSError:

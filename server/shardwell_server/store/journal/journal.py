@@ -71,12 +71,12 @@ def _numbered(directory: Path, prefix: str, suffix: str = "") -> dict[int, Path]
 
 
 class NotWholeError(Exception):
-    """Where an entry should begin there is none, or not all of it."""
+    """An entry is missing where it should begin, or not all of it was written."""
 
     def __init__(self, what: str, *, is_cut: bool) -> None:
         super().__init__(what)
         self.is_cut = is_cut
-        """Whether it is whole as far as the file goes, as a killed process may leave it."""
+        """True if it is whole as far as the file goes, as a killed process may leave it."""
 
 
 def forget_segment_begun(directory: Path) -> None:
@@ -182,7 +182,7 @@ class Journal:
         self._written = 0
         self._synced = 0
         self.has_failed = (directory / FAILED_NAME).exists()
-        """Whether a sync has failed, now or in an earlier process, and no image was made since."""
+        """True if a sync has failed, now or in an earlier process, and no image was made since."""
         self.number = 0
 
     def begin_segment(self, *, anyway: bool = False) -> int:
@@ -300,7 +300,7 @@ class Journal:
 
 
 def image_path(directory: Path, number: int) -> Path:
-    """Where the image of a number is."""
+    """The path of the image of a number."""
     return directory / f"{_IMAGE}{number:06d}"
 
 

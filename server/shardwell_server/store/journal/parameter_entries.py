@@ -1,4 +1,4 @@
-"""What journals of parameters keep (journal.py): a contribution to a chunk, or a step's end there.
+"""The entries of parameters' journals (journal.py): a contribution to a chunk, or a step's end.
 
     magic, payload length, chunk, seat, sequence, step, samples, exponent, learning
     rate, CRC of the payload, CRC of all these  |  the codec's bytes, or the norm

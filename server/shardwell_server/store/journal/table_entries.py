@@ -1,4 +1,4 @@
-"""What a change wrote to a table, as journals of tables keep it (journal.py).
+"""The writes of a table's change, as journals of tables keep them (journal.py).
 
     magic, flags, payload length, sequence, rows, first new place, record, position, CRC of the
     payload, CRC of all these  |  places, old rows array by array, new rows array by array
@@ -58,7 +58,7 @@ def pack_entry(entry: TableEntry, salt: int) -> list[Buffer]:
 
 
 def pack_mark(stored: StoredTableRecord, salt: int) -> list[Buffer]:
-    """What a segment begins with."""
+    """The beginning of a segment."""
     return _heads(_MARK, stored, 0, stored.record.row_used, [], salt)
 
 

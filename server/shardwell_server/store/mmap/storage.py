@@ -1,4 +1,4 @@
-"""What a parameter and a table in mapped files have in common: seats, events, and the disk.
+"""The common part of a parameter and a table in mapped files: seats, events, and the disk.
 
 Beside the files that serve and survive the process there may be what survives the machine, too:
 
@@ -57,7 +57,7 @@ class MmapStorage(ABC):
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self.is_torn = False
-        """Whether the machine lost power, and it was not gone through since."""
+        """True if the machine lost power, and it was not gone through since."""
         self.has_image = False
         self.rolled_back_count = 0
         """Chunks or rows of changes that were cut off, and taken back in `recover`."""
@@ -117,7 +117,7 @@ class MmapStorage(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Where it goes on, for the log."""
+        """The facts of its recovery, for the log."""
 
     @classmethod
     def _restore_image(cls, directory: Path, reached: Callable[[str], None]) -> bool:

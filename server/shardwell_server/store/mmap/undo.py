@@ -1,4 +1,4 @@
-"""What chunks were before a change in place, so that a change that was cut off is taken back.
+"""The chunks before a change in place, so that a change that was cut off is taken back.
 
 A few entries, used in turns, each as large as a chunk's weights and optimizer state:
 

@@ -123,7 +123,7 @@ class WorkerSteps:
         return [int(step) - 1 for step in found]
 
     def is_blank(self, seat_index: int) -> bool:
-        """Whether a seat has given nothing, or is none yet."""
+        """True if a seat has given nothing, or is none yet."""
         return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
@@ -148,7 +148,7 @@ class WorkerSteps:
 
 
 def seat_count(events: Sequence[Event]) -> int:
-    """How many seats were logged; only those have marks."""
+    """The number of logged seats; only those have marks."""
     return sum(event.get("kind") == "seat" for event in events)
 
 
