@@ -83,6 +83,7 @@ _JOINED_NAME = "joined"
 @dataclass(frozen=True, kw_only=True)
 class _ShardState:
     process: str
+    """Drawn by the process: tells it from the one before."""
     address: str
     life: int
     """One more than the cluster's returns to a checkpoint."""
@@ -157,6 +158,7 @@ class _ShardActor:
         self._serve()
 
     def stop(self) -> None:
+        """Stops in order: steps that are under way end within the grace."""
         self._stop(None)
         if self._claimed is not None:
             self._claimed.close()

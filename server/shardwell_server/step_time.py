@@ -81,6 +81,7 @@ class Job:
     codec: str = "fp16"
     """The codec: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
     compute_s: float = 0.0
+    """Forward and backward pass of a step. 0: communication alone."""
     latency_s: float = LATENCY_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
     """Bytes of float32 that a worker and a shard beside it push and pull a second with no link in
@@ -115,6 +116,7 @@ class StepTime:
     """One way of training a job, and how long a step of it takes. All times in seconds."""
 
     layout: str
+    """As "co-located", "dedicated", "ring" or "tree(arity=2)"."""
     machine_count: int
     link_bytes: float
     """Payload over the fullest direction of the fullest link."""

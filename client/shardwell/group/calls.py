@@ -186,6 +186,7 @@ class CallMaker:
                 spread.give(partial(self._look_at, enters=index in entering), call, plan, index)
 
     def _look_at(self, call: Call, plan: Plan, index: int, *, enters: bool) -> None:
+        """Looks at one chunk, on any thread."""
         where, _, _ = plan.chunks[index]
         peak = finite_peak(
             f"array of {plan.operation.value}",

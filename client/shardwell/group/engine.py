@@ -394,6 +394,7 @@ def plan_of(
 def _make(
     collective: Collective, arithmetic: ChunkArithmetic, jobs: Sequence[tuple[Job, list[Sending]]]
 ) -> None:
+    """Does the jobs of one chunk, one after the other."""
     for job, sendings in jobs:
         sendings += collective.made(job, arithmetic)
 

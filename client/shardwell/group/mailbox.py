@@ -35,7 +35,9 @@ class Mailbox:
         """By rank: chunks that were taken; written by the engine's thread alone."""
         self._blocked_count = 0
         self._waits_for_inbox = False
+        """True when the engine has found nothing: the bringer of something has to say so."""
         self._made_count = 0
+        """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}
         self._join_verdicts: deque[pb.Verdict] = deque()
         self._standings: pb.Standings | None = None

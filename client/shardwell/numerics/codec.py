@@ -87,6 +87,7 @@ class Written(NamedTuple):
     """The result of `Codec.encode` for a payload."""
 
     exponent: int
+    """The scale: value = written * 2^exponent."""
     crc: int
     peak_bits: int = 0
 
@@ -610,6 +611,7 @@ def block_codec(name: str) -> BlockCodec:
 
 
 def _as_float32(values: npt.NDArray[Any]) -> Float32:
+    """A contiguous copy; what overflows is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32)
 

@@ -23,6 +23,7 @@ from shardwell.v1 import trace_pb2 as pb
 _LOG = logging.getLogger("shardwell")
 _MODULE = "opentelemetry.trace"
 _FLUSH_MS = 2000
+"""The bound of an exporter, whose receiver may be gone."""
 _TRACE_PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _OF_CALL = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND, pb.SPAN_KIND_WAIT, pb.SPAN_KIND_DECODE)
 _OF_STEP = (

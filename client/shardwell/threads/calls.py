@@ -98,6 +98,7 @@ class Call:
         """Set once; what waits inside the call looks at it."""
         self.is_expired = False
         self.lock = threading.Lock()
+        """Held to change `acts`, and to cancel."""
         self.acts: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
@@ -302,6 +303,7 @@ class _Threads:
 
     def __init__(self, name: str) -> None:
         self.to_cancel: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Acts for the thread that cancels; None ends it."""
         self.is_ended = False
         self.are_gone = False
         self.queued: queue.SimpleQueue[Call | None] = queue.SimpleQueue()

@@ -81,6 +81,7 @@ class DaemonThreads(Executor):
                 thread.join()
 
     def _add(self) -> None:
+        """Starts a thread; the lock is held."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
             thread.start()

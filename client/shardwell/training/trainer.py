@@ -336,6 +336,7 @@ class DataParallelTrainer:
         )
 
     def _apply(self, gradient: Float32) -> None:
+        """Updates the weights block by block; overwrites the gradient."""
         for start, stop in blocks(self._flat.size):
             self._rule.apply(
                 self._flat[start:stop],

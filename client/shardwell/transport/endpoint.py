@@ -40,6 +40,7 @@ _LOG = logging.getLogger("shardwell")
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams on this machine leave to the process; further ones go over gRPC."""
 _LOOKING = threading.Lock()
+"""Held to look whether descriptors are left, which takes them for a moment."""
 _CONNECT_S = 2.0
 """The longest wait for a shard on this machine to let a stream in."""
 _AWAY_COUNT = 2

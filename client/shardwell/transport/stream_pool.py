@@ -44,6 +44,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        """Held to change `users`, and by `IdleStreams`."""
         self.users: Counter[int] = Counter()
 
 

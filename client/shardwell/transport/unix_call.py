@@ -275,6 +275,7 @@ class UnixCall:
 
 
 def _started_writer() -> queue.SimpleQueue[Callable[[], None] | None]:
+    """A queue of what a new thread does, one after another; None ends it."""
     work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     threading.Thread(target=_work, args=(work,), name="shardwell-writer", daemon=True).start()
     return work

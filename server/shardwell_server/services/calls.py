@@ -127,6 +127,7 @@ class Call:
         self.moved_bytes = 0
         """Payload that it brought, or was answered, since its rate was looked at last."""
         self.changed = asyncio.Event()
+        """Set when what was too early may have come."""
         self.is_short = False
         """True where its handler, going on from a message of up to SHORT_BYTES_MAX or none, takes
         less time than a thread to be woken: then it runs on the loop's thread. The handler says
@@ -332,6 +333,7 @@ class Calls:
         ended.wait(_END_S)
 
     def end_those_without_token(self) -> None:
+        """Ends calls whose token has ended, or changed: their client has another one."""
         for call in list(self._open):
             if (error := self._guard.expiry(call)) is not None:
                 call.end(error)

@@ -30,6 +30,7 @@ class HealthService:
         self._call_count = self._watch_count = 0
 
     def set(self, service: str, status: int) -> None:
+        """Sets a service's status; "" is the server."""
         self._statuses[service] = status
         self._changed.set()  # who waits has this one
         self._changed = asyncio.Event()

@@ -40,6 +40,7 @@ class OpenStreams:
     def __init__(self, stream_count_max: int) -> None:
         self._stream_count_max = stream_count_max
         self._open: set[Endable] = set()
+        """The streams that count; one that gave way does no more."""
         self._idle: dict[Endable, float] = {}
         """Idle since when, the longest first."""
         self._new: dict[Endable, float] = {}
@@ -47,6 +48,7 @@ class OpenStreams:
 
     @property
     def count(self) -> int:
+        """The number of open streams; any thread may ask."""
         return len(self._open)
 
     async def enter(self, stream: Endable) -> None:

@@ -104,6 +104,7 @@ class StepStream(ABC, Generic[SliceT]):
         self._beside: dict[int, Future[bool]] = {}
         """Parts of the message that is being served which other threads count, by index."""
         self._made: deque[Future[tuple[bytes, int]]] = deque()
+        """Answers that other threads make, those that are due first."""
 
     # What a subclass does.
 
@@ -177,6 +178,7 @@ class StepStream(ABC, Generic[SliceT]):
         return types_pb2.TRANSPORT_UNIX if is_unix else types_pb2.TRANSPORT_TCP
 
     def _answers(self, *, all_: bool) -> Handling:
+        """The answers that are due, in order: those that are ready, or all."""
         pending, batch, holds = self._pending, self._batch, False
         while pending:
             first = pending[0]
@@ -217,6 +219,7 @@ class StepStream(ABC, Generic[SliceT]):
             self._made.append(future)
 
     def _end_beside(self) -> None:
+        """Returns when no other thread works for this call."""
         beside: list[Future[Any]] = [*self._beside.values(), *self._made]
         self._beside.clear()
         self._made.clear()

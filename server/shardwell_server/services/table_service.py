@@ -265,4 +265,5 @@ class _Load:
         self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
 
     def end(self) -> None:
+        """Returns when what was done may be acknowledged."""
         self._table.make_durable()

@@ -17,6 +17,7 @@ _LOG = logging.getLogger("shardwell_server")
 class _Job(NamedTuple):
     call: Callable[[], Any]
     outcome: asyncio.Future[Any] | None
+    """None: it is dropped."""
     abandoned: Callable[[Any], object]
 
 

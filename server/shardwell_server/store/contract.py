@@ -269,6 +269,7 @@ class TableLayout:
     slot_widths: tuple[int, ...]
     """Values that a row has of each array of optimizer state."""
     row_capacity: int
+    """The most rows; disk and memory are those of existing rows."""
     rows_per_change_max: int
     with_sum: bool
     description: dict[str, Any] = field(default_factory=dict)

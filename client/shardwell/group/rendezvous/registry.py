@@ -62,7 +62,16 @@ class Meetings:
     def join(
         self, request: pb.JoinGroupRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.JoinGroupResponse:
-        """Answers a worker that wants to join; holds a new group from then on."""
+        """Answers a worker that wants to join; holds a new group from then on.
+
+        Raises:
+            ArgumentError: the request can't be believed.
+            LimitError: a limit of the rendezvous, by name.
+            GroupMismatchError: living members have the name with another spec.
+            RankTakenError: a member that lives has the rank.
+            WorkerLostError: the caller was declared lost.
+            WorkerUnreachableError: a member can't reach another.
+        """
         check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
@@ -76,7 +85,10 @@ class Meetings:
     def renew(
         self, request: pb.RenewLeaseRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.RenewLeaseResponse:
-        """Answers a member that says that it lives."""
+        """Answers a member that says that it lives.
+
+        WorkerLostError: the caller was declared lost, or its generation was succeeded.
+        """
         check_renew(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:

@@ -31,6 +31,7 @@ class Holder(NamedTuple):
 
     rank: int
     member: pb.Member | None
+    """None: this server was started anew, and has not heard of it yet."""
     lease: Lease
 
 

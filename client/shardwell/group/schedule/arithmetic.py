@@ -228,6 +228,7 @@ class ChunkArithmetic:
     def _for_each(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
     ) -> list[bytes]:
+        """One message for each room, which has the payload; `header` is changed."""
         whole, messages = b"", []
         for room in rooms:
             if room is not None:

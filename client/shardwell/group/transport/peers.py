@@ -405,6 +405,8 @@ class Received(NamedTuple):
 
 
 class _Places:
+    """Places of payloads for one rank until it has copied them: see ReceiveChunksRequest."""
+
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES

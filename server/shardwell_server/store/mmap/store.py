@@ -58,6 +58,7 @@ def _drop(storage: MmapStorage | None) -> None:
 
 
 def _closed(storage: MmapStorage) -> OSError | None:
+    """Closes storage; returns the failure, so that the others are closed all the same."""
     try:
         storage.close()
     except OSError as error:
@@ -141,6 +142,7 @@ class _Kind(Generic[LayoutT, StorageT]):
         return made
 
     def remove(self, name: str) -> None:
+        """Removes one with its files; its arrays stay mapped while they are used."""
         self._directories.remove(self.open[name].directory)
         del self.open[name]
 
