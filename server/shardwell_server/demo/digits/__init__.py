@@ -1,6 +1,5 @@
 """The task `digits`: a classifier of handwritten digits, one parameter, in five ways of averaging.
 
-`samples` and `model` are the task, `config` says what is run of it, `worker` is the training loop
-as any program would write it with the SDK, `evaluator` measures, `run` puts them together, and
-`display` shows it.
+`samples` and `model` are the task, `worker` is the training loop as any program would write it with
+the SDK, `evaluator` measures, and `run` has the settings, runs all and shows it.
 """
