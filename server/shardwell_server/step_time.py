@@ -251,12 +251,10 @@ def least_share(worker_count: int, spare_count: int) -> float:
 
 
 def shard_bytes(job: Job) -> int:
-    """Memory of the shard with the longest slice: float32 weights, gradient sums, optimizer state.
+    """Memory of the shard with the longest slice, as `shardwell status` reports it.
 
-    With int8 the image, too, and what changed it last.
-
-    As `shardwell status` reports it; what the process itself takes (about 70 MB) and buffers of
-    messages come to it.
+    With int8 the image, too, and what changed it last. The process itself (about 70 MB) and buffers
+    of messages come to it.
     """
     slice_size = math.ceil(job.element_count / job.shard_count)
     array_count = 2 + len(job.optimizer.slot_names) + (job.codec in BLOCK_SIZES)  # with an image

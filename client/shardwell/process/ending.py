@@ -24,7 +24,7 @@ leaving = threading.Event()
 
 
 def is_in_order(error: object) -> bool:
-    """Whether a `with` block that ends with this error, or None, ends a worker that leaves.
+    """True if a `with` block that ends with this error, or None, ends a worker that leaves.
 
     Any other error ends it as the death of the process would: others wait for it to come back.
     """

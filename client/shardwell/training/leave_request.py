@@ -35,15 +35,16 @@ EXIT_CODE = 128 + signal.SIGTERM
 again where they are to; 0 would say that its training is complete."""
 
 REPEAT_S = 1.0
-"""How long after the first SIGTERM others are the same request: a launcher passes its own on; and
-how long before it processes of the program may have ended by it."""
+"""The time after the first SIGTERM in which others are the same request, as a launcher passes its
+own on; and before it, in which processes of the program may have ended by it."""
 _LOOK_INTERVAL_S = 0.01
 _DATA_MODULE = "torch.utils.data.dataloader"
-"""Whose loaders' processes end by themselves when they get SIGTERM, and whose waits end then."""
+"""The module whose loaders' processes end by themselves when they get SIGTERM, and whose waits end
+then."""
 
 
 def go_on_without(spec: ParameterSpec) -> bool:
-    """Whether other workers of a parameter make their steps when one of them has left.
+    """True if other workers of a parameter make their steps when one of them has left.
 
     Where they do not, they wait for it to be started again, so SIGTERM may as well kill it.
     """
@@ -72,11 +73,11 @@ class LeaveRequest:
 
     def __init__(self) -> None:
         self.has_come = False
-        """Whether SIGTERM has come."""
+        """True once the request has come."""
         self._is_known = False
-        """Whether a step has ended since."""
+        """True if a step has ended since."""
         self.has_signal = False
-        """Whether SIGTERM was the reason."""
+        """True if SIGTERM was the reason."""
         self._process_id = os.getpid()
 
     def __repr__(self) -> str:
@@ -146,14 +147,13 @@ class LeaveRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this process made the request: it may be one that was forked later."""
+        """True if this process made the request: it may be one that was forked later."""
         return os.getpid() == self._process_id
 
 
 _open: weakref.WeakSet[LeaveRequest] = weakref.WeakSet()
-"""Requests whose owners still exist."""
 _came_s = -REPEAT_S
-"""When SIGTERM was noted, on the monotonic clock."""
+"""The moment at which SIGTERM was noted, on the monotonic clock."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -224,7 +224,7 @@ def _hold_errors_of_children() -> None:
 
 
 def _awaits_data(frame: FrameType | None) -> bool:
-    """Whether the main thread waits for a loader, between two steps."""
+    """True if the main thread waits for a loader, between two steps."""
     while frame is not None:
         if frame.f_globals.get("__name__") == _DATA_MODULE:
             return True

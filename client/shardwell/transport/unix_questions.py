@@ -31,16 +31,14 @@ _READ_BYTES = 64 * 1024
 _IDLE_COUNT_MAX = 4
 """Connections that are kept: one for the calls of a thread, others for those beside it."""
 _LOOK_S_MAX = 3600.0
-"""How long one look at a connection waits."""
 _IDLE_S_MAX = 4.0
-"""How long one is kept; the shard closes it after 10 s."""
+"""The shard closes a connection after 10 s."""
 
 
 class UnixQuestions:
     """A client's calls to one shard. Any thread may ask.
 
-    Args:
-        connect: A connection to the shard, made within so many seconds; OSError: there is none now.
+    `connect` makes a connection within so many seconds; OSError: there is none now.
     """
 
     def __init__(self, connect: Callable[[float], socket.socket]) -> None:
@@ -55,16 +53,9 @@ class UnixQuestions:
     def ask(
         self, method: str, request: bytes, authorization: str, timeout_s: float
     ) -> bytes | None:
-        """The answer; None: call over gRPC. Blocks up to `timeout_s`.
+        """Calls the shard; None: call over gRPC. Blocks up to `timeout_s`.
 
-        Args:
-            method: Path of the method, as gRPC names it.
-            request: The one message.
-            authorization: What the call brings beside that; empty: nothing.
-            timeout_s: For the answer.
-
-        Raises:
-            grpc.RpcError: the shard refused, the deadline passed, or the call was cancelled.
+        grpc.RpcError: the shard refused, the deadline passed, or the call was cancelled.
         """
         until_s = time.monotonic() + timeout_s
         is_here = len(request) <= MESSAGE_SIZE_MAX_BYTES and time.monotonic() >= self._next_try_s
@@ -90,7 +81,6 @@ class UnixQuestions:
         return answer
 
     def _line(self, timeout_s: float) -> _Line | None:
-        """A connection for one call, kept or new; None: there is none."""
         while True:
             with self._lock:
                 line = self._idle.pop() if self._idle else None
@@ -135,7 +125,6 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.used_s = time.monotonic()
-        """When it was used last."""
         self._connection = connection
         weakref.finalize(self, connection.close)
         self._owner = OwnerProcess("call")
@@ -145,12 +134,12 @@ class _Line:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the shard has it still, as a look shows: it says nothing unasked."""
+        """True if the shard has it still, as a look shows: it says nothing unasked."""
         is_young = time.monotonic() < self.used_s + _IDLE_S_MAX
         return is_young and not self._is_cancelled and not self._poll.poll(0)
 
     def ask(self, method: str, request: bytes, authorization: str, until_s: float) -> bytes | None:
-        """See `UnixQuestions.ask`; None: the connection broke."""
+        """Calls the shard; None: the connection broke."""
         opening = unix_stream_pb2.UnixStreamOpen(
             method=method, authorization=authorization, wire_version=WIRE_VERSION
         )
@@ -176,11 +165,7 @@ class _Line:
         return None if found is None else found[1]
 
     def _answer(self, until_s: float) -> tuple[int, bytes] | None:
-        """The next frame; None: the connection ended before.
-
-        Raises:
-            CallEndedError: the deadline passed.
-        """
+        """The next frame; None: the connection ended before. CallEndedError: it is too late."""
         frames = FrameReader()
         while True:
             rest_s = min(until_s - time.monotonic(), _LOOK_S_MAX)

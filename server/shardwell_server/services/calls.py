@@ -307,7 +307,6 @@ class Calls:
         self._loop = asyncio.get_running_loop()
         self._open: set[Call] = set()
         self.damages: list[str] = []
-        """Errors of stored pieces that are damaged."""
         self.refusal_counts: Counter[str] = Counter()
         """Calls that ended with an error, by its name; any thread may read it."""
 

@@ -17,28 +17,19 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Lets callers in by their tokens, and slows them to their quotas. For the loop's thread.
-
-    Args:
-        access: The tokens that are let in.
-        usages: What the owners of tokens use.
-        note: Takes lines of the audit log.
-    """
+    """Lets callers in by their tokens, and slows them to their quotas. For the loop's thread."""
 
     def __init__(self, access: Access, usages: Usages, note: Note = no_audit) -> None:
         self.note = note
-        """Takes lines of the audit log."""
         self.turned_away_s: float | None = None
-        """When a call was refused last for want of a token or right; None: none was."""
+        """The time of the last refusal for want of a token or right; None: none was."""
         self._access = access
         self._usages = usages
 
     async def enter(self, call: Call) -> None:
         """Finds out who makes a call, and counts it; returns when it may begin.
 
-        Raises:
-            AuthenticationError: its token is none that is let in.
-            LimitError: the token's quota is used up.
+        AuthenticationError: its token is not let in. LimitError: the token's quota is used up.
         """
         if not self._access.asks:
             return
@@ -65,12 +56,11 @@ class Guard:
             await asyncio.sleep(delay_s)
 
     def leave(self, call: Call) -> None:
-        """Does not count a call any more."""
         if call.is_counted and call.usage is not None:
             call.usage.add("calls", -1)
 
     def expiry(self, call: Call) -> AuthenticationError | None:
-        """Why a call that was let in is not any more: its token has ended meanwhile, or changed."""
+        """The error of a call whose token has ended since it was let in, or changed."""
         try:
             self._access.check_still(call.principal)
         except AuthenticationError as error:
@@ -78,7 +68,6 @@ class Guard:
         return None
 
     def refused(self, call: Call, error: Exception) -> None:
-        """Notes a call that ends for want of a token or right, or at a limit."""
         if not isinstance(error, AuthenticationError | AccessDeniedError | LimitError):
             return
         if error is not call.ending and not isinstance(error, LimitError):

@@ -28,14 +28,13 @@ _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700
 """Mode of the directory: what is in it, whatever its own mode, is for its user alone."""
 _FORMAT_NAME, _VERSION_NAME = "format_version", "shardwell_version"
-"""Its fields that say how the directory is written: the number of the format, and the version of
-shardwell that was the first to write it so."""
+"""Its fields with the number of the format, and the version of shardwell that was the first to
+write it so."""
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"
 _VOLUME_NAMES = ("lost+found", ".snapshot")
 """Entries that file systems and filers themselves put into the root of an empty volume."""
 _CHECK_NAME = "crc32c"
-"""Its field with the CRC32C of the others, as JSON in one line."""
 
 
 class DataDirError(StorageError):
@@ -47,7 +46,6 @@ class DataDirInUseError(DataDirError):
 
 
 def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
-    """Takes from others what rights they have to a directory, as far as this user may."""
     if not found.st_mode & ~_MODE & 0o777:
         return
     try:
@@ -68,11 +66,9 @@ def kept_cluster_id(path: Path) -> str | None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """The identity in a file, and the number of the directory's format, which is checked first.
+    """The identity in a file, and the number of its format, which is checked first.
 
-    Raises:
-        ValueError: says how it is damaged.
-        DataDirError: it is another version's.
+    ValueError: it is damaged. DataDirError: it is another version's.
     """
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or _FORMAT_NAME not in found:
@@ -94,18 +90,12 @@ def _check_of(identity: dict[str, Any]) -> int:
 
 
 def _text_of(identity: dict[str, Any]) -> str:
-    """What the file of an identity has."""
     fields = {_FORMAT_NAME: DIRECTORY.newest, _VERSION_NAME: software_version(), **identity}
     return json.dumps({**fields, _CHECK_NAME: _check_of(fields)}, indent=2) + "\n"
 
 
 def _check_not_the_users(directory: int, path: Path, identity: dict[str, Any]) -> None:
-    """Refuses a directory that has files, and no identity; one with an identity is read later.
-
-    Raises:
-        DataDirError: it is the user's, or a shard's that has lost its identity.
-        OSError: it can't be read.
-    """
+    """Refuses a directory that has files, and no identity; one with an identity is read later."""
     names = sorted(set(os.listdir(directory)).difference(_VOLUME_NAMES))
     if not names or _IDENTITY_NAME in names:
         return
@@ -132,11 +122,7 @@ def _in_words(identity: dict[str, Any]) -> str:
 
 
 class DataDir(Closing):
-    """A directory claimed for one shard by this process, until `close`.
-
-    Raises:
-        DataDirError: it can't be written, belongs to another shard, is newer, or is in use.
-    """
+    """A directory claimed for one shard by this process, until `close`."""
 
     def __init__(self, path: Path, config: ShardConfig) -> None:
         self.path = path
@@ -149,7 +135,7 @@ class DataDir(Closing):
         self._directory = self._locked(path, identity)
         try:
             self.is_new = self._check_or_write(identity_path, identity)
-            """Whether it was empty, so that the shard begins without parameters and tables."""
+            """True if it was empty, so that the shard begins without parameters and tables."""
             _close_to_others(self._directory, os.fstat(self._directory), path)
         except BaseException:
             self.close()
@@ -164,7 +150,6 @@ class DataDir(Closing):
 
     @staticmethod
     def _locked(path: Path, identity: dict[str, object]) -> int:
-        """The directory that the path leads to, open and locked; made if there is none."""
         try:
             while True:
                 path.mkdir(mode=_MODE, parents=True, exist_ok=True)
@@ -197,7 +182,7 @@ class DataDir(Closing):
 
     @staticmethod
     def _check_or_write(path: Path, identity: dict[str, object]) -> bool:
-        """Whether there was none, and it is written now; also in a directory of an older format.
+        """Returns True if there was none, and it is written now, also over an older format's.
 
         That one has the newest number before anything else in it is written in a newer way.
         """
