@@ -489,7 +489,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         For use after a call that failed, say, because a shard refused a part of a gradient. Parts
         that were counted stay counted, and `outcome` has the ranges; the rest of this worker's
-        contribution is zeros with the weight 0. Safe to repeat.
+        contribution is zeros with the weight 0, and in asynchronous mode nothing. Safe to repeat.
 
         Args:
             timeout_s: See `Client`.

@@ -151,7 +151,8 @@ class JournalEntry(NamedTuple):
     learning_rate: float
     """Rate of the update, should it close the step."""
     payload: Bytes
-    """The codec's bytes; of NO_SEAT, the norm as a float64, or nothing."""
+    """The codec's bytes; nothing where a worker has given up an asynchronous step. Of NO_SEAT, a
+    float64: the norm; or nothing, where an open set is decided without a contribution."""
     closes: bool = False
 
 

@@ -74,6 +74,30 @@ def test_what_step_acknowledged_survives(
         run.close()
 
 
+def test_what_was_abandoned_survives(tmp_path: Path, disk: Disk) -> None:
+    """An asynchronous step that was given up changes nothing, counted again too."""
+    options: Any = {"size": SIZE, "optimizer": OPTIMIZERS[1], "mode": "async"}
+    with (
+        served(tmp_path / "first", "step") as target,
+        shardwell.connect(target, worker_id="w0") as client,
+    ):
+        net = client.parameter("m", **options)
+        net.init(np.zeros(SIZE, np.float32))
+        net.put_gradient(gradient(0, 0))
+        assert net.abandon_step() == 1
+        net.put_gradient(gradient(2, 0))
+        expected = net.get_weights()
+        assert net.abandon_step() == 3
+        disk.lose_power(tmp_path / "first", tmp_path / "second")
+    with (
+        served(tmp_path / "second", "step") as target,
+        shardwell.connect(target, worker_id="w0") as client,
+    ):
+        net = client.parameter("m", **options)
+        assert net.next_step == 4
+        np.testing.assert_array_equal(net.get_weights(), expected)
+
+
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], CLIPPED], ids=["momentum", "clipped"])
 def test_rates_of_groups_survive(
     tmp_path: Path, disk: Disk, optimizer: shardwell.Optimizer

@@ -13,7 +13,9 @@ import pytest
 
 import shardwell
 from harness.oracles.parameter import ModelParameter, integer_gradient
+from harness.polling import eventually
 from harness.threads import together
+from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=0.5)
 STEP_COUNT = 6
@@ -226,6 +228,56 @@ def test_an_exchange_without_a_gradient(cluster, connect, clip_norm) -> None:
     alone.exchange(None)
     np.testing.assert_array_equal(mine, alone.exchange(gradient))
     assert (nets[0].next_step, nets[0].outcome.counted) == (2, "all")
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    "rule",
+    [shardwell.SGD(0.5, momentum=0.5), shardwell.AdamW(0.125), shardwell.Average()],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_what_is_abandoned_changes_nothing_in_asynchronous_mode(
+    tmp_path, connect, rule, codec
+) -> None:
+    """Before any gradient, too, and with a shard that is killed behind it."""
+    given = np.where(np.arange(9000) % 2, np.float32(127), np.float32(-127))  # exact in int8
+    options = {"size": 9000, "optimizer": rule, "mode": "async", "codec": codec}
+    with LocalCluster(2, tmp_path, processes=True, chunk_size_bytes=4096) as running:
+        net = connect(running, "w0").parameter("net", **options)
+        if not isinstance(rule, shardwell.Average):
+            net.init(np.zeros(9000, np.float32))
+        assert net.abandon_step() == 0
+        oracle = ModelParameter(np.zeros(9000), rule, mode="async")
+        for step in (1, 3):
+            oracle.put("w0", given)
+            found = net.exchange(given)
+            np.testing.assert_allclose(found, oracle.weights, rtol=0.01)
+            assert net.abandon_step() == step + 1
+            running.children[1].kill()
+            eventually("it is dead", lambda: running.children[1].poll() is not None)
+            running.start_again(1)
+            np.testing.assert_array_equal(net.get_weights(), found)
+            assert (net.next_step, net.version) == (step + 2, (step + 1) // 2)
+
+
+def test_the_rest_of_a_refused_gradient_is_abandoned(cluster, connect) -> None:
+    """In asynchronous mode, too, nothing changes but by what was counted of it."""
+    rule = shardwell.SGD(1e-38, momentum=0.9)
+    running = cluster(2, chunk_size_bytes=64)
+    net = connect(running, "w0").parameter(
+        "net", size=96, optimizer=rule, mode="async", codec="fp32"
+    )
+    net.init(np.zeros(96, np.float32))
+    net.exchange(np.ones(96, np.float32))
+    largest = np.full(96, 2.0**127, np.float32)
+    largest[:90] = 0.0  # the momentum of the last chunk alone overflows in the end
+    for _ in range(2):
+        net.exchange(largest)
+    with pytest.raises(shardwell.NonFiniteError):
+        net.exchange(largest)
+    before = net.get_weights()
+    assert net.abandon_step() == 3
+    np.testing.assert_array_equal(net.get_weights()[80:], before[80:])
 
 
 def test_without_a_gradient_nothing_counts_in_asynchronous_mode(cluster, connect) -> None:

@@ -440,6 +440,13 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     contributor.superseded.append(index)
                 return False
             assert seat is not None
+            gives_up = gradient.after_refusal and not gradient.sample_count and peak == 0.0
+            if gives_up and not self._tracker.is_sync:
+                chunk.verify()
+                nothing = np.empty(0, np.uint8)
+                self.storage.journal(index, seat.index, seat.stored(step), 0, 0, 0.0, nothing)
+                self._pass_over(index, seat, step, header.crc32c)
+                return True
             summed = contribution
             if self._codec.codec is not self._summed:
                 summed = contribution.summed(self._codec.codec)
@@ -651,6 +658,13 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             self.times.closed(record.version)
         return begun_s
 
+    def _pass_over(self, index: int, seat: Seat, step: int, crc32c: int | None = None) -> None:
+        """Notes that a worker has given up an asynchronous step, which updates nothing."""
+        record = self._tracker.records[index]
+        with self.storage.change(index, Transition.CLOSE) as change:
+            change.commit(record, seat.index, seat.stored(step))
+        self._tracker.record(seat, index, step, record, crc32c)
+
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
         seats = self._tracker.seats
@@ -670,9 +684,11 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
             seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
             step = entry.step - (0 if seat is None else seat.tenure.first_step)
+            gives_up = not entry.payload.size and not self._tracker.is_sync
+            size = 0 if gives_up else self._codec.codec.encoded_bytes(chunk.where.size)
             if (
                 seat is None
-                or entry.payload.size != self._codec.codec.encoded_bytes(chunk.where.size)
+                or entry.payload.size != size
                 # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
                 or (step >= 0 and not self._counts(seat, index, step))
             ):
@@ -683,6 +699,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     parameter=self.spec.name,
                 )
             chunk.verify()
+            if gives_up:
+                self._pass_over(index, seat, step)
+                continue
             closes = entry.closes
             if not self.has_open_sets:
                 closes = self._tracker.is_complete(index, seat)
