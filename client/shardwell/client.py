@@ -1005,7 +1005,8 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
         ((what, name),) = where.items()
         raise SpecMismatchError(
             f"{what} {name!r} exists with another spec: {'; '.join(differences)}; open it with "
-            "the spec that exists, or by its name alone",
+            f"the spec that exists or by its name alone, choose another name, or delete it first "
+            f"(shardwell delete {name})",
             **where,
         )
     return stored

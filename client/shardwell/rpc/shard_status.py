@@ -112,8 +112,9 @@ class MemberStatus:
     """Seconds since its last contribution; None: the same."""
     state: MemberState
     """"seated": it joins and no step awaits it yet, or asynchronous mode; "awaited": steps await
-    it; "draining": the same, and it was asked to leave; "over": it left, or another shard found it
-    to be gone; "lost": this shard found that; "unknown": of a shard of an earlier version."""
+    it; "draining": the same, and it was asked to leave; "over": it left, its client was closed, or
+    another shard found it to be gone; "lost": this shard found that; "unknown": of a shard of an
+    earlier version."""
     joined_at: int | None
     """The first step that awaits it, or did, of an elastic member; None: none does yet."""
     counted_chunk_count: int

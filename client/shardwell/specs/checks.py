@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from typing import Any
@@ -50,6 +51,28 @@ def brief(value: Any) -> str:
     """Returns the repr for a message, cut off at a length that is still read."""
     text = repr(value)
     return text if len(text) <= _BRIEF_MAX else f"{text[: _BRIEF_MAX - 3]}..."
+
+
+def differences_of(path: str, mine: Any, theirs: Any) -> list[str]:
+    """What differs in a value, each as "path: mine exists, theirs was asked for".
+
+    Of two values of one dataclass, its fields; of two dataclasses, their names.
+    """
+    if mine == theirs:
+        return []
+    if type(mine) is type(theirs) and dataclasses.is_dataclass(mine):
+        return [
+            each
+            for field in dataclasses.fields(mine)
+            for each in differences_of(
+                f"{path}.{field.name}", getattr(mine, field.name), getattr(theirs, field.name)
+            )
+        ]
+    here, asked = (
+        type(each).__name__ if dataclasses.is_dataclass(each) else brief(each)
+        for each in (mine, theirs)
+    )
+    return [f"{path}: {here} exists, {asked} was asked for"]
 
 
 def name_of(names: dict[str, Any], what: str, value: int) -> str:

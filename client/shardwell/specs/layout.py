@@ -18,7 +18,7 @@ import lz4.block
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.checks import brief, check_number, check_whole_number
+from shardwell.specs.checks import brief, check_number, check_whole_number, differences_of
 from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX
 from shardwell.specs.names import neighbour
 from shardwell.v1 import types_pb2
@@ -321,7 +321,9 @@ class TensorLayout:
             if mine.shape != theirs.shape:
                 return f"tensor {mine.name!r} has shape {mine.shape}; {theirs.shape} was asked for"
             if mine.options != theirs.options:
-                return f"tensor {mine.name!r} has {mine.options}; {theirs.options} was asked for"
+                return "; ".join(
+                    differences_of(f"tensor {mine.name!r}", mine.options, theirs.options)
+                )
         if len(self) < len(other):
             return f"there is no tensor {other.tensors[len(self)].name!r}, which was asked for"
         return f"there is a tensor {self.tensors[len(other)].name!r}, which was not asked for"

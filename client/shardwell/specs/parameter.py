@@ -13,7 +13,13 @@ from typing import Any, Literal, Self, get_args
 from typing_extensions import override
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.checks import brief, check_number, check_whole_number, name_of
+from shardwell.specs.checks import (
+    brief,
+    check_number,
+    check_whole_number,
+    differences_of,
+    name_of,
+)
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.learning_rate import factors_of, rate_of
@@ -28,7 +34,7 @@ CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4", "int8"]
 """The same, maybe compressed; or in blocks, of parameters alone."""
 ModeName = Literal["sync", "async"]
 
-_OF_LAYOUT = ("size:", "layout:")
+_OF_LAYOUT = ("size:", "layout.", "layout:")
 """Beginnings of differences that are listed tensor by tensor."""
 BLOCK_SIZES = {"int8": 4096}
 """Elements that have one scale, of codecs that write in blocks."""
@@ -183,9 +189,9 @@ class TrainingSpec:
         if self.mode != other.mode:
             names = ["mode", *(name for name in names if name not in ("mode", "worker_count"))]
         return [
-            f"{name}: {mine!r} exists, {theirs!r} was asked for"
+            each
             for name in names
-            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+            for each in differences_of(name, getattr(self, name), getattr(other, name))
         ]
 
 

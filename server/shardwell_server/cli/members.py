@@ -17,7 +17,8 @@ from shardwell_server.terminal import console, legend, table
 
 _COLORS = {"lost": "red", "draining": "yellow", "seated": "yellow", "over": "dim"}
 _LEGEND = (
-    "joined at: the first step that awaits it; next step: the one it contributes to next; counted, "
+    "over: it left, or ended with its job; joined at: the first step that awaits it; "
+    "next step: the one it contributes to next; counted, "
     "late: its chunks since then, where steps may close without it; lag: how long after the first "
     "worker it came in its last step; idle: since its last gradient"
 )

@@ -972,7 +972,7 @@ def step_wait(
 
 def state_of(seats: Seats[Any], seat: Seat) -> types_pb2.MemberState:
     """How far a worker with a seat takes part."""
-    if seat.is_over or (not seats.is_sync and seat.owner is None):
+    if seat.is_over or seat.owner is None:
         return types_pb2.MEMBER_STATE_LOST if seat.is_lost else types_pb2.MEMBER_STATE_OVER
     if seat.is_draining:
         return types_pb2.MEMBER_STATE_DRAINING

@@ -182,7 +182,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         if differences:
             raise SpecMismatchError(
                 f"{self._kind} {spec.name!r} exists with another spec: {'; '.join(differences)}; "
-                "open it with the same, or choose another name",
+                "open it with the spec that exists or by its name alone, choose another name, or "
+                f"delete it first (shardwell delete {spec.name})",
                 **self._where(spec.name),
             )
         return known, False

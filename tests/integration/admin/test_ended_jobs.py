@@ -218,3 +218,19 @@ def test_a_change_of_a_name_that_was_cut_off_is_shown(start, connect, new_name) 
     else:
         client.delete("net")
     eventually("it is gone", lambda: not view(running)["troubles"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_an_ended_job_are_over(cluster, connect, kind) -> None:
+    running = cluster(2)
+    clients = [connect(running, f"w{index}") for index in (0, 1)]
+    for client in clients:
+        put(opened(client, kind))
+    reader = connect(running, "reader")
+    assert [each.state for each in reader.members("net")] == ["awaited", "awaited"]
+    clients[0].close()
+    assert [each.state for each in reader.members("net")] == ["awaited", "over"]  # w1, then w0
+    clients[1].close()
+    assert [each.state for each in reader.members("net")] == ["over", "over"]
+    lines = status_of(running, "--json", command="members").splitlines()
+    assert [json.loads(line)["state"] for line in lines] == ["over", "over"]

@@ -22,6 +22,7 @@ from shardwell import (
     Adam,
     AdamW,
     Average,
+    Elastic,
     Optimizer,
     ParameterSpec,
     RMSProp,
@@ -300,7 +301,6 @@ def test_differences_name_the_field_and_both_values() -> None:
         "size": 651,
         "worker_count": 5,
         "codec": "bf16",
-        "optimizer": SGD(learning_rate=0.25),
         "allow_non_finite": True,
     }
     for field, theirs in others.items():
@@ -309,6 +309,45 @@ def test_differences_name_the_field_and_both_values() -> None:
         assert found == [f"{field}: {here!r} exists, {theirs!r} was asked for"]
     assert len(mine.differences(spec(**others))) == len(others)
     assert mine.differences(spec()) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "mine", "theirs", "found"),
+    [
+        (
+            "optimizer",
+            SGD(learning_rate=0.5, momentum=0.9),
+            SGD(learning_rate=0.25, momentum=0.9, clip_norm=1.0),
+            [
+                "optimizer.clip_norm: 0.0 exists, 1.0 was asked for",
+                "optimizer.learning_rate: 0.5 exists, 0.25 was asked for",
+            ],
+        ),
+        (
+            "optimizer",
+            SGD(learning_rate=0.5),
+            Adam(learning_rate=0.5),
+            ["optimizer: SGD exists, Adam was asked for"],
+        ),
+        (
+            "members",
+            Elastic(max_count=4, min_count=2),
+            Elastic(max_count=4),
+            ["members.min_count: 2 exists, 1 was asked for"],
+        ),
+        (
+            "members",
+            None,
+            Elastic(max_count=4),
+            ["members: None exists, Elastic was asked for"],
+        ),
+    ],
+)
+def test_a_difference_in_a_field_names_what_differs_in_it(
+    field: str, mine: Any, theirs: Any, found: list[str]
+) -> None:
+    here, asked = (spec(worker_count=4, **{field: value}) for value in (mine, theirs))
+    assert here.differences(asked) == found
 
 
 def test_a_difference_in_mode_comes_first_and_explains_the_worker_count() -> None:
