@@ -159,8 +159,9 @@ class Shards:
                 if channel.is_silent(question) and channel.is_worth_telling():
                     _LOG.warning(
                         "shard %d of %d at %s has answered nothing for %.0f s, and %s has waited "
-                        "%.0f s: its process may stand still, or what lies between dropped the "
-                        "connection, which is made anew in up to %.0f s",
+                        "%.0f s: what this worker sends may fill a slow link, its process may "
+                        "stand still, or what lies between dropped the connection, which is made "
+                        "anew in up to %.0f s",
                         channel.shard_index,
                         len(self.channels),
                         channel.address,

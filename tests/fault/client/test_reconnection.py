@@ -139,6 +139,22 @@ def test_a_relay_that_forgets_all_connections(running, proxies, join, kind, capl
     assert f"exchange{'_rows' if kind == 'table' else ''} of {kind}" in line
 
 
+def test_a_slow_link_is_a_cause_of_silence_that_the_log_names(proxies, join, caplog) -> None:
+    """The question to a shard that lives takes longer than the worker waits for its answer."""
+    trained = join(timeout_s=PATIENCE_S)
+    trained.initialize()
+    proxies[1].slow_down(delay_s=3.0)
+    giving = in_background(lambda: trained.step("exchange", 0))
+    (line,) = eventually(
+        "the log names a silent shard",
+        lambda: [each for each in caplog.messages if "answered nothing" in each],
+    )
+    assert "what this worker sends may fill a slow link" in line
+    proxies[1].slow_down()
+    giving.result(PATIENCE_S)
+    trained.check(1)
+
+
 def test_who_waits_for_other_workers_reads_of_no_shard(join, caplog) -> None:
     """All shards answer, however long a step is open."""
     trained = join(worker_count=2)
