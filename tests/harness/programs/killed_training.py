@@ -2,17 +2,24 @@
 
 Proxies slow the steps down until the worker has been killed, so that no training ends before. That
 worker alone connects through them where all others wait for it; where they go on, all do, until it
-is back.
+is back. A program of PyTorch writes down the learning rates of each step, and stops before a step
+if it is to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from harness.faults.proxy import Proxy
+from harness.leaks import child_pids
 from harness.polling import eventually
 from harness.programs.commands import Program
 from shardwell import Client
@@ -20,10 +27,111 @@ from shardwell_server import LocalCluster
 
 END_TIMEOUT_S = 90.0
 """Under the 120 s that a worker waits for one that does not come."""
+LAUNCH_TIMEOUT_S = 180.0
+"""Of two workers that each import PyTorch, beside the other tests."""
 STEP_DELAY_S = 0.02
 """Of each read of a proxy's, until a worker was killed."""
 KILLED_AFTER = 2
 """Steps that all have ended."""
+PAUSE_VARIABLE = "PAUSED_BEFORE"
+_RATES = f"""
+import os, signal
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def note_rates(optimizer, *_, counted=[]):
+    counted.append(optimizer)
+    if str(len(counted)) == os.environ.get("{PAUSE_VARIABLE}"):
+        signal.pause()
+    with open(f"rates-{{os.getpid()}}", "a") as file:
+        print(*[group["lr"] for group in optimizer.param_groups], file=file)
+
+
+register_optimizer_step_pre_hook(note_rates)
+"""
+
+
+def with_rates(program: str) -> str:
+    """A program that writes the rates of each step of an optimizer of PyTorch to a file.
+
+    With $PAUSED_BEFORE it stops for good before its step of that number, from 1 on.
+    """
+    return _RATES + program if re.search(r"^import .*\btorch\b", program, re.M) else program
+
+
+def rates_of(pid: int) -> list[str]:
+    """What a process wrote, a line a step; it works in the working directory."""
+    path = Path(f"rates-{pid}")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def goes_on(rates: list[str], before: list[str], undisturbed: list[str]) -> bool:
+    """Whether rates are an undisturbed run's, from one of the steps on that were made before."""
+    steps = range(1, min(len(before) + 1, len(undisturbed)))
+    return any(
+        rates[: len(undisturbed) - step] == undisturbed[step : step + len(rates)] for step in steps
+    )
+
+
+def weights_of(reader: Client) -> dict[str, bytes]:
+    """The weights of all parameters."""
+    found = dict[str, bytes]()
+    for parameter in reader.status()[0].parameters:
+        weights = reader.parameter(parameter.spec.name).get_weights()
+        arrays = weights.values() if isinstance(weights, dict) else [weights]
+        found[parameter.spec.name] = b"".join(np.asarray(array).tobytes() for array in arrays)
+    return found
+
+
+def run_launched(
+    program: Path,
+    in_the_middle: Callable[[], bool],
+    disturbed: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> Program:
+    """Has `shardwell run` start two workers, one of which is killed -9; then runs it again.
+
+    Args:
+        program: The file that each worker runs.
+        in_the_middle: Whether the training is where the kill is to come.
+        disturbed: Variables of the first launch.
+        environment: Variables of the second one.
+
+    Returns:
+        The second launch, which has ended with exit code 0.
+    """
+    launch = ("-m", "shardwell_server", "run", "-n", "2", "--", sys.executable, str(program))
+    with Program(*launch, environment=disturbed) as launched:
+        eventually(
+            "the training is in the middle",
+            lambda: launched.process.poll() is not None or in_the_middle(),
+            timeout_s=LAUNCH_TIMEOUT_S,
+        )
+        assert launched.process.poll() is None, launched.log
+        os.kill(min(child_pids(launched.pid)), signal.SIGKILL)
+        assert launched.end(END_TIMEOUT_S) != 0
+    with Program(*launch, environment=environment) as again:
+        assert again.end(LAUNCH_TIMEOUT_S) == 0, (again.lines, again.log)
+    return again
+
+
+def run_launched_group(program: Path, pause_before: int) -> tuple[Program, list[int]]:
+    """As `run_launched`, without shards: one is killed where both have stopped before a step.
+
+    Returns:
+        The second launch, and the steps that each of the four workers has made.
+    """
+
+    def counts() -> list[int]:
+        return sorted(len(path.read_text().splitlines()) for path in Path().glob("rates-*"))
+
+    again = run_launched(
+        program,
+        lambda: counts() == [pause_before - 1] * 2,
+        {PAUSE_VARIABLE: str(pause_before), "OMP_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "1"},
+    )
+    return again, counts()
 
 
 class KilledTraining:
@@ -44,6 +152,8 @@ class KilledTraining:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._stack = contextlib.ExitStack()
+        self.killed: Program | None = None
+        """The worker that was killed."""
         self._versions = versions(reader)
         self._program = program
         self._waits = "Elastic(" not in program.read_text()
@@ -85,7 +195,7 @@ class KilledTraining:
         """
         for proxy in self._proxies:
             proxy.slow_down(delay_s=STEP_DELAY_S)
-        killed = self._start(workers[0], self._slowed)
+        self.killed = killed = self._start(workers[0], self._slowed)
         environment = self._direct if self._waits else self._slowed
         others = [self._start(arguments, environment) for arguments in workers[1:]]
         eventually(
@@ -105,6 +215,21 @@ class KilledTraining:
         for worker in started:
             assert worker.end(END_TIMEOUT_S) == 0, (worker.lines, worker.log)
         return started
+
+    def run_launched(self) -> Program:
+        """Trains with `shardwell run`, of which a worker is killed, and with the command again.
+
+        Returns:
+            The second launch, which has ended with exit code 0.
+        """
+        for proxy in self._proxies:
+            proxy.slow_down(delay_s=STEP_DELAY_S)
+        return run_launched(
+            self._program,
+            lambda: self._versions() >= KILLED_AFTER,
+            self._slowed,
+            self._direct,
+        )
 
     def __enter__(self) -> KilledTraining:
         return self

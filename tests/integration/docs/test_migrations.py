@@ -1,20 +1,18 @@
 """Goal: our side of each migration guide is a program that works when it is copied.
 
 Method: the page's program is saved as the page says and started by the page's command, on a cluster
-where it needs one; all workers end with one model that knows held-out digits. Where the page kills
-a worker and starts it again, so does the test, as those of the quickstarts.
+where it needs one; all workers end with one model that knows held-out digits. One of them is killed
+in the middle, and started again as the page says, or with the command that started all.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.programs.commands import Program
+from harness.programs.killed_training import KilledTraining, run_launched_group, with_rates
 from integration.docs.test_docs import ROOT, case
 from integration.docs.test_quickstarts import (
     KILL,
@@ -27,8 +25,6 @@ from integration.docs.test_quickstarts import (
 PAGES = pages_of("migrate")
 ACCURACY_MIN = 0.85
 """Asynchronous rows reach 0.88, the others 0.9 and more."""
-END_TIMEOUT_S = 120.0
-"""Of two workers that each import PyTorch, beside the other tests."""
 
 
 @pytest.mark.parametrize(
@@ -41,12 +37,18 @@ def test_our_side_trains(
         check_killed_training(cluster, connect, tmp_path, monkeypatch, program)
         return
     monkeypatch.chdir(tmp_path)
-    Path(program.saved_as).write_text(program.text)
+    file = Path(program.saved_as)
+    file.write_text(with_rates(program.text))
     (command,) = program.commands
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
-    environment = {"SHARDWELL_SHARDS": cluster(2).target, "OMP_NUM_THREADS": "1"}
-    with Program("-m", "shardwell_server", *words, environment=environment) as run:
-        assert run.end(END_TIMEOUT_S) == 0, run.log
+    assert command == f"shardwell run -n 2 -- python {file}"
+    if "join_group(" in program.text:  # without shards: it starts anew
+        run, step_counts = run_launched_group(file, pause_before=15)
+        assert step_counts[2:] == [400, 400]
+    else:
+        running = cluster(2)
+        reader = connect(running, "reader")
+        with KilledTraining(running, reader, file) as training:
+            run = training.run_launched()
     ends = re.findall(r"\[\d\] accuracy (\S+) on held-out digits", "\n".join(run.lines))
     assert len(ends) == 2
     assert min(map(float, ends)) >= ACCURACY_MIN

@@ -16,8 +16,15 @@ from typing import NamedTuple
 import pytest
 
 from harness.programs.commands import run_command
-from harness.programs.killed_training import KILLED_AFTER, KilledTraining, versions
-from integration.docs.test_docs import ROOT, case, steps_of
+from harness.programs.killed_training import (
+    KILLED_AFTER,
+    KilledTraining,
+    goes_on,
+    rates_of,
+    versions,
+    with_rates,
+)
+from integration.docs.test_docs import CHUNK_SIZE_BYTES, ROOT, case, steps_of
 
 
 def pages_of(folder: str) -> list[str]:
@@ -29,8 +36,6 @@ PAGES = pages_of("quickstart")
 LINE_COUNT_MAX, FURTHER_LINE_COUNT_MAX = 82, 51
 """Of a page, and for each program beyond the first."""
 ACCURACY_MIN = 0.9
-CHUNK_SIZE_BYTES = 1 << 20
-"""As users have it; the tests' own would cut a convolution into hundreds."""
 EPOCH_STEP_COUNT = 41
 """Of 1,300 digits in batches of 32."""
 KILL = "kill -9 %1"
@@ -90,7 +95,7 @@ def check_killed_training(
     """Does what a page says, in an empty folder: trains, kills a worker, and starts it again."""
     monkeypatch.chdir(folder)
     file = Path(program.saved_as)
-    file.write_text(program.text)
+    file.write_text(with_rates(program.text))
     start = f"python {file}"
     assert program.commands == [f"{start} w0 &", f"{start} w1 &", KILL, f"{start} w0"]
     running = cluster(2, chunk_size_bytes=CHUNK_SIZE_BYTES)
@@ -98,6 +103,9 @@ def check_killed_training(
     environment = {"KERAS_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     with KilledTraining(running, reader, file, environment) as training:
         workers = training.run([["w0"], ["w1"]], program.step_count, first_line=STARTS)
+        rates = [rates_of(each.pid) for each in (workers[0], training.killed, workers[1])]
+    if "lr_scheduler" in program.text:
+        assert goes_on(*rates), rates  # the other worker's are an undisturbed run's
     assert versions(reader)() == program.step_count
     (first_step,) = re.findall(f"(?m)^{STARTS}$", "\n".join(workers[0].lines))
     assert int(first_step) >= KILLED_AFTER

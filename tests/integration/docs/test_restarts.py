@@ -4,7 +4,9 @@ training ends as if it had not been.
 Method: every program that trains with a cluster is found by its text, and run as it is printed, by
 the workers that the page starts, or by one; so is the example of outer training. Proxies slow its
 steps down until one of its workers has been killed in the middle. Then all must end with exit code
-0, at the step that the program's loop ends at, well before any timeout.
+0, at the step that the program's loop ends at, well before any timeout, and print what the page
+says. Learning rates of a schedule, and weights of a loop that computes the same whenever it is
+started, are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -15,8 +17,17 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.programs.killed_training import END_TIMEOUT_S, KilledTraining, versions
-from integration.docs.test_docs import PAGES, ROOT, Step, case, steps_of
+from harness.programs.killed_training import (
+    END_TIMEOUT_S,
+    KilledTraining,
+    goes_on,
+    rates_of,
+    run_launched_group,
+    versions,
+    weights_of,
+    with_rates,
+)
+from integration.docs.test_docs import PAGES, PRINTED, ROOT, Step, case, steps_of
 
 EXAMPLE = "examples/outer_digits.py"
 ELSEWHERE = {
@@ -24,6 +35,13 @@ ELSEWHERE = {
     "docs/ray.md 1": "tests/integration/ray kills a node; workers are Ray's to start again",
 }
 """Programs with a loop that no page starts again, and why."""
+SAME_BITS = ("docs/parameters.md 1", "docs/machines.md 3", "docs/compose.md 1", "docs/jax.md 1")
+"""Programs whose gradients depend on weights and steps alone, for the workers of a fixed crew."""
+LAUNCHED = {"plain.py": r"\[0\] accuracy 0\.9\d", "means.py": ""}
+"""Programs that `shardwell run` starts, and what they print."""
+
+
+WHILE = r"while (?:\(\w+ := )?([\w.]+)\)? < (\d+):"
 
 
 class TrainingProgram(NamedTuple):
@@ -33,6 +51,8 @@ class TrainingProgram(NamedTuple):
     text: str
     loops: tuple[str, ...]
     """What its loops of steps run over."""
+    prints: str
+    """Pattern of what a worker prints, if the page says so."""
 
     @property
     def workers(self) -> list[list[str]]:
@@ -52,9 +72,10 @@ def programs() -> list[TrainingProgram]:
     for steps in (*map(steps_of, PAGES), [example]):
         for step in steps:
             loops = re.findall(r"for [\w, ]+ in (?:range|zip)\((.*)\):", step.text)
-            loops += map(", ".join, re.findall(r"while ([\w.]+) < (\d+):", step.text))
+            loops += map(", ".join, re.findall(WHILE, step.text))
             if step.is_python and loops and "connect(" in step.text:
-                found.append(TrainingProgram(step.name, step.text, tuple(loops)))
+                prints = PRINTED.get(step.name, PRINTED.get(f"python {step.saved_as} w1", ""))
+                found.append(TrainingProgram(step.name, step.text, tuple(loops), prints))
     return [each for each in found if each.name not in ELSEWHERE]
 
 
@@ -69,12 +90,47 @@ def test_a_killed_worker_goes_on(
     cluster, connect, tmp_path: Path, monkeypatch, program: TrainingProgram
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("program.py").write_text(program.text)
+    file = Path("program.py").absolute()
+    file.write_text(with_rates(program.text))
     running = cluster(2)
     reader = connect(running, "reader")
-    with KilledTraining(running, reader, Path("program.py")) as training:
-        training.run(program.workers, program.step_count)
+    with KilledTraining(running, reader, file) as training:
+        workers = training.run(program.workers, program.step_count)
+        for worker in workers:
+            printed = "\n".join(worker.lines)
+            assert not program.prints or re.fullmatch(program.prints, printed), printed
         if len(program.workers) > 1:  # who was away for the last steps has none to make
             late = training.start(program.workers[0])
             assert late.end(END_TIMEOUT_S) == 0, (late.lines, late.log)
         assert versions(reader)() == program.step_count
+        before, rates = rates_of(training.killed.pid), rates_of(workers[0].pid)
+    has_schedule = "lr_scheduler" in program.text
+    if has_schedule or program.name in SAME_BITS:
+        (tmp_path / "undisturbed").mkdir()
+        monkeypatch.chdir(tmp_path / "undisturbed")
+        other = cluster(2)
+        other_reader = connect(other, "reader")
+        with KilledTraining(other, other_reader, file) as training:
+            undisturbed = [training.start(arguments) for arguments in program.workers]
+            for worker in undisturbed:
+                assert worker.end(END_TIMEOUT_S) == 0, (worker.lines, worker.log)
+        if has_schedule:
+            assert goes_on(rates, before, rates_of(undisturbed[0].pid)), (before, rates)
+        if program.name in SAME_BITS:
+            assert weights_of(reader) == weights_of(other_reader)
+
+
+@pytest.mark.parametrize("saved_as", [case(name, name, "import torch") for name in LAUNCHED])
+def test_a_launch_goes_on(cluster, connect, tmp_path: Path, monkeypatch, saved_as: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path(saved_as)
+    (text,) = (step.text for step in steps_of("docs/pytorch.md") if step.saved_as == saved_as)
+    file.write_text(with_rates(text))
+    if "join_group(" in text:  # without shards: they stop before the same step
+        _, step_counts = run_launched_group(file, pause_before=15)
+        assert step_counts == [14, 14, 30, 30]  # of 40; the last file was of step 10
+    else:
+        running = cluster(2)
+        with KilledTraining(running, connect(running, "reader"), file) as training:
+            again = training.run_launched()
+        assert re.fullmatch(LAUNCHED[saved_as], "\n".join(again.lines)), again.lines

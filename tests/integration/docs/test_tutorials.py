@@ -33,7 +33,7 @@ if sys.orig_argv[-2:] == ["spot.py", "w2"]:
     with shardwell.connect(worker_id="before-w2") as client:
         client.parameter("spot").get_weights(min_version=1000)
 """
-"""A sitecustomize.py, which each process runs first."""
+"""What each Python runs before its program."""
 
 
 def run_notebook(path: Path, **variables: str) -> Program:
