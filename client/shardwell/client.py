@@ -633,7 +633,8 @@ class Client(Connected, Closing):
 
         freed_bytes = self._calls.run(delete, timeout_s)
         for each in names:
-            self._close_handles(each, of_kind)
+            for handle in self._close_handles(each, of_kind):
+                handle.forget_membership()
         return freed_bytes
 
     def rename(
@@ -762,16 +763,17 @@ class Client(Connected, Closing):
         send = partial(end_tenures, self._shards.channels, worker_id, name, drains=drains)
         return [each.name for each in self._calls.run(send, timeout_s)]
 
-    def _close_handles(self, name: str, kind: str | None) -> None:
-        """Closes this client's objects for a name that was given up."""
+    def _close_handles(self, name: str, kind: str | None) -> list[Handle[Any]]:
+        """Closes this client's objects for a name that was given up, and returns them."""
         opened: list[Handle[Any] | None] = []
         if kind != "table":
             opened.append(self._parameters.find(name))
         if kind != "parameter":
             opened.append(self._tables.find(name))
-        for one in opened:
-            if one is not None:
-                one.close()
+        closed = [one for one in opened if one is not None]
+        for one in closed:
+            one.close()
+        return closed
 
     def save_checkpoint(
         self,
@@ -1039,6 +1041,7 @@ class _Opened(Generic[OpenT]):
             found = self._open(name)
             is_same = found is not None and found.spec == made.spec
             kept = self._objects[name] = found if found is not None and is_same else made
+            kept.on_close = partial(self._forget, name)
             closed = self._closed
         if closed:
             kept.close()
@@ -1051,6 +1054,12 @@ class _Opened(Generic[OpenT]):
             objects = list(self._objects.values())
         for one in objects:
             one.close()
+
+    def _forget(self, name: str) -> None:
+        """Lets go of an object that was closed, unless another one has its name by now."""
+        with self._lock:
+            if name in self._objects and self._objects[name].is_closed:
+                del self._objects[name]
 
     def _open(self, name: str) -> OpenT | None:
         found = self._objects.get(name)

@@ -60,6 +60,10 @@ SpecT = TypeVar("SpecT", bound=Spec)
 _LOG = logging.getLogger("shardwell")
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Handle(Connected, Closing, Generic[SpecT]):
     """A context manager; leaving it closes the handle in this worker."""
 
@@ -80,6 +84,8 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """What all workers agreed on."""
         self.name: str = spec.name
         """Its name in the cluster."""
+        self.on_close: Callable[[], None] = _do_nothing
+        """Lets the client go of what was closed."""
         self._what = f"{self.kind} {spec.name!r}"
         self._of: dict[str, Any] = {self.kind: spec.name}
         self._elsewhere = (
@@ -244,6 +250,12 @@ class Handle(Connected, Closing, Generic[SpecT]):
 
         self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
 
+    def forget_membership(self) -> None:
+        """Sends no heartbeat for it any more: what this worker took part in was deleted."""
+        membership = None if self._member is None else self._member.membership
+        if membership is not None:
+            self._shards.heartbeats.forget(membership)
+
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
@@ -281,3 +293,4 @@ class Handle(Connected, Closing, Generic[SpecT]):
         Calls of other threads end with ClosedError. From any thread; safe to repeat.
         """
         self._calls.close()
+        self.on_close()

@@ -400,7 +400,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """
 
         def act(found: OwnedT) -> int:
-            self._remove_storage(name)
+            with found.handing_over():  # the watch looks after its members no more
+                self._remove_storage(name)
             booked = self._booked.pop(name)
             self._usages.of(booked.owner).add(self._counted, -1)
             return booked.stored.give_back()

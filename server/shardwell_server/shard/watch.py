@@ -80,6 +80,7 @@ class Watch:
                 _LOG.exception("%r failed on the shard's watch, and is not tried again", act)
             if again_s is not None:
                 self.after(again_s, act)
+            del act  # what it looks after may be deleted before the next one is due
 
     def _next(self) -> Callable[[], float | None] | None:
         """Waits for the next due call; None: it was closed."""
