@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
+import shlex
 import socket
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardwell.connection.tls import Tls
@@ -30,7 +33,11 @@ from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
 from shardwell_server.server import ShardServer
 from shardwell_server.shard_process import ShardProcess
-from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id
+from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id, kept_shard_count
+
+_FREED_S = 5.0
+"""How long a port may still be that of a shard which ends, as its command was killed."""
+_LOOK_INTERVAL_S = 0.05
 
 
 class LocalCluster(Closing):
@@ -41,6 +48,7 @@ class LocalCluster(Closing):
         data_dir: Where each shard gets a directory `shard-I`, which it goes on from when there is
             one; None: all is in memory.
         processes: Each shard in a process of its own, which can be killed; else in this one.
+        addresses: HOST:PORT of each shard, in processes of their own; None: free ports.
         cluster_id: Default: that of data_dir, else a random one, so that no two clusters can be
             mixed up.
         durability: "process", "step" or a number of seconds; see Durability.
@@ -79,6 +87,7 @@ class LocalCluster(Closing):
         data_dir: str | os.PathLike[str] | None = None,
         *,
         processes: bool = False,
+        addresses: Sequence[str] | None = None,
         cluster_id: str | None = None,
         durability: str = "process",
         chunk_size_bytes: int = 2**20,
@@ -99,10 +108,14 @@ class LocalCluster(Closing):
         shard_count = check_integer("shard_count", shard_count, 1, LOCAL_SHARD_COUNT_MAX)
         if processes and limits is not None:
             raise ArgumentError("limits apply to shards in this process; use processes=False")
+        self._listens = addresses or ["127.0.0.1:0"] * shard_count
+        if len(self._listens) != shard_count:
+            raise ArgumentError(f"got {len(self._listens)} addresses for {shard_count} shards")
         self._owner = OwnerProcess("cluster")
         audit_dir, contribution_dir = _log_dir(audit_dir), _log_dir(contribution_dir)
         Durability(durability).check_files(data_dir is not None)
         self._data_dir = None if data_dir is None else local_path(data_dir)
+        self._check_shard_count(shard_count)
         self._log_level = log_level
         self._cluster_id = cluster_id or self._kept_cluster_id() or f"local-{uuid.uuid4().hex[:12]}"
         self._configs = [
@@ -233,12 +246,15 @@ class LocalCluster(Closing):
         return self.children[shard_index].begins_to_serve()
 
     def _start_children(self) -> None:
-        listens = [self._stack.enter_context(_kept_address()) for _ in self._configs]
+        listens = [
+            self._stack.enter_context(_kept_address(index, listen))
+            for index, listen in enumerate(self._listens)
+        ]
         for index, config in enumerate(self._configs):
             if config.admin_listen:
                 scheme = "http" if config.tls is None else "https"
                 if config.admin_listen.endswith(":0"):
-                    free = self._stack.enter_context(_kept_address())
+                    free = self._stack.enter_context(_kept_address(index))
                     config = dataclasses.replace(config, admin_listen=free)
                 is_known = not any(listen.endswith(":0") for listen in listens)
                 self._configs[index] = dataclasses.replace(
@@ -257,6 +273,18 @@ class LocalCluster(Closing):
             )
             self.children[config.shard_index : config.shard_index + 1] = [child]
             self._stack.callback(child.stop)
+
+    def _check_shard_count(self, shard_count: int) -> None:
+        kept = None if self._data_dir is None else kept_shard_count(self._data_dir)
+        if kept is not None and kept != shard_count:
+            path = shlex.quote(str(self._data_dir))
+            raise ArgumentError(
+                f"{self._data_dir} has the files of {kept} shards; got shard_count={shard_count}. "
+                f"For another number, restore a checkpoint into a new directory: `shardwell "
+                f"cluster --shard-count {kept} --data-dir {path}`, `shardwell checkpoint save "
+                f"moved`, stop it; `shardwell cluster --shard-count {shard_count} --data-dir "
+                f"{path}-{shard_count}`, `shardwell checkpoint restore moved`"
+            )
 
     @staticmethod
     def _shard_dir(data_dir: Path, shard_index: int) -> Path:
@@ -283,16 +311,32 @@ def _port_after(address: str, index: int) -> str:
 
 
 @contextlib.contextmanager
-def _kept_address() -> Iterator[str]:
-    """A free address to listen on, which stays free for a shard that is started on it again.
+def _kept_address(index: int, listen: str = "127.0.0.1:0") -> Iterator[str]:
+    """An address to listen on, which stays free for a shard that is started on it again.
 
     While a shard is dead, the system might give its port to an outgoing connection, even to that of
     a client that tries to reach it. It does not where a socket that listens to nothing is bound.
+
+    Raises:
+        ArgumentError: another program has it.
     """
     with socket.socket() as keeper:
         if sys.platform != "linux":  # elsewhere no other socket can be bound beside it
-            yield "127.0.0.1:0"
+            yield listen
             return
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{keeper.getsockname()[1]}"
+        host, _, port = listen.rpartition(":")
+        deadline_s = time.monotonic() + _FREED_S
+        while True:
+            try:
+                keeper.bind((host, int(port)))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                    raise ArgumentError(
+                        f"shard {index} can't listen on {listen}: {error.strerror}; end the "
+                        f"program that does (`ss -ltnp 'sport = :{port}'` shows it), or remove "
+                        "cluster.json in the data directory, and shards take free ports"
+                    ) from None
+                time.sleep(_LOOK_INTERVAL_S)
+        yield f"{host}:{keeper.getsockname()[1]}"

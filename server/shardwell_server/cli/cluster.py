@@ -13,14 +13,21 @@ from pathlib import Path
 import click
 
 from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
+from shardwell.errors import ShardwellError
+from shardwell.specs.names import parse_target
 from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.certs import LOCAL_HOSTS
-from shardwell_server.cli.options import GivenPath, shard_count_option, usage_errors
-from shardwell_server.config import Durability
+from shardwell_server.cli.options import GivenPath, usage_errors
+from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_started
+from shardwell_server.store.files.data_dir import kept_shard_count, read_record, write_record
 
+_LOCALHOST = "127.0.0.1"
+_SHARD_COUNT = 2
+_RECORD_NAME = "cluster.json"
+"""In the data directory: where the shards listened last."""
 _LOOK_INTERVAL_S = 0.1
 _CERTIFICATE_DAYS = 365
 """Each start makes new ones."""
@@ -33,7 +40,12 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
 
 
 @click.command()
-@shard_count_option("Number of shards, each a process on a free port.")
+@click.option(
+    "--shard-count",
+    type=click.IntRange(1, LOCAL_SHARD_COUNT_MAX),
+    envvar="SHARDWELL_SHARD_COUNT",
+    help=f"Number of shards, each a process; default: that of DATA_DIR, or {_SHARD_COUNT}.",
+)
 @click.option(
     "--data-dir",
     type=GivenPath(file_okay=False),
@@ -87,7 +99,7 @@ _CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal
 )
 def cluster(
     *,
-    shard_count: int,
+    shard_count: int | None,
     data_dir: Path | None,
     durability: str,
     with_tls: bool,
@@ -101,6 +113,8 @@ def cluster(
     Prints the line that workers need in their environment.
     """
     signals.hold()
+    if shard_count is None:
+        shard_count = (data_dir and kept_shard_count(data_dir)) or _SHARD_COUNT
     with usage_errors():
         Durability(durability).check_files(data_dir is not None)
         Access(tokens=tokens)
@@ -115,6 +129,7 @@ def cluster(
                     shard_count,
                     data_dir,
                     processes=True,
+                    addresses=_addresses(data_dir, shard_count),
                     durability=durability,
                     tls=tls,
                     tokens=tokens,
@@ -123,6 +138,8 @@ def cluster(
                     log_level=log_level,
                 )
             )
+        if data_dir is not None:
+            write_record(data_dir / _RECORD_NAME, {"shards": running.target})
         click.echo(f"export SHARDWELL_SHARDS={running.target}{variables}")
         click.echo(
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
@@ -136,7 +153,27 @@ def cluster(
                 shard.look()
             time.sleep(_LOOK_INTERVAL_S)
         if data_dir is not None:
-            click.echo("# the same command goes on from these files, on other ports", err=True)
+            click.echo("# the same command goes on from these files, on these ports", err=True)
+
+
+def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
+    """Where the shards are to listen; None: on free ports.
+
+    Raises:
+        ClickException: the record of their ports can't be used.
+    """
+    if data_dir is None or not (path := data_dir / _RECORD_NAME).exists():
+        return None
+    try:
+        found = parse_target(read_record(path)[0]["shards"])
+        if not all(each.startswith(f"{_LOCALHOST}:") for each in found):
+            raise ValueError(f"expected addresses on {_LOCALHOST}, found {found}")
+    except (OSError, ValueError, LookupError, ShardwellError) as error:
+        raise click.ClickException(
+            f"{path}, which has the ports of the shards, can't be read ({error}); remove it, and "
+            "they take free ones"
+        ) from None
+    return found if len(found) == shard_count else None  # another number is refused
 
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program, ServingShard, run_command
 from harness.programs.ports import free_port
 from shardwell_server.config import Limits
+from shardwell_server.store.files.data_dir import write_record
 
 SGD = shardwell.SGD(learning_rate=0.5)
 WIDE = {"COLUMNS": "250"}
@@ -397,7 +399,60 @@ class TestCluster:
             code = program.end()
             assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
             eventually("its children have ended", lambda: not any(map(is_running, children)))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0", "shard-1"]
+        kept = sorted(path.name for path in tmp_path.iterdir())
+        assert kept == ["cluster.json", "shard-0", "shard-1"]
+
+    @pytest.mark.sampled(2)
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_with_a_data_dir_it_comes_back_on_its_ports(self, tmp_path, number) -> None:
+        lines = []
+        for flags in (["--shard-count=3"], []):
+            with Program(*CLUSTER[:-1], f"--data-dir={tmp_path}", *flags) as program:
+                lines.append(program.read_line())
+                program.send(number)
+                program.end()
+        assert lines[0] == lines[1]
+        assert lines[0].count("127.0.0.1:") == 3
+
+    def test_a_port_of_its_own_that_is_taken_is_named(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
+            address = program.read_line().rpartition(",")[2]
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+        host, port = address.split(":")
+        with socket.create_server((host, int(port))):
+            code, _, log = run_command("cluster", f"--data-dir={tmp_path}")
+            assert code == 1
+            assert f"shard 1 can't listen on {address}" in log
+            assert "remove cluster.json in the data directory" in log
+
+    @pytest.mark.parametrize(
+        "text", ["", "{}", '{"format_version": 1, "shards": "x:1"}', "flipped"]
+    )
+    def test_a_record_of_its_ports_that_is_damaged_is_refused(self, tmp_path, text) -> None:
+        record = tmp_path / "cluster.json"
+        write_record(record, {"shards": "127.0.0.1:20001,127.0.0.1:20002"})
+        record.write_text(
+            record.read_text().replace("20002", "20003") if text == "flipped" else text
+        )
+        code, _, log = run_command("cluster", f"--data-dir={tmp_path}")
+        assert code == 1
+        assert f"{record}, which has the ports of the shards, can't be read" in log
+        assert "remove it" in log
+        assert list(tmp_path.iterdir()) == [record]
+
+    def test_another_number_of_shards_is_refused_with_what_to_do(self, tmp_path) -> None:
+        with Program(*CLUSTER, f"--data-dir={tmp_path}") as program:
+            program.read_line()
+            program.send(signal.SIGTERM)
+            assert program.end() == 0
+        before = sorted(tmp_path.rglob("*"))
+        code, _, log = run_command("cluster", "--shard-count=3", f"--data-dir={tmp_path}")
+        assert code == 1
+        assert f"{tmp_path} has the files of 2 shards; got shard_count=3" in log
+        assert "shardwell checkpoint save" in log
+        assert "shardwell cluster --shard-count 3 --data-dir" in log
+        assert sorted(tmp_path.rglob("*")) == before
 
     def test_a_shard_that_dies_ends_it(self) -> None:
         with Program("-m", "shardwell_server", "cluster", "--shard-count=2") as program:

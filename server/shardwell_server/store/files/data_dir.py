@@ -7,11 +7,13 @@ changes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +62,21 @@ def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
 def kept_cluster_id(path: Path) -> str | None:
     """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
     try:
-        return str(_read(path / _IDENTITY_NAME)[0]["cluster_id"])
+        return str(read_record(path / _IDENTITY_NAME)[0]["cluster_id"])
     except (OSError, ValueError, DataDirError):
         return None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """The identity in a file, and the number of its format, which is checked first.
+def kept_shard_count(path: Path) -> int | None:
+    """Shards of the cluster whose shards have directories in this one; None if none can be read."""
+    for each in sorted(path.glob(f"shard-*/{_IDENTITY_NAME}")):
+        with contextlib.suppress(OSError, ValueError, DataDirError):
+            return int(read_record(each)[0]["shard_count"])
+    return None
+
+
+def read_record(path: Path) -> tuple[dict[str, Any], int]:
+    """The fields in a file, and the number of the directory's format, which is checked first.
 
     ValueError: it is damaged. DataDirError: it is another version's.
     """
@@ -85,13 +95,34 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
     return found, number
 
 
-def _check_of(identity: dict[str, Any]) -> int:
+def _check_of(identity: Mapping[str, object]) -> int:
     return crc32.iscsi(json.dumps(identity).encode())
 
 
-def _text_of(identity: dict[str, Any]) -> str:
+def _text_of(identity: Mapping[str, object]) -> str:
     fields = {_FORMAT_NAME: DIRECTORY.newest, _VERSION_NAME: software_version(), **identity}
     return json.dumps({**fields, _CHECK_NAME: _check_of(fields)}, indent=2) + "\n"
+
+
+def write_record(path: Path, fields: Mapping[str, object]) -> None:
+    """Writes a file of a few fields, with their checksum: all of it, or nothing.
+
+    Raises:
+        DataDirError: it can't be written.
+    """
+    written = path.with_name(f"{path.name}.new")
+    try:
+        with written.open("w") as file:
+            file.write(_text_of(fields))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise DataDirError(
+            f"{path} can't be written: {error.strerror}; free space on that disk, or give a "
+            "directory that this user can write to"
+        ) from None
 
 
 def _check_not_the_users(directory: int, path: Path, identity: dict[str, Any]) -> None:
@@ -187,9 +218,9 @@ class DataDir(Closing):
         That one has the newest number before anything else in it is written in a newer way.
         """
         try:
-            found, number = _read(path)
+            found, number = read_record(path)
         except FileNotFoundError:
-            DataDir._write(path, identity)
+            write_record(path, identity)
             return True
         except (OSError, ValueError) as error:
             raise DataDirError(
@@ -201,28 +232,12 @@ class DataDir(Closing):
                 f"{_in_words(found)}; start the shard that it belongs to, or give another directory"
             )
         if number != DIRECTORY.newest:
-            DataDir._write(path, identity)
+            write_record(path, identity)
             _LOG.warning(
                 "the data directory has a newer format from now on, which earlier versions refuse",
                 extra={"data_dir": str(path.parent), "was": number, "is": DIRECTORY.newest},
             )
         return False
-
-    @staticmethod
-    def _write(path: Path, identity: dict[str, object]) -> None:
-        written = path.with_name(_NEW_IDENTITY_NAME)
-        try:
-            with written.open("w") as file:
-                file.write(_text_of(identity))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(written, path)
-            sync_directory(path.parent)
-        except OSError as error:
-            raise DataDirError(
-                f"{path} can't be written: {error.strerror}; free space on that disk, or give a "
-                "directory that this user can write to"
-            ) from None
 
     def close(self) -> None:
         """Lets another process have it, though one that was forked meanwhile has it open."""
