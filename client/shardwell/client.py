@@ -29,7 +29,7 @@ from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.connected import Closing, Connected
 from shardwell.process.ending import is_in_order
-from shardwell.process.environment import variable
+from shardwell.process.environment import variable, warn_of_misspelt_variables
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
@@ -135,6 +135,7 @@ def connect(
         ...     client.shard_count
         2
     """
+    warn_of_misspelt_variables()
     if target is None:
         target = variable(TARGET_VARIABLE)
         if not target:

@@ -26,8 +26,7 @@ from shardwell.process.local_paths import local_path
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
-_SLIP = re.compile(r"\{\W*steps?\W*\}", re.IGNORECASE)
-"""A slip of the pen for it."""
+_ANY_FIELD = re.compile(r"\{[^{}]*\}")
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
@@ -77,13 +76,16 @@ class StepPaths:
         """The checkpoints of a path; None if it has no `{step}`.
 
         Raises:
-            ArgumentError: it has what looks like `{step}`.
+            ArgumentError: it has another field, such as `{stp}`, and is no directory that exists.
         """
-        if _FIELD in str(path):
-            return StepPaths(path)
-        if slip := _SLIP.search(str(path)):
-            raise ArgumentError(f"write {_FIELD} in place of {slip[0]}; got {str(path)!r}")
-        return None
+        for part in (path, *path.parents):
+            slips = [each for each in _ANY_FIELD.findall(part.name) if each != _FIELD]
+            if slips and not part.exists():
+                raise ArgumentError(
+                    f"a checkpoint's name has no field {slips[0]}: write {_FIELD} in place of "
+                    f"{slips[0]}, or no braces; got {str(path)!r}"
+                )
+        return StepPaths(path) if _FIELD in str(path) else None
 
     def at(self, step: int) -> Path:
         """Where the checkpoint of a step is."""

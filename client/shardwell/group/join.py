@@ -43,7 +43,7 @@ from shardwell.group.schedule.strategies import Ring, Strategy
 from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
-from shardwell.process.environment import host_name, variable
+from shardwell.process.environment import host_name, variable, warn_of_misspelt_variables
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import GROUP_CODECS, WireName
@@ -150,6 +150,7 @@ def join_group(
         ...     group.size
         1
     """
+    warn_of_misspelt_variables()
     arguments = _arguments(name, rank, size, rendezvous, listen, elastic=elastic)
     min_size = check_integer("min_size", min_size, 1, arguments.size)
     if min_size > 1 and not elastic:

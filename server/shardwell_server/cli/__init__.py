@@ -106,6 +106,8 @@ def main() -> NoReturn:
     outputs = terminal.Outputs()
     for name in filter(lambda name: name.startswith("SHARDWELL_"), list(os.environ)):
         os.environ[name] = os.environ[name].strip()  # of files that were written on Windows, say
+        environment = importlib.import_module("shardwell.process.environment")  # only where needed
+        environment.warn_of_misspelt_variables()
     color = False if terminal.is_plain() else None
     try:
         code = commands.main(standalone_mode=False, color=color) or 0

@@ -10,6 +10,7 @@ import click
 ELEMENT_COUNT_MAX = 2**48
 """Elements of a model: above it, something was mistyped."""
 _FLOAT32_BYTES = 4
+_INT64_MAX = 2**63 - 1
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {
     "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -44,6 +45,40 @@ class ModelSize(click.ParamType[int]):
                 ctx,
             )
         return int(count)
+
+
+class ByteCount(click.ParamType[int]):
+    """A number of bytes: "1048576", "50MB", "2GiB".
+
+    Args:
+        low: The least; None: what is checked later, by the name of the setting.
+        per_second: Whether it is a rate, which may end in "/s".
+    """
+
+    name = "bytes"
+
+    def __init__(self, low: int | None = None, *, per_second: bool = False) -> None:
+        self._low = low
+        self._suffix = "/s" if per_second else ""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The bytes; see click."""
+        count = None
+        try:
+            count = int(value)
+        except ValueError:
+            number, unit = _split(value)
+            unit = unit.removesuffix(self._suffix)
+            if unit in _BYTES:
+                count = int(number * _BYTES[unit])
+        if count is None or count > _INT64_MAX or (self._low is not None and count < self._low):
+            self.fail(
+                f"{value!r} is no number of bytes: give one, or one with {', '.join(_BYTES)}, as "
+                f"50MB{self._suffix}",
+                param,
+                ctx,
+            )
+        return count
 
 
 class Rate(click.ParamType[float]):

@@ -20,7 +20,7 @@ from shardwell.specs.names import parse_target
 from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.options import GivenPath, usage_errors
-from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.quantities import ByteCount, Duration
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.logs import configure_logs
 from shardwell_server.processes import (
@@ -57,6 +57,12 @@ _LIMITS = {
 _LOG = logging.getLogger("shardwell_server")
 
 
+def _limit_type(name: str) -> Duration | ByteCount | type[int]:
+    if name.endswith("_s"):
+        return Duration()
+    return ByteCount() if name.endswith("_bytes_max") else int
+
+
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option for each limit, named as it is."""
     defaults = Limits()
@@ -64,7 +70,7 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
         default = getattr(defaults, field.name)
         command = click.option(
             f"--{field.name.replace('_', '-')}",
-            type=Duration() if field.name.endswith("_s") else int,
+            type=_limit_type(field.name),
             default=default,
             show_default=True,
             envvar=f"SHARDWELL_{field.name.upper()}",
@@ -140,7 +146,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--chunk-size-bytes",
-    type=int,
+    type=ByteCount(),
     default=2**20,
     show_default=True,
     envvar="SHARDWELL_CHUNK_SIZE_BYTES",

@@ -18,6 +18,7 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.names import check_name
 from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
+from shardwell_server.cli.quantities import ByteCount
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LIFE_S_MAX = 36500 * 86400
@@ -32,6 +33,12 @@ _QUOTAS = {
     "bytes_per_s": "Bytes a second that its calls move; what comes faster is delayed.",
 }
 """What the documentation of Quota says, in a line each; all are for each shard by itself."""
+
+
+def _quota_type(name: str) -> click.ParamType[int]:
+    if "bytes" in name:
+        return ByteCount(0, per_second=name.endswith("_s"))
+    return click.IntRange(0, 2**63 - 1)
 
 
 class _Life(click.ParamType[float]):
@@ -79,9 +86,9 @@ _expires_option: Decorator = click.option(
 
 def _quota_options(command: Any) -> Any:
     for name, text in reversed(_QUOTAS.items()):
-        command = click.option(
-            f"--{name.replace('_', '-')}", type=click.IntRange(0, 2**63 - 1), help=text
-        )(command)
+        command = click.option(f"--{name.replace('_', '-')}", type=_quota_type(name), help=text)(
+            command
+        )
     return command
 
 

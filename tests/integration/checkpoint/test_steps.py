@@ -145,12 +145,20 @@ def test_none_is_whole(model, tmp_path) -> None:
         shardwell.inspect_checkpoint(tmp_path / "{step}")
 
 
-@pytest.mark.parametrize("name", ["{steps}", "run-{ Step }"])
-def test_what_looks_like_the_step_is_no_name(model, tmp_path, name) -> None:
+@pytest.mark.parametrize(
+    "name", ["{steps}", "run-{ Step }", "{stp}", "{step:06d}", "{epoch}/{step}", "{}", "{job}/last"]
+)
+def test_another_field_than_the_step_is_no_name(model, tmp_path, name) -> None:
     client, _ = model
     with pytest.raises(shardwell.ArgumentError, match=r"write \{step\} in place of \{"):
         client.save_checkpoint(tmp_path / name)
     assert names(tmp_path) == []
+
+
+def test_a_directory_of_the_user_s_may_have_braces_in_its_name(model, tmp_path) -> None:
+    (tmp_path / "{2026}").mkdir()
+    save_steps(model, tmp_path / "{2026}", 2)
+    assert names(tmp_path / "{2026}") == ["1", "2"]
 
 
 @pytest.mark.parametrize("name", ["{step}/{step}", "{step}/a", "{step}-{step}"])

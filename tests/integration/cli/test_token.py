@@ -54,7 +54,8 @@ def test_what_is_written(path) -> None:
         "--right=contribute:test-",
         "--expires-in=30d",
         "--streams=5",
-        "--bytes-per-s=1000000",
+        "--bytes-per-s=1MB/s",
+        "--stored-bytes=50MB",
     )
     assert file == path.parent / "ci.token"
     secret = file.read_text().strip()
@@ -65,7 +66,7 @@ def test_what_is_written(path) -> None:
         "name": "ci",
         "sha256": [hashlib.sha256(secret.encode()).hexdigest()],
         "rights": ["read:prod-", "contribute:test-"],
-        "quota": {"streams": 5, "bytes_per_s": 1000000},
+        "quota": {"stored_bytes": 50000000, "streams": 5, "bytes_per_s": 1000000},
     }
     for each in (path, file):
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
@@ -90,6 +91,7 @@ def test_what_is_written(path) -> None:
         (("create", "b", "--right=read", "--expires-in=soon"), 2, "no number of s, m, h or d"),
         (("create", "b", "--right=read", "--expires-in=999999999d"), 2, "up to 36500d"),
         (("create", "b", "--right=read", "--streams=-1"), 2, "--streams"),
+        (("create", "b", "--right=read", "--stored-bytes=50M"), 2, "as 50MB"),
         (("renew", "nobody"), 1, "has no token 'nobody'"),
         (("revoke", "nobody"), 1, "has no token 'nobody'"),
     ],

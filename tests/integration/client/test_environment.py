@@ -11,7 +11,7 @@ import pytest
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
-from harness.programs.commands import run_command
+from harness.programs.commands import Program, run_command
 
 SGD = shardwell.SGD(learning_rate=1.0)
 NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
@@ -77,3 +77,21 @@ def test_line_ends_of_windows(cluster, monkeypatch) -> None:
     assert code == 0, log
     address = f"{running.target}\r"
     assert run_command("health", environment={"SHARDWELL_LISTEN": address})[0] == 0
+
+
+def test_a_misspelt_variable_is_named_once_by_commands_and_at_connect(cluster) -> None:
+    running = cluster(1, tokens=None)
+    said = "nothing reads $SHARDWELL_SHARD; did you mean $SHARDWELL_SHARDS?"
+    misspelt = {"SHARDWELL_SHARD": running.target}
+    code, _, log = run_command("status", f"--shards={running.target}", environment=misspelt)
+    assert (code, log) == (0, said)
+    program = (
+        "import shardwell\n"
+        "for _ in range(2):\n"
+        "    try: shardwell.connect()\n"
+        "    except shardwell.ArgumentError as error: print(error.message)\n"
+    )
+    with Program("-c", program, environment=misspelt) as worker:
+        assert worker.end() == 0
+        assert [line[:19] for line in worker.lines] == ["no target was given"] * 2
+        assert worker.log == [said]

@@ -213,6 +213,8 @@ def test_what_a_callback_cannot_use_is_named(tmp_path, name) -> None:
     make = getattr(shardwell.torch, name)
     with pytest.raises(shardwell.ArgumentError, match=r"\{step\} in its name"):
         make("runs")
+    with pytest.raises(shardwell.ArgumentError, match=r"no field \{epoch\}"):
+        make("runs/{step}-{epoch}")
     with pytest.raises(shardwell.ArgumentError, match="every"):
         make("runs/{step}", every=0)
     model = Line()

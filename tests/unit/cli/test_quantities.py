@@ -6,6 +6,7 @@ import click
 import pytest
 
 from shardwell_server.cli.quantities import (
+    ByteCount,
     ModelSize,
     Rate,
     bytes_words,
@@ -37,6 +38,34 @@ def test_sizes_are_elements_or_float32_bytes(text, count) -> None:
 def test_no_sizes(text) -> None:
     with pytest.raises(click.BadParameter, match="7B"):
         ModelSize().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        ("1048576", 2**20),
+        ("9223372036854775807", 2**63 - 1),
+        ("50MB", 50 * 10**6),
+        ("1.5 kB", 1500),
+        ("2GiB", 2**31),
+    ],
+)
+def test_bytes_with_and_without_a_unit(text, count) -> None:
+    assert ByteCount(0).convert(text, None, None) == count
+    assert ByteCount(0, per_second=True).convert(text, None, None) == count
+
+
+@pytest.mark.parametrize("text", ["", "-1", "50mb", "50M", "MB", "nan", "1.5", "9999999TiB", "5B"])
+def test_no_bytes(text) -> None:
+    with pytest.raises(click.BadParameter, match="as 50MB"):
+        ByteCount(0).convert(text, None, None)
+
+
+def test_a_rate_of_bytes_may_say_so() -> None:
+    assert ByteCount(0, per_second=True).convert("50MB/s", None, None) == 50 * 10**6
+    with pytest.raises(click.BadParameter, match="as 50MB"):
+        ByteCount(0).convert("50MB/s", None, None)
 
 
 @pytest.mark.parametrize(

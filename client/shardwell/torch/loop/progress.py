@@ -6,10 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwell.checkpoint.steps import StepPaths
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.specs.parameter import STEP_MAX
@@ -36,7 +38,7 @@ class StepProgress:
         keep: int | None,
         max_steps: int | None,
     ) -> None:
-        if checkpoint is not None and "{step}" not in os.fspath(checkpoint):
+        if checkpoint is not None and StepPaths.of(Path(os.path.abspath(checkpoint))) is None:
             raise ArgumentError(
                 f"checkpoint must have {{step}} in its name, as 'runs/{{step}}'; got {checkpoint!r}"
             )
