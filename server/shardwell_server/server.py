@@ -154,6 +154,7 @@ class ShardServer:
         )
         self._service.troubles = partial(troubles, vitals)
         self._service.resources = vitals.resources
+        self._service.settings = vitals.settings
         if self.admin is not None:
             self.admin.attach(vitals, self._access, self.address, self._is_alive)
 

@@ -454,6 +454,62 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitUse:
+    """A limit of a shard, and how much of it is used."""
+
+    name: str
+    """Such as "stored bytes"."""
+    used: int
+    """How much is used."""
+    most: int
+    """The most that there may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a certificate or token."""
+
+    kind: str
+    """"certificate", "authority", "token", or "certificate of worker"."""
+    name: str
+    """Path of the file; name of the token or worker."""
+    left_s: float
+    """Seconds until it ends; below 0: it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """How a shard is set, its limits, and what ends."""
+
+    durability: str = ""
+    """What --durability says; empty: the shard keeps everything in memory alone."""
+    limits: tuple[LimitUse, ...] = ()
+    """Each limit, with what is used of it."""
+    endings: tuple[Ending, ...] = ()
+    """The certificates and tokens that end first; empty for a token with a prefix."""
+    checkpoint_ago_s: float | None = None
+    """Seconds since a parameter or table was last copied whole for a checkpoint; None: none was
+    since the process began."""
+
+    @staticmethod
+    def from_proto(message: pb.ShardSettings) -> ShardSettings:
+        """The value that a message describes."""
+        return ShardSettings(
+            durability=message.durability,
+            limits=tuple(
+                LimitUse(name=each.name, used=each.used, most=each.most) for each in message.limits
+            ),
+            endings=tuple(
+                Ending(kind=each.kind, name=each.name, left_s=each.left_s)
+                for each in message.endings
+            ),
+            checkpoint_ago_s=(
+                message.checkpoint_ago_s if message.HasField("checkpoint_ago_s") else None
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     """What one shard says of itself.
 
@@ -493,6 +549,8 @@ class ShardStatus:
     turned away, certificates and tokens that end, groups that wait."""
     resources: Resources = Resources()
     """What its process uses of its machine."""
+    settings: ShardSettings = ShardSettings()
+    """How it is set, its limits, and what ends."""
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
@@ -599,6 +657,7 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         tables=tuple(TableStatus.from_proto(entry) for entry in found.tables),
         troubles=tuple(map(Trouble.from_proto, shard.troubles)),
         resources=Resources.from_proto(shard.resources),
+        settings=ShardSettings.from_proto(shard.settings),
     )
 
 

@@ -536,7 +536,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, identity_only: bool = ..., parameter: _Optional[str] = ..., after: _Optional[str] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "resources", "crc32c", "wire_version")
+    __slots__ = ("shard", "software_version", "uptime_s", "parameters", "stored_bytes", "received_payload_bytes", "sent_payload_bytes", "open_stream_count", "more", "arena_address", "arithmetic", "stream_address", "troubles", "resources", "crc32c", "wire_version", "settings")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +553,7 @@ class GetStatusResponse(_message.Message):
     RESOURCES_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     software_version: str
     uptime_s: float
@@ -569,7 +570,40 @@ class GetStatusResponse(_message.Message):
     resources: Resources
     crc32c: int
     wire_version: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., resources: _Optional[_Union[Resources, _Mapping]] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ...) -> None: ...
+    settings: ShardSettings
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., software_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., parameters: _Optional[_Iterable[_Union[ParameterStatus, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., received_payload_bytes: _Optional[int] = ..., sent_payload_bytes: _Optional[int] = ..., open_stream_count: _Optional[int] = ..., more: bool = ..., arena_address: _Optional[str] = ..., arithmetic: _Optional[str] = ..., stream_address: _Optional[str] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., resources: _Optional[_Union[Resources, _Mapping]] = ..., crc32c: _Optional[int] = ..., wire_version: _Optional[int] = ..., settings: _Optional[_Union[ShardSettings, _Mapping]] = ...) -> None: ...
+
+class ShardSettings(_message.Message):
+    __slots__ = ("durability", "limits", "endings", "checkpoint_ago_s")
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    ENDINGS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    durability: str
+    limits: _containers.RepeatedCompositeFieldContainer[LimitUse]
+    endings: _containers.RepeatedCompositeFieldContainer[Ending]
+    checkpoint_ago_s: float
+    def __init__(self, durability: _Optional[str] = ..., limits: _Optional[_Iterable[_Union[LimitUse, _Mapping]]] = ..., endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ..., checkpoint_ago_s: _Optional[float] = ...) -> None: ...
+
+class LimitUse(_message.Message):
+    __slots__ = ("name", "used", "most")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    used: int
+    most: int
+    def __init__(self, name: _Optional[str] = ..., used: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+
+class Ending(_message.Message):
+    __slots__ = ("kind", "name", "left_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    name: str
+    left_s: float
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Resources(_message.Message):
     __slots__ = ("cpu_s", "core_count", "memory_bytes", "disk_used_bytes", "disk_free_bytes", "disk_size_bytes")

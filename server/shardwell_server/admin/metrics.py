@@ -76,6 +76,25 @@ class Vitals(NamedTuple):
     resources: Callable[[], parameter_server_pb2.Resources]
     """What its process uses of the machine."""
 
+    def settings(self) -> parameter_server_pb2.ShardSettings:
+        """How the shard is set, its limits, and what ends."""
+        shard, limits, now_s = self.shard, self.shard.config.limits, self.ends.now_s()
+        found = parameter_server_pb2.ShardSettings(
+            durability="" if self.data_dir is None else shard.config.durability.setting
+        )
+        for name, used, most in (
+            ("stored bytes", shard.stored_bytes, limits.stored_bytes_max),
+            ("clients", shard.sessions.count, limits.session_count_max),
+            ("streams", self.stream_count(), limits.stream_count_max),
+            ("shared memory", self.arena_bytes(), limits.arena_bytes_max),
+        ):
+            found.limits.add(name=name, used=used, most=most)
+        for end in self.ends.all():
+            found.endings.add(kind=end.kind, name=end.name, left_s=end.ends_s - now_s)
+        if shard.copied_s is not None:
+            found.checkpoint_ago_s = time.monotonic() - shard.copied_s
+        return found
+
     def files_fault(self) -> str | None:
         """Returns why the shard goes on without its files; None: it has them."""
         try:

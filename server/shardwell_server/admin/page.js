@@ -131,11 +131,25 @@ function lags(members) {
 
 // Parts of the page, each from status.json.
 
+/** A link to a section of the runbook; its text is the section's heading. */
+function runbook(section) {
+  const words = section.replaceAll("-", " "), found = made("a", "", words[0].toUpperCase() + words.slice(1));
+  found.href = `runbook.md#:~:text=${encodeURIComponent(`## ${words}`)}`;
+  found.target = "_blank";
+  return made("p", "dim", "Runbook: ", found);
+}
+
 function show_waits(status) {
   const faults = status.shards.filter(s => s.fault), long = status.waits.filter(w => w.open_for_s >= 1);
-  const found = [...faults.map(s => [`shard ${s.index}: ${s.state}`, s.fault]), ...status.lost.map(words => [words, ""]), ...status.troubles.map(words => [words, ""]), ...long.map(w => [w.words, ""])];
+  const found = [
+    ...faults.map(s => [`shard ${s.index}: ${s.state}`, s.fault, s.state === "not let in" ? "not-let-in" : "a-shard-does-not-come-back"]),
+    ...status.lost.map(words => [words, "", "a-machine-is-lost"]),
+    ...status.troubles.map(words => [words, "", status.sections[words]]),
+    ...long.map(w => [w.words, "", "training-does-not-go-on"]),
+  ];
+  const is_last = (section, place) => section && found[place + 1]?.[2] !== section;   // once under lines of one section
   show(element("waits"), found.length
-    ? found.flatMap(([what, why]) => [made("p", "blocker", what), ...(why ? [made("p", "", why)] : [])])
+    ? found.flatMap(([what, why, section], place) => [made("p", "blocker", what), ...(why ? [made("p", "", why)] : []), ...(is_last(section, place) ? [runbook(section)] : [])])
     : [made("p", "", "No worker has waited longer than 1 s.")]);
   element("waits").className = faults.length || status.lost.length ? "lost" : found.length ? "waiting" : "";
 }
@@ -227,15 +241,24 @@ function facts(id, list) {
   }));
 }
 
-function show_here(here) {
-  element("here-index").textContent = here.shard_index;
-  const is_size = name => name.includes("bytes") || name.includes("memory");
-  const list = Object.entries(here.limits).map(([name, [n, most]]) => [name, is_size(name) ? `${bytes(n)} of ${bytes(most)}` : `${n} of ${most}`, n / most]);
-  if (here.disk) list.push(["disk", `${bytes(here.disk[0])} of ${bytes(here.disk[1])} used`, here.disk[0] / here.disk[1]]);
-  list.push(["durability", here.has_files ? here.durability : "in memory alone", null]);
-  const refused = Object.entries(here.refused).map(([what, n]) => `${n} ${what}`).join(", ");
-  list.push(["calls refused", refused || "none", null]);
-  facts("here", list);
+/** What is used of a limit, with a bar. */
+function use([used, most], is_size) {
+  const text = is_size ? `${bytes(used)} of ${bytes(most)}` : `${whole(used)} of ${whole(most)}`, bar = made("meter");
+  for (const [key, value] of [["max", 1], ["high", .8], ["value", used / most], ["aria-hidden", "true"]]) bar.setAttribute(key, value);
+  return made("span", "use", text, bar);
+}
+
+function show_settings(status) {
+  rows("settings", status.shards.filter(s => s.limits), s => [
+    String(s.index), s.durability || "in memory alone", s.checkpoint_ago_s === null ? ["none since it began", "dim"] : `${span(s.checkpoint_ago_s)} ago`,
+    ...["stored bytes", "clients", "streams", "shared memory"].map((name, index) => s.limits[name] ? use(s.limits[name], index % 3 === 0) : ""),
+  ], "no shard has answered");
+  element("ending-part").hidden = !status.endings.length;
+  rows("endings", status.endings, each => [
+    each.kind, [each.name, "names"], each.left_s <= 0 ? ["has ended", "bad"] : [`in ${span(each.left_s)}`, each.left_s < 86400 ? "bad" : each.left_s < 30 * 86400 ? "wait" : ""], each.shards.join(", "),
+  ]);
+  element("here-index").textContent = status.here.shard_index;
+  element("here").textContent = Object.entries(status.here.refused).map(([what, n]) => `${n} ${what}`).join(", ") || "none";
 }
 
 // The page of one parameter, family or table.
@@ -325,6 +348,7 @@ async function look_at_one() {
 }
 
 async function look_at_all() {
+  if (!last) return 0;             // what has ended is not known yet
   const history = await ask("history.json");
   show_history(history);
   return history.ages_s.length;
@@ -341,7 +365,7 @@ function show_status(status) {
   show_shards(status, now);
   show_groups(status);
   show_reports(status);
-  show_here(status.here);
+  show_settings(status);
 }
 
 /** The last hour of the shard that serves the page: what goes fastest, and what the shard uses. */
@@ -352,7 +376,8 @@ function show_history(history) {
   element("history-none").hidden = x.length >= 2;
   if (x.length < 2) return;
   const of = history.shard, all = history.names.map(each => ({ label: each.name, values: each.steps_s }));
-  const names = all.filter(each => each.values.some(value => value));      // of what stood still all the time, no line
+  const ended = new Set(["parameters", "tables"].flatMap(kind => last?.[kind] ?? []).filter(each => each.ended).flatMap(each => [each.name, ...each.fragments]));
+  const names = all.filter(each => !ended.has(each.label) && each.values.some(value => value));      // of what stood still all the time, no line
   const drawn = [];
   const add = (title, lines, shown) => { drawn.push(title); draw(into, title, x, lines, shown); };
   if (names.length) add("steps/s", names, number);
@@ -362,7 +387,7 @@ function show_history(history) {
   if (of.disk_free_bytes.some(each => each !== null)) add("disk free", [{ label: "disk free", values: of.disk_free_bytes }], bytes);
   keep_charts(into, drawn);
   const left_out = history.left_out ? ` Steps/s are of the ${names.length} names that made most steps; ${whole(history.left_out)} more are left out.` : "";
-  element("history-legend").textContent = `A point every ${history.period_s} s, since the shard was started, of an hour at most.${left_out}`;
+  element("history-legend").textContent = `A point every ${history.period_s} s, since the shard was started, of an hour at most.${ended.size ? " Names that have ended have no line." : ""}${left_out}`;
 }
 
 /** What a path of this port answers, as JSON. */

@@ -9,6 +9,7 @@
     /history.json the last hour of the shard; with ?kind=KIND&name=NAME, of one name
     /details.json tensors, settings and last steps of ?kind=KIND&name=NAME
     /             a page that shows all that, with its style, its programs and its icon
+    /runbook.md   the runbook, to whose sections the page leads
 
 Probes need no token: they say nothing that a connection to the shard would not. The rest needs one
 where the shard's calls do, and tells only of names that it may read. States: starting (probes are
@@ -49,6 +50,7 @@ _PAGE_FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/runbook.md": ("runbook.md", "text/plain; charset=utf-8"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
     "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
@@ -250,7 +252,10 @@ def _may_read(principal: Principal, name: str) -> bool:
 
 @functools.cache
 def _contents(name: str) -> bytes:
-    return (Path(__file__).parent / name).read_bytes()
+    path = Path(__file__).parent / name
+    if name == "runbook.md" and not path.exists():  # a checkout has it among the docs
+        path = Path(__file__).parents[3] / "docs" / name
+    return path.read_bytes()
 
 
 def _named(query: str, *, is_optional: bool) -> Key | None:

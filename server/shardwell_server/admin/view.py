@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from shardwell.numerics import native
 from shardwell.rpc.shard_status import (
     ParameterStatus,
     Resources,
+    ShardSettings,
     ShardStatus,
     TableStatus,
     Trouble,
@@ -65,6 +65,7 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
         ),
         troubles=tuple(map(Trouble.from_proto, troubles(vitals))),
         resources=Resources.from_proto(vitals.resources()),
+        settings=ShardSettings.from_proto(vitals.settings()),
     )
 
 
@@ -81,12 +82,14 @@ def view(
     statuses = [status for _, status in given(answers)]
     parameters = merged((s.parameters for s in statuses), is_shown)
     tables = merged((s.tables for s in statuses), is_shown)
-    config, limits = vitals.shard.config, vitals.shard.config.limits
+    config = vitals.shard.config
     return {
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
         "lost": losses(statuses) if is_shown("") else [],
         "troubles": [*told_troubles(statuses, is_shown), *unfinished(statuses, is_shown)],
+        "sections": _sections(statuses),
+        "endings": _endings(statuses) if is_shown("") else [],
         "waits": [
             {**as_json(each), "words": str(each)}
             for each in blockers(statuses)
@@ -101,15 +104,6 @@ def view(
         "groups": [as_json(group) for group in vitals.groups() if is_shown(group.name)],
         "here": {
             "shard_index": config.shard_index,
-            "durability": config.durability.setting,
-            "has_files": vitals.data_dir is not None,
-            "disk": _disk(vitals),
-            "limits": {
-                "stored bytes": [vitals.shard.stored_bytes, limits.stored_bytes_max],
-                "clients": [vitals.shard.sessions.count, limits.session_count_max],
-                "streams": [vitals.stream_count(), limits.stream_count_max],
-                "shared memory": [vitals.arena_bytes(), limits.arena_bytes_max],
-            },
             "refused": vitals.refusals(),
         },
     }
@@ -126,15 +120,26 @@ def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
     }
 
 
-def _disk(vitals: Vitals) -> list[int] | None:
-    """Bytes used and there are, where the shard's files are."""
-    if vitals.data_dir is None:
-        return None
-    try:
-        usage = shutil.disk_usage(vitals.data_dir)
-    except OSError:
-        return None
-    return [usage.total - usage.free, usage.total]
+def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
+    """Sections of the runbook, by the words of troubles."""
+    told = [each for status in statuses for each in status.troubles]
+    return {
+        words: each.section
+        for words, each in zip(told_troubles(statuses), told, strict=True)
+        if each.section
+    }
+
+
+def _endings(statuses: Sequence[ShardStatus]) -> list[dict[str, Any]]:
+    """What ends, once each with the shards that know it; what ends first is first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for status in statuses:
+        for each in status.settings.endings:
+            known = found.setdefault((each.kind, each.name), {**as_json(each), "shards": []})
+            known["left_s"] = min(known["left_s"], each.left_s)
+            if status.shard_index not in known["shards"]:
+                known["shards"].append(status.shard_index)
+    return sorted(found.values(), key=lambda each: float(each["left_s"]))
 
 
 def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -152,4 +157,7 @@ def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "out_bytes": answer.sent_payload_bytes,
         "streams": answer.open_stream_count,
         "resources": as_json(answer.resources),
+        "durability": answer.settings.durability,
+        "checkpoint_ago_s": answer.settings.checkpoint_ago_s,
+        "limits": {each.name: [each.used, each.most] for each in answer.settings.limits},
     }

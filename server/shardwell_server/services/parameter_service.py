@@ -86,6 +86,7 @@ class ParameterServerService:
         """The address of streams from this machine; empty: nowhere but over gRPC."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
         self.resources: Callable[[], pb.Resources] = pb.Resources
+        self.settings: Callable[[], pb.ShardSettings] = pb.ShardSettings
 
     def handler(self) -> grpc.GenericRpcHandler:
         calls = self._calls
@@ -266,6 +267,7 @@ class ParameterServerService:
                         raise diverged(
                             parameter.spec, where.offset + error.index, found, names[array_index]
                         ) from None
+            self._shard.copied_s = time.monotonic()
 
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call
@@ -364,6 +366,9 @@ class ParameterServerService:
             shown = (each for each in self.troubles() if call.principal.best(each.name))
             response.troubles.extend(itertools.islice(shown, _TROUBLE_COUNT_MAX))
             response.resources.CopyFrom(self.resources())
+            response.settings.CopyFrom(self.settings())
+            if not call.principal.best(""):
+                del response.settings.endings[:]
         size_bytes = 0
         attending = shard.sessions.by_worker() if parameters else {}
         for parameter in parameters:

@@ -6,6 +6,7 @@ As parameter_service.py: messages with payloads are read and written as bytes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import grpc
@@ -93,6 +94,7 @@ class TableService:
                 wanted(self._shard, call),
                 lambda size: recorder.frame(sent=size),
             )
+            self._shard.copied_s = time.monotonic()
             return
         table.loading.check_committed()
         codec = RowCodec.of_scans(table.spec)

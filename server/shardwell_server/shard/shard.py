@@ -80,6 +80,8 @@ class Shard:
         self._origin = origin
         self.traffic = PayloadBytes()
         self.started_s = time.monotonic()
+        self.copied_s: float | None = None
+        """When a parameter or table was last copied whole, for a checkpoint; None: none was."""
         self._store = store
         self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)
         self.usages = Usages()

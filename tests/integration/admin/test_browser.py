@@ -25,7 +25,9 @@ from harness.polling import eventually
 from harness.programs.commands import Program, ServingShard
 from harness.programs.ports import free_port
 from harness.required import program
+from harness.tokens import Tokens
 from shardwell.rpc import session
+from shardwell_server import LocalCluster
 
 pytestmark = pytest.mark.browser
 SCENE = Path(__file__).parents[2] / "harness" / "programs" / "page_scene.py"
@@ -160,6 +162,59 @@ def test_on_a_desk(scene, browser, is_dark) -> None:
         assert (dark == "rgb(20, 24, 28)") is is_dark
         keep(browser, page, f"page-{'dark' if is_dark else 'light'}", 900 if is_dark else 1420)
         check_clean(page, scene.url)
+
+
+def test_settings_of_all_shards_and_where_the_runbook_is(scene, browser, tmp_path) -> None:
+    with browser.page(scene.url) as page:
+        is_live(page)
+        assert page.text("#waits a") == "Training does not go on"
+        href = page.run("document.querySelector('#waits a').getAttribute('href')")
+        assert href == "runbook.md#:~:text=%23%23%20training%20does%20not%20go%20on"
+        read = "fetch('runbook.md').then(answer => answer.text())"
+        assert "\n## Training does not go on\n" in page.run(read)
+        assert column(page, "settings", "shard") == ["0", "1"]
+        assert column(page, "settings", "durability") == ["process", "process"]
+        for label in ("stored", "clients", "streams", "shared memory"):
+            assert all(" of " in each for each in column(page, "settings", label)), label
+        with shardwell.connect(scene.target, worker_id="saver") as client:
+            client.save_checkpoint(tmp_path / "saved", ["encoder"])
+        eventually(
+            "the checkpoint is known",
+            lambda: all(
+                each.endswith("s ago") for each in column(page, "settings", "last checkpoint")
+            ),
+        )
+        assert page.text("#ending-part") == ""
+        page.eventually("charts are drawn", "document.querySelectorAll('.u-legend th').length > 0")
+        bare = (
+            "[...document.querySelectorAll('.u-legend .u-series')].filter(each =>"
+            " !each.querySelector('td').textContent"
+            " && getComputedStyle(each.querySelector('th'), '::after').content !== 'none').length"
+        )
+        assert page.run(bare) == 0
+        words = "document.querySelector('#history figure').getAttribute('aria-label')"
+        page.eventually("steps are drawn", f"{words}.includes('encoder')")
+        assert "an-old-net" not in page.run(words)
+        check_clean(page, scene.url)
+
+
+def test_what_ends_is_shown(browser, tmp_path) -> None:
+    tokens = Tokens(tmp_path)
+    tokens.add("looker", "read", secret="secret")
+    tokens.add("old", "read", expires="2020-01-01T00:00:00Z")
+    tokens.add("later", "read", expires="2999-01-01T00:00:00Z")
+    with (
+        LocalCluster(1, tokens=tokens.path, admin_listen="127.0.0.1:0") as running,
+        browser.page("about:blank") as page,
+    ):
+        page.call("Network.setExtraHTTPHeaders", headers={"Authorization": "Bearer secret"})
+        page.open(running.admin_urls[0])
+        page.shows("#when", lambda text: text == "live")
+        assert column(page, "endings", "name") == ["old", "later"]
+        assert column(page, "endings", "ends")[0] == "has ended"
+        assert column(page, "endings", "ends")[1].startswith("in ")
+        assert "token old has ended, at 2020-01-01T00:00:00Z" in page.text("#waits")
+        assert page.text("#waits a") == "A token or certificate has expired"
 
 
 def test_on_a_phone_nothing_is_cut_off(scene, browser) -> None:
