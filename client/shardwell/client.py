@@ -487,7 +487,7 @@ class Client(Connected, Closing):
         Raises:
             UnknownTableError: there is none of that name, and no spec to create it.
             SpecMismatchError: it exists with another spec; the message lists the differences.
-            StepOrderError: a shard has lost what the others have.
+            OtherIncarnationError: a shard has lost what the others have.
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """

@@ -10,6 +10,7 @@
     ├── NotInitializedError               put or get before init()
     ├── InitSupersededError               another client took over setting first weights
     ├── StepOrderError                    a step that closed without this worker, or was skipped
+    ├── OtherIncarnationError             a shard has other weights than this worker goes on with
     ├── SeatsTakenError                   worker_count other workers contribute already
     ├── WorkerIdInUseError                another process contributes under this worker's id
     ├── MembersAliveError                 delete() of what workers still use; it names them
@@ -140,6 +141,14 @@ class InitSupersededError(ShardwellError):
 
 class StepOrderError(ShardwellError):
     """A step closed without this worker, the worker skipped one, or began it with other rows."""
+
+
+class OtherIncarnationError(ShardwellError):
+    """A shard has something else under the name than this worker has opened: it lost its memory.
+
+    Or it was restored, and training began again. The message says which shard. Opening it again
+    would go on with other weights, so that is for you to decide: start the worker anew.
+    """
 
 
 class SeatsTakenError(ShardwellError):

@@ -24,8 +24,8 @@ from shardwell.errors import (
     ArgumentError,
     DivergedError,
     NotInitializedError,
+    OtherIncarnationError,
     SpecMismatchError,
-    StepOrderError,
     UnknownParameterError,
 )
 from shardwell.numerics.arguments import check_integer
@@ -280,7 +280,7 @@ def _specs(
 
     Raises:
         ArgumentError, UnknownParameterError, NotInitializedError: one of them can't be saved.
-        StepOrderError: another shard has some of which shard 0 has none.
+        OtherIncarnationError: another shard has some of which shard 0 has none.
     """
     entries = {entry.spec.name: entry for entry in statuses[0].parameters}
     for status in statuses[1:]:
@@ -288,7 +288,7 @@ def _specs(
             name, family = entry.spec.name, entry.spec.fragment.family
             is_meant = names is None or name in names or family in names
             if entry.initialized and name not in entries and is_meant:
-                raise StepOrderError(
+                raise OtherIncarnationError(
                     f"shard {status.shard.shard_index} has parameter {name!r}, and shard 0 does "
                     "not: shard 0 lost its memory; stop it and start it with its files",
                     shard_index=0,

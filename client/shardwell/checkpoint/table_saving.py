@@ -14,8 +14,8 @@ from shardwell.checkpoint.format import CheckpointTable, load_id_of
 from shardwell.checkpoint.table_restore import TableRestore
 from shardwell.errors import (
     ArgumentError,
+    OtherIncarnationError,
     SpecMismatchError,
-    StepOrderError,
     UnknownTableError,
 )
 from shardwell.rpc.retry import Attempts
@@ -179,10 +179,10 @@ def _newest(name: str, found: Sequence[pb.TableStatus]) -> int:
     """The newest version of a table on any shard.
 
     Raises:
-        StepOrderError: a shard lost its memory.
+        OtherIncarnationError: a shard lost its memory.
     """
     if len({table.incarnation for table in found} - {0}) > 1:
-        raise StepOrderError(
+        raise OtherIncarnationError(
             f"table {name!r} was made anew on some shards, which lost their memory; there is "
             "nothing whole to save: restore a checkpoint into an empty cluster",
             table=name,

@@ -98,6 +98,11 @@ _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.St
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
     (
+        errors.OtherIncarnationError,
+        types_pb2.ERROR_CODE_OTHER_INCARNATION,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (
         errors.VersionMismatchError,
         types_pb2.ERROR_CODE_VERSION_MISMATCH,
         grpc.StatusCode.FAILED_PRECONDITION,

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from shardwell.errors import (
     CorruptChunkError,
+    OtherIncarnationError,
     StepOrderError,
     UnknownParameterError,
 )
@@ -69,7 +70,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
 
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
-            StepOrderError: the shards do not have the same past.
+            OtherIncarnationError: the shards do not have the same past.
             UnknownParameterError: with `is_known`: it was deleted.
             CorruptChunkError: a shard cuts the parameter in another way.
         """
@@ -77,7 +78,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         known = self.incarnation if is_known else 0
         join = partial(self.join_all, attempts, incarnation=known)
         answers = attempts.run(join)
-        unconfirmed: StepOrderError | None = None
+        unconfirmed: OtherIncarnationError | None = None
         if answers[0].initialized and not all(answer.initialized for answer in answers):
             # The worker that set the first weights, or restored them, did not come so far, or not
             # yet.
@@ -91,7 +92,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             )
             try:
                 attempts.run(confirmed)
-            except StepOrderError as error:
+            except OtherIncarnationError as error:
                 unconfirmed = error
             answers = attempts.run(join)
         parts: list[ShardSlice] = []
@@ -108,7 +109,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             answers = attempts.run(join)
             next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
         if is_strict and max(next_steps) - min(next_steps) > 1:
-            raise StepOrderError(
+            raise OtherIncarnationError(
                 f"shards disagree on the step of parameter {self._spec.name!r}: this worker's "
                 f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
                 "lost its memory; start the training again under another name",
@@ -171,7 +172,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             join = partial(self.join_all, attempts, incarnation=self.incarnation)
             try:
                 attempts.run(join)
-            except StepOrderError:
+            except OtherIncarnationError:
                 if lacking is None:
                     raise
         if lacking is not None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 from shardwell.errors import (
     ArgumentError,
     MembersAliveError,
+    OtherIncarnationError,
     ShardwellError,
     SpecMismatchError,
-    StepOrderError,
     UnknownParameterError,
     UnknownTableError,
 )
@@ -123,7 +123,7 @@ class NameChange:
         while True:
             try:
                 return attempt(attempts)
-            except StepOrderError:  # another client deleted it, and made it anew
+            except OtherIncarnationError:  # another client deleted it, and made it anew
                 if attempts.remaining_s <= 0:
                     raise
             except MembersAliveError:

@@ -113,8 +113,8 @@ class MemberStatus:
     state: MemberState
     """"seated": it joins and no step awaits it yet, or asynchronous mode; "awaited": steps await
     it; "draining": the same, and it was asked to leave; "over": it left, its client was closed, or
-    another shard found it to be gone; "lost": this shard found that; "unknown": of a shard of an
-    earlier version."""
+    another shard found it to be gone; "lost": this shard found that; "unknown": the shard does not
+    say."""
     joined_at: int | None
     """The first step that awaits it, or did, of an elastic member; None: none does yet."""
     counted_chunk_count: int

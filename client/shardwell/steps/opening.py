@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from shardwell.errors import DeadlineError, WrongShardError
+from shardwell.errors import DeadlineError
 from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -125,7 +125,7 @@ class Opening(Generic[SpecT, AnswerT]):
                 name.
 
         Raises:
-            StepOrderError: a shard lost its memory.
+            OtherIncarnationError: a shard lost its memory.
             UnknownParameterError, UnknownTableError: the one that is meant was deleted.
             ShardwellError: a shard refuses.
         """
@@ -164,7 +164,6 @@ class Opening(Generic[SpecT, AnswerT]):
 
         Raises:
             SeatsTakenError, WorkerIdInUseError, NotInitializedError: see the errors.
-            WrongShardError: the shards are of an earlier version.
         """
         ask = partial(self.join_all, attempts, incarnation=self.incarnation)
         if takes_seat:
@@ -172,14 +171,7 @@ class Opening(Generic[SpecT, AnswerT]):
             answers = claim_seat(attempts, partial(ask, tenure=tenure))
         else:
             answers = attempts.run(ask)
-        found = Ranking(answers[0].rank, answers[0].ranked_count)
-        if not found.worker_count:
-            raise WrongShardError(
-                f"{self._what}: shard 0 is of an earlier version, which knows no ranks; run the "
-                "same version everywhere, or set RANK and WORLD_SIZE for each worker",
-                shard_index=0,
-            )
-        return found
+        return Ranking(answers[0].rank, answers[0].ranked_count)
 
     def _seated(self, attempts: Attempts) -> list[AnswerT]:
         """The answers to taking this worker's seat: shard 0 decides, the others follow.
@@ -259,7 +251,8 @@ class Opening(Generic[SpecT, AnswerT]):
         the one after it. A worker that takes part is never further behind.
 
         Raises:
-            StepOrderError: a shard is further on, or shard 0 lost its memory and has another one.
+            StepOrderError: a shard is further on.
+            OtherIncarnationError: shard 0 lost its memory and has another one.
             UnknownParameterError, UnknownTableError: what was opened was deleted, or a shard lost
                 it.
         """

@@ -15,7 +15,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from typing_extensions import override
 
-from shardwell.errors import CorruptChunkError, NonFiniteError, ShardwellError, StepOrderError
+from shardwell.errors import (
+    CorruptChunkError,
+    NonFiniteError,
+    OtherIncarnationError,
+    ShardwellError,
+)
 from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
@@ -412,7 +417,7 @@ class RowTransfer(StepTransfer[Asked]):
 
         Raises:
             CorruptChunkError: they are others than were asked for, or damaged.
-            StepOrderError: the shard knows less than this worker does.
+            OtherIncarnationError: the shard knows less than this worker does.
         """
         header, payload, size_bytes = answer
         count = span.stop - span.start
@@ -458,7 +463,7 @@ class RowTransfer(StepTransfer[Asked]):
                 **self._of,
             )
         if header.version < fetch.known_version:
-            raise StepOrderError(
+            raise OtherIncarnationError(
                 f"shard {asked.channel.shard_index} has rows of {self._spec.name!r} after "
                 f"{header.version} steps, and this worker has seen {fetch.known_version}: the "
                 "shard lost its memory; restore a checkpoint, or start the training again under "

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from shardwell.errors import ArgumentError, CorruptChunkError, StepOrderError, UnknownTableError
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    OtherIncarnationError,
+    StepOrderError,
+    UnknownTableError,
+)
 from shardwell.placement.rows import Ids
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -88,7 +94,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
 
         Raises:
             SpecMismatchError, LimitError: a shard refuses.
-            StepOrderError: the shards do not have the same past: one lost its memory.
+            OtherIncarnationError: the shards do not have the same past: one lost its memory.
             CorruptChunkError: a shard has messages of a size that can't be.
         """
         joined = self._joined(
@@ -107,8 +113,9 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         Raises:
             SeatsTakenError: worker_count other workers have one.
             WorkerIdInUseError: another process has this worker's.
-            StepOrderError: the shards do not have the same past; an earlier process of this worker
-                went on since, or its seat was given to another one.
+            OtherIncarnationError: the shards do not have the same past.
+            StepOrderError: an earlier process of this worker went on since, or its seat was given
+                to another one.
             UnknownTableError: the table that was opened was deleted.
         """
         joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
@@ -181,7 +188,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         """
         low, high = min(steps), max(steps)
         if high - low > 1 and not any(status.loading for status in self.status(attempts)):
-            raise StepOrderError(
+            raise OtherIncarnationError(
                 f"shards disagree on the step of table {self._spec.name!r}: {what} {low} on shard "
                 f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
                 "memory; restore a checkpoint, or start the training again under another name",
@@ -224,7 +231,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
 
         Raises:
             UnknownTableError: a shard has no such table, or the one that was opened was deleted.
-            StepOrderError: shard 0 lost its memory, and has another one.
+            OtherIncarnationError: shard 0 lost its memory, and has another one.
         """
 
         def ask(channel: ShardChannel) -> TableStatus:

@@ -193,7 +193,7 @@ class Table(Handle[TableSpec]):
         Raises:
             ArgumentError: the ids or `out` can't be used.
             WorkersMissingError: `min_version` was not reached in time; names who is missing.
-            StepOrderError: a shard has lost what this worker has sent.
+            OtherIncarnationError: a shard has lost what this worker has sent.
             DeadlineError, ShardUnavailableError: a shard did not answer, or did not come back.
         """
 

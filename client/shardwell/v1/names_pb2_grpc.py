@@ -57,7 +57,7 @@ class NameServiceServicer(object):
 
         Errors: INVALID_ARGUMENT (no stage, no kind where a stage needs it, no such name can be),
         PERMISSION_DENIED, FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD (STAGE_MARK on another shard than
-        shard 0), FAILED_PRECONDITION with ERROR_CODE_STEP_ORDER (the shard has another incarnation of the name:
+        shard 0), FAILED_PRECONDITION with ERROR_CODE_OTHER_INCARNATION (the shard has another one of the name:
         look again; or shard 0 is to remove what it has not marked), FAILED_PRECONDITION with
         ERROR_CODE_STORAGE (it can't be noted on disk).
         """

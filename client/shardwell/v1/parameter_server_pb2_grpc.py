@@ -124,7 +124,8 @@ class ParameterServerServiceServicer(object):
         shard's init_claim_s limit (60 s), the next caller gets it, with a higher epoch.
         With wait_timeout_ms, the call waits for `initialized`, that long at the most; it may be
         answered earlier, neither granted nor initialized: ask again a little later. Asking claims: a
-        worker without weights of its own polls CreateParameter of shard 0 instead.
+        worker without weights of its own polls CreateParameter of shard 0 instead, until it says `initialized`, and then
+        calls ConfirmInit with that answer's init_epoch on the shards that do not say so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,8 +143,8 @@ class ParameterServerServiceServicer(object):
         optimizer begins with. Shard 0 must be the last to be sent: its success decides whose weights
         are committed; the others use theirs after ConfirmInit. Committed weights are never written
         again; a repeat of its epoch is acknowledged. Errors: ABORTED (a higher epoch came: claim one
-        above the ErrorDetail's init_epoch), FAILED_PRECONDITION (the epoch was not granted, or other
-        weights are committed), DATA_LOSS (CRC), INVALID_ARGUMENT.
+        above the ErrorDetail's init_epoch), ERROR_CODE_OTHER_INCARNATION (the epoch was not granted, or
+        other weights are committed), DATA_LOSS (CRC), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,7 +153,8 @@ class ParameterServerServiceServicer(object):
     def ConfirmInit(self, request, context):
         """Tells a shard other than shard 0 that shard 0 has accepted the first weights of an epoch: they
         are committed there too, and gradients are taken. Idempotent; any client may do it for one that died.
-        Errors: FAILED_PRECONDITION (the shard has no complete values of that epoch).
+        Errors: FAILED_PRECONDITION with ERROR_CODE_OTHER_INCARNATION (the shard has no complete values of that epoch, or
+        other weights are committed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

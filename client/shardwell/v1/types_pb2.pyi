@@ -73,6 +73,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_UNAUTHENTICATED: _ClassVar[ErrorCode]
     ERROR_CODE_PERMISSION_DENIED: _ClassVar[ErrorCode]
     ERROR_CODE_SESSION_ENDED: _ClassVar[ErrorCode]
+    ERROR_CODE_OTHER_INCARNATION: _ClassVar[ErrorCode]
     ERROR_CODE_VERSION_MISMATCH: _ClassVar[ErrorCode]
 CODEC_UNSPECIFIED: Codec
 CODEC_FP32: Codec
@@ -123,6 +124,7 @@ ERROR_CODE_SESSION_UNKNOWN: ErrorCode
 ERROR_CODE_UNAUTHENTICATED: ErrorCode
 ERROR_CODE_PERMISSION_DENIED: ErrorCode
 ERROR_CODE_SESSION_ENDED: ErrorCode
+ERROR_CODE_OTHER_INCARNATION: ErrorCode
 ERROR_CODE_VERSION_MISMATCH: ErrorCode
 
 class ShardIdentity(_message.Message):

@@ -22,9 +22,9 @@ from google.protobuf.message import Message
 from shardwell.errors import (
     ArgumentError,
     LimitError,
+    OtherIncarnationError,
     ShardwellError,
     SpecMismatchError,
-    StepOrderError,
     StorageError,
     UnknownParameterError,
     UnknownTableError,
@@ -209,7 +209,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             UnknownParameterError, UnknownTableError: it was deleted or renamed.
-            StepOrderError: another one has its name on shard 0, where each is made first.
+            OtherIncarnationError: another one has its name on shard 0, where each is made first.
         """
         found = self._by_name.get(name)
         own = 0 if found is None else found.incarnation
@@ -224,10 +224,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             how = f"{gone.words}{since}; {go_on} to use what has the name now"
             raise self._unknown(name, how)
         if own and self._config.shard_index == 0:
-            raise StepOrderError(
+            raise OtherIncarnationError(
                 f"{self._kind} {name!r} was made anew on shard 0 since this worker opened it: "
                 "shard 0 lost its memory; restore a checkpoint into an empty cluster, or start the "
-                "training again under another name",
+                "training again under another name, and start this worker again",
                 **self._where(name),
             )
 
@@ -347,7 +347,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             to: The name that it gets; empty: it is deleted.
 
         Raises:
-            StepOrderError: another one has the name, or another change of it is decided.
+            OtherIncarnationError: another one has the name, or another change of it is decided.
             SpecMismatchError: the new name is taken.
             ArgumentError: it can't have another name.
             StorageError: a new name can't be noted.
@@ -395,7 +395,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 meets of files that are gone is no answer for its client.
 
         Raises:
-            StepOrderError: there is another one; or this is shard 0, which has not marked it.
+            OtherIncarnationError: there is another one; or this is shard 0, without such a mark.
             StorageError: it can't be removed, or that can't be noted.
         """
 
@@ -428,8 +428,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             end_calls: See `remove`.
 
         Raises:
-            StepOrderError: there is another one; or this is shard 0, which has not marked it so;
-                or another one has the new name.
+            OtherIncarnationError: there is another one; or this is shard 0, and it has no such
+                mark; or another one has the new name.
             StorageError: it can't be renamed, or that can't be noted.
         """
 
@@ -517,8 +517,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             self._changes.gone(self._kind, name, each) is not None for each in known
         )
 
-    def _another(self, name: str) -> StepOrderError:
-        return StepOrderError(
+    def _another(self, name: str) -> OtherIncarnationError:
+        return OtherIncarnationError(
             f"{self._kind} {name!r} is another one on shard {self._config.shard_index} than was "
             "asked about, or that change of its name is not decided; nothing has changed; delete "
             "or rename it again",

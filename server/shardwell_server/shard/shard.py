@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardwell.errors import (
-    StepOrderError,
+    OtherIncarnationError,
     StorageError,
     WrongShardError,
 )
@@ -164,10 +164,10 @@ class Shard:
         """
         self._store.check_present()
 
-    def lost_memory(self, kind: str, name: str) -> StepOrderError:
+    def lost_memory(self, kind: str, name: str) -> OtherIncarnationError:
         """The error for a "parameter" or "table" that others have trained and this shard lacks."""
         where: dict[str, Any] = {kind: name}
-        return StepOrderError(
+        return OtherIncarnationError(
             f"{kind} {name!r} has begun on other shards, and shard {self.config.shard_index} does "
             f"not have it: it lost its memory ({self._origin}); stop it and start it with its "
             "files, or restore a checkpoint into an empty cluster, or start the training again "

@@ -130,7 +130,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             Where the slice and the worker are.
 
         Raises:
-            StepOrderError: it has begun with another incarnation.
+            OtherIncarnationError: it has begun with another incarnation.
             NotInitializedError, SeatsTakenError, WorkerIdInUseError, LimitError: the worker asked
                 for a seat and can't have one.
             StorageError: it can't be noted.
@@ -167,7 +167,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """Takes over an incarnation before anything has begun; returns the slice's own.
 
         Raises:
-            StepOrderError: it has begun with another one.
+            OtherIncarnationError: it has begun with another one.
             StorageError: it can't be noted.
         """
 

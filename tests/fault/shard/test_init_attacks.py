@@ -242,7 +242,7 @@ def test_shard_0_goes_back_to_old_files(tmp_path, cluster, connect, claim_count)
     model.init(np.arange(SIZE, dtype=np.float32))
     np.testing.assert_array_equal(model.get_weights(), np.arange(SIZE))
     # Shard 1 has what was trained; shard 0 is too old to know.
-    with pytest.raises(shardwell.StepOrderError, match="epoch"):
+    with pytest.raises(shardwell.OtherIncarnationError, match="epoch"):
         client.parameter("n", **options).init(np.arange(SIZE, dtype=np.float32))
 
 

@@ -6,16 +6,23 @@ Method: a real server is stopped, and a new one started on its port, with nothin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 import shardwell
-from harness.wire_client.worker import WireWorker, spec
+from harness.wire_client.table import WireTable, table_spec
+from harness.wire_client.worker import WireWorker, error_detail, spec
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import table_pb2
+from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster, ShardServer
 
 SIZE = 40
@@ -49,7 +56,7 @@ def test_the_same_name_is_refused_and_another_one_works(
         with pytest.raises(shardwell.UnknownParameterError):
             model.exchange(ONES)
         for again in (client, connect(running, "w0")):
-            with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
+            with pytest.raises(shardwell.OtherIncarnationError, match="lost its memory"):
                 again.parameter("model", size=SIZE, optimizer=optimizer)
         fresh = client.parameter("model-2", size=SIZE, optimizer=optimizer)
         if not isinstance(optimizer, shardwell.Average):
@@ -88,7 +95,7 @@ def test_before_the_first_step_old_first_weights_are_not_taken_for_new(cluster, 
     model.init(ONES)
     with (
         restarted(running, 0),
-        pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"),
+        pytest.raises(shardwell.OtherIncarnationError, match="shard 0 lost its memory"),
     ):
         connect(running, "w1").parameter("model", size=SIZE, optimizer=sgd)
 
@@ -115,7 +122,7 @@ def test_one_step_is_enough_to_tell(cluster, connect, optimizer, mode, shard_ind
         for worker_id in ("w0", "w1"):
             for _ in range(2):
                 with pytest.raises(
-                    shardwell.StepOrderError, match=f"shard {shard_index}.* lost its memory"
+                    shardwell.OtherIncarnationError, match=f"shard {shard_index}.* lost its memory"
                 ):
                     connect(running, worker_id).parameter("model", **options)
 
@@ -127,7 +134,7 @@ def test_what_shard_0_has_lost_is_not_left_out_of_a_checkpoint(cluster, connect,
     with restarted(running, 0):
         observer = connect(running, "observer")
         for names in (None, ["model"]):
-            with pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"):
+            with pytest.raises(shardwell.OtherIncarnationError, match="shard 0 lost its memory"):
                 observer.save_checkpoint(tmp_path / "saved", names)
     assert not list(tmp_path.iterdir())
 
@@ -176,7 +183,7 @@ def test_a_start_on_an_empty_directory(
     running.start_again(shard_index)
     expected = f"{path} was empty when it started" if shard_index else "was made anew"
     for worker_id in ("w0", "w1"):
-        with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+        with pytest.raises(shardwell.OtherIncarnationError, match="lost its memory") as caught:
             opened(worker_id)
         assert expected in caught.value.message
     running.children[shard_index].kill()
@@ -184,6 +191,95 @@ def test_a_start_on_an_empty_directory(
     (tmp_path / "elsewhere").rename(path)
     running.start_again(shard_index)
     assert opened("w0").next_step == 1
+
+
+def refused_for(call: Callable[[], object]) -> tuple[str, str]:
+    """Status and code of the error that a call by hand ends with."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code().name, types.ErrorCode.Name(error_detail(caught.value).code)
+
+
+SERVICE = "ParameterServerService"
+OTHER = ("FAILED_PRECONDITION", "ERROR_CODE_OTHER_INCARNATION")
+
+
+def test_a_worker_of_the_contract_never_goes_on_with_other_weights(cluster) -> None:
+    """Whatever call it makes, the answer is not that of a step that has closed without it."""
+    running = cluster(2)
+    with WireWorker(running.target, "w0") as worker:
+        model = worker.create(spec("model", SIZE))
+        model.init(np.zeros(SIZE))
+        model.exchange(ONES)
+        with restarted(running, 0), WireWorker(running.target, "w1") as other:
+            assert refused_for(lambda: other.create(model.spec)) == OTHER  # by shard 1
+            worker.attendances[0] = worker.attend(0)
+            for call in (
+                lambda: model.exchange(ONES),
+                lambda: model.push(ONES),
+                lambda: model.pull(),
+                lambda: model.claim_init(),
+                lambda: model.init_shard(0, ONES, 1 << 32),
+                lambda: worker.open_parameter(model.spec, incarnation=model.incarnation),
+                lambda: model.take_seat(),
+                lambda: model.confirm_init(1 << 32),
+            ):
+                assert refused_for(call) == OTHER
+            named = {"shard": worker.identities[0], "incarnation": model.incarnation}
+            named |= {"parameter": "model", "worker_id": "w0", "learning_rate": 0.5}
+            calls = by_name(worker.stubs[0], named)
+            assert len(calls) >= 7
+            assert {name: refused_for(call) for name, call in calls.items()} == (
+                dict.fromkeys(calls, OTHER)
+            )
+
+
+def test_nor_with_other_rows(cluster) -> None:
+    running = cluster(2)
+    with WireWorker(running.target, "w0") as worker:
+        table = WireTable(worker, table_spec(dim=1), take_seat=True)
+        for _ in range(2):
+            table.put([1, 2, 3], [[1], [1], [1]])
+        with restarted(running, 0), WireWorker(running.target, "w1") as other:
+            assert refused_for(lambda: WireTable(other, table.spec)) == OTHER  # by shard 1
+            worker.attendances[0] = worker.attend(0)
+            for call in (
+                lambda: table.put([1, 2, 3], [[1], [1], [1]]),
+                lambda: table.get([1, 2, 3]),
+                lambda: table.open(),
+                lambda: table.take_seat(),
+            ):
+                assert refused_for(call) == OTHER
+            named = {"shard": worker.identities[0], "incarnation": table.incarnation}
+            named |= {"table": table.spec.name, "learning_rate": 0.5, "count_max": 1}
+            calls = by_name(table.stubs[0], named, table_pb2.DESCRIPTOR, "TableService")
+            assert len(calls) >= 3
+            assert {name: refused_for(call) for name, call in calls.items()} == (
+                dict.fromkeys(calls, OTHER)
+            )
+
+
+def by_name(
+    stub: Any, given: dict[str, Any], file: Any = pb.DESCRIPTOR, service: str = SERVICE
+) -> dict[str, Callable[[], object]]:
+    """The calls with one request that name an incarnation, each with what it takes of `given`."""
+    found: dict[str, Callable[[], object]] = {}
+    for method in file.services_by_name[service].methods:
+        fields = method.input_type.fields_by_name
+        if "incarnation" in fields and "spec" not in fields and not method.client_streaming:
+            request = GetMessageClass(method.input_type)(
+                **{key: value for key, value in given.items() if key in fields}
+            )
+            if "figures" in fields:
+                request.figures.add(name="loss", value=1.0)
+            call = getattr(stub, method.name)
+            is_stream = method.server_streaming
+            found[method.name] = partial(_answers, call, request, is_stream=is_stream)
+    return found
+
+
+def _answers(call: Any, request: Any, *, is_stream: bool) -> object:
+    return list(call(request)) if is_stream else call(request)
 
 
 @pytest.mark.parametrize("shard_index", [0, 1])
@@ -203,11 +299,13 @@ def test_rows_that_are_gone_are_not_taken_for_new_ones(cluster, connect, mode, s
             table.get_rows(ids)
         for again in (client, connect(running, "w0"), connect(running, "reader")):
             for _ in range(2):
-                with pytest.raises(shardwell.StepOrderError, match="lost its memory") as caught:
+                with pytest.raises(
+                    shardwell.OtherIncarnationError, match="lost its memory"
+                ) as caught:
                     again.table("rows", **options)
                 assert caught.value.table == "rows"
         # Shard 0 has made it anew when it was asked to open it, and can't know that it had it.
-        expected = shardwell.UnknownTableError if shard_index else shardwell.StepOrderError
+        expected = shardwell.UnknownTableError if shard_index else shardwell.OtherIncarnationError
         with pytest.raises(expected, match="lost its"):
             table.get_rows(ids)
         fresh = client.table("rows-2", **options)

@@ -20,7 +20,7 @@ from shardwell_server.shard.table.register import TableRegister
 
 IDS = np.arange(40)
 ONES = np.ones((IDS.size, 2), np.float32)
-REFUSED = (shardwell.StepOrderError, shardwell.UnknownTableError)
+REFUSED = (shardwell.OtherIncarnationError, shardwell.UnknownTableError)
 
 
 def open_table(client: shardwell.Client, mode: str) -> shardwell.Table:
@@ -78,7 +78,7 @@ def test_a_table_of_which_nothing_had_begun(cluster, connect, lost) -> None:
     np.testing.assert_array_equal(table.get_rows(IDS), -1)
     lose(running, lost)
     late = connect(running, "w1")
-    with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
+    with pytest.raises(shardwell.OtherIncarnationError, match="lost its memory"):
         open_table(late, "async")
 
 
@@ -91,7 +91,7 @@ def test_a_cluster_that_lost_all_begins_anew(cluster, connect) -> None:
         lose(running, shard_index)
     other = open_table(connect(running, "w1"), "async")
     other.put_row_gradients(IDS, ONES)
-    with pytest.raises(shardwell.StepOrderError, match="lost its memory"):
+    with pytest.raises(shardwell.OtherIncarnationError, match="lost its memory"):
         table.put_row_gradients(IDS, ONES)
     table.reopen()
     table.put_row_gradients(IDS, ONES)

@@ -43,8 +43,17 @@ def seal_around(message: Any) -> Any:
 
 def of_message(request: Any) -> int:
     """What the CRC of a request without a payload should be."""
-    values = [request.DESCRIPTOR.full_name, *_all_fields(request)]
-    return crc32.iscsi(b"".join(map(_packed, values)))
+    return crc32.iscsi(bytes_of(request))
+
+
+def bytes_of(message: Any) -> bytes:
+    """What the CRC of a message without a payload is of."""
+    return _packed(message.DESCRIPTOR.full_name) + fields_of(message)
+
+
+def fields_of(message: Any) -> bytes:
+    """The part of it that a message within another one is."""
+    return b"".join(map(_packed, _all_fields(message)))
 
 
 def _all_fields(message: Any) -> list[Value]:

@@ -77,6 +77,7 @@ class WireTable:
         self.worker = worker
         self.spec = spec
         self.stubs = [pb_grpc.TableServiceStub(channel) for channel in worker.channels]
+        self.incarnation = 0
         self.answers = self.open()
         if take_seat:
             self.answers = self.open(take_seat=True)
@@ -92,23 +93,26 @@ class WireTable:
         self.next_step = min(answer.next_step for answer in self.answers)
 
     def open(self, *, take_seat: bool = False, **fields: Any) -> list[pb.OpenTableResponse]:
-        """OpenTable on every shard, in order; for a seat a tenure is drawn."""
+        """OpenTable on every shard, in order; for a seat a tenure is drawn.
+
+        Shard 0 says which incarnation is meant on the others, unless this worker knows its own.
+        """
         if take_seat:
             fields.setdefault("tenure", secrets.randbits(64) or 1)
-        return [
-            stub.OpenTable(
-                pb.OpenTableRequest(
-                    shard=identity,
-                    worker_id=self.worker.worker_id,
-                    spec=self.spec,
-                    take_seat=take_seat,
-                    session=self.worker.session,
-                    **fields,
-                ),
-                timeout=CALL_TIMEOUT_S,
+        fields.setdefault("incarnation", self.incarnation)
+        answers: list[pb.OpenTableResponse] = []
+        for stub, identity in zip(self.stubs, self.worker.identities, strict=True):
+            request = pb.OpenTableRequest(
+                shard=identity,
+                worker_id=self.worker.worker_id,
+                spec=self.spec,
+                take_seat=take_seat,
+                session=self.worker.session,
+                **fields,
             )
-            for stub, identity in zip(self.stubs, self.worker.identities, strict=True)
-        ]
+            answers.append(stub.OpenTable(request, timeout=CALL_TIMEOUT_S))
+            self.incarnation = fields["incarnation"] = answers[0].incarnation
+        return answers
 
     def opening(self, shard_index: int) -> pb.TableOpen:
         """What a stream's first message has."""
@@ -118,6 +122,7 @@ class WireTable:
             worker_id=self.worker.worker_id,
             session=self.worker.session,
             tenure=self.tenure,
+            incarnation=self.incarnation,
         )
         return wire_crc.seal_message(opening)
 

@@ -155,22 +155,25 @@ class WireWorker:
     def open_parameter(
         self, parameter_spec: types.ParameterSpec, **fields: Any
     ) -> list[pb.CreateParameterResponse]:
-        """What every shard answers to CreateParameter; for a seat a tenure is drawn."""
+        """What every shard answers to CreateParameter; for a seat a tenure is drawn.
+
+        Shard 0 says which incarnation is meant on the others, and whether they must have it.
+        """
         if fields.get("take_seat"):
             fields.setdefault("tenure", secrets.randbits(64) or 1)
-        return [
-            stub.CreateParameter(
-                pb.CreateParameterRequest(
-                    shard=identity,
-                    worker_id=self.worker_id,
-                    spec=parameter_spec,
-                    session=self.session,
-                    **fields,
-                ),
-                timeout=CALL_TIMEOUT_S,
+        answers: list[pb.CreateParameterResponse] = []
+        for stub, identity in zip(self.stubs, self.identities, strict=True):
+            request = pb.CreateParameterRequest(
+                shard=identity,
+                worker_id=self.worker_id,
+                spec=parameter_spec,
+                session=self.session,
+                **fields,
             )
-            for stub, identity in zip(self.stubs, self.identities, strict=True)
-        ]
+            answers.append(stub.CreateParameter(request, timeout=CALL_TIMEOUT_S))
+            fields.setdefault("incarnation", answers[0].incarnation)
+            fields.setdefault("must_exist", answers[0].begun)
+        return answers
 
     def close(self) -> None:
         """Ends the connections."""
@@ -201,12 +204,14 @@ class WireParameter:
         ]
         self.next_step = min(answer.next_step for answer in answers if answer.slice_size)
         self.tenure = answers[0].tenure
+        self.incarnation = answers[0].incarnation
 
     def take_seat(self) -> None:
         """Takes this worker's seats, and begins anew where some of them were given away."""
-        answers = self.worker.open_parameter(self.spec, take_seat=True)
+        own = {"take_seat": True, "incarnation": self.incarnation}
+        answers = self.worker.open_parameter(self.spec, **own)
         if len({answer.tenure for answer in answers}) > 1:
-            answers = self.worker.open_parameter(self.spec, take_seat=True, begins_anew=True)
+            answers = self.worker.open_parameter(self.spec, **own, begins_anew=True)
         (self.tenure,) = {answer.tenure for answer in answers}
         self.next_step = min(answer.next_step for answer in answers if answer.slice_size)
 
@@ -218,6 +223,7 @@ class WireParameter:
             worker_id=self.worker.worker_id,
             session=self.worker.session,
             tenure=self.tenure,
+            incarnation=self.incarnation,
         )
         return wire_crc.seal_message(opening)
 
@@ -229,6 +235,7 @@ class WireParameter:
                 parameter=self.spec.name,
                 worker_id=self.worker.worker_id,
                 wait_timeout_ms=int(wait_timeout_s * 1000),
+                incarnation=self.incarnation,
             ),
             timeout=CALL_TIMEOUT_S,
         )
@@ -252,6 +259,7 @@ class WireParameter:
                     shard=self.worker.identities[shard_index],
                     parameter=self.spec.name,
                     epoch=epoch,
+                    incarnation=self.incarnation,
                 ),
                 timeout=CALL_TIMEOUT_S,
             )
@@ -350,6 +358,7 @@ class WireParameter:
                         worker_id=self.worker.worker_id,
                         min_version=min_version,
                         wait_timeout_ms=int(wait_timeout_s * 1000),
+                        incarnation=self.incarnation,
                     ),
                     timeout=CALL_TIMEOUT_S,
                 )

@@ -232,7 +232,7 @@ def test_a_rate_after_shard_0_lost_its_memory_is_refused(cluster, connect) -> No
     opened(ops, "parameter"), opened(ops, "table", "t")
     for one in (old, old_table):
         for is_now in (True, False):
-            with pytest.raises(shardwell.StepOrderError, match="shard 0 lost its memory"):
+            with pytest.raises(shardwell.OtherIncarnationError, match="shard 0 lost its memory"):
                 one.set_learning_rate(0.25, now=is_now)
     (status,) = ops.status()
     assert {each.learning_rate for each in (*status.parameters, *status.tables)} == {1.0}

@@ -162,12 +162,3 @@ def test_what_has_no_ranks_says_so(cluster, connect) -> None:
         own.ranking()
     with pytest.raises(shardwell.ArgumentError, match="nothing open that has ranks"):
         _ = alone.rank
-
-
-def test_shards_of_an_earlier_version_are_named(cluster, connect, monkeypatch) -> None:
-    """Their answers lack both fields, which are 0 then: all workers would be rank 0."""
-    client = connect(cluster(1), "w0")
-    opened(client, worker_count=2)
-    monkeypatch.setattr("shardwell_server.shard.members.Seats.rank_of", lambda *_: (0, 0))
-    with pytest.raises(shardwell.WrongShardError, match=r"earlier version.*RANK and WORLD_SIZE"):
-        _ = client.rank

@@ -361,6 +361,8 @@ def test_bytes_that_are_no_request(cluster, method: str, message: bytes) -> None
         if message
         else (grpc.StatusCode.DATA_LOSS, types_pb2.ERROR_CODE_CORRUPT_CHUNK)  # all but the CRC
     )
+    if method == "JoinGroup" and not message:  # as one of an earlier version, without its number
+        expected = (grpc.StatusCode.FAILED_PRECONDITION, types_pb2.ERROR_CODE_WRONG_SHARD)
     assert (caught.value.code(), error_detail(caught.value).code) == expected
     assert join(target, new_member("h0"), 0, group_spec(1)).rank == 0
 

@@ -110,8 +110,11 @@ class OtherVersion(grpc.GenericRpcHandler):
 
     def service(self, details: Any) -> Any:
         is_question = details.method == STATUS
+        meets = details.method in MEETINGS
 
         def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if not meets:  # it does not know the session
+                context.abort(grpc.StatusCode.UNAVAILABLE, "attend, and call again")
             shard = types_pb2.ShardIdentity(cluster_id="other", shard_count=1)
             found: Any = group_pb2.JoinGroupResponse(missing_ranks=[1])
             if is_question:

@@ -43,6 +43,7 @@ WIRE: dict[str, tuple[type[errors.ShardwellError], grpc.StatusCode]] = {
     "COLLECTIVE_MISMATCH": (errors.CollectiveMismatchError, Code.FAILED_PRECONDITION),
     "UNAUTHENTICATED": (errors.AuthenticationError, Code.UNAUTHENTICATED),
     "PERMISSION_DENIED": (errors.AccessDeniedError, Code.PERMISSION_DENIED),
+    "OTHER_INCARNATION": (errors.OtherIncarnationError, Code.FAILED_PRECONDITION),
     "VERSION_MISMATCH": (errors.VersionMismatchError, Code.FAILED_PRECONDITION),
     "INTERNAL": (errors.InternalError, Code.INTERNAL),
 }

@@ -17,7 +17,7 @@ import pytest
 
 import shardwell
 from harness.stories.crash import SameMachine
-from shardwell.errors import SpecMismatchError, StepOrderError, StorageError
+from shardwell.errors import OtherIncarnationError, SpecMismatchError, StorageError
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import ShardConfig
@@ -264,11 +264,11 @@ def test_one_change_at_a_time(kind: str) -> None:
 
     assert mark("new")
     for other in ("", "newer"):
-        with pytest.raises(StepOrderError, match="that change of its name is not decided"):
+        with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
             mark(other)
-    with pytest.raises(StepOrderError, match="that change of its name is not decided"):
+    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
         registry.remove(name, 7, 7, "ops")
-    with pytest.raises(StepOrderError, match="that change of its name is not decided"):
+    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
         registry.rename(name, "newer", 7, 7, "ops")
     assert registry.rename(name, "new", 7, 7, "ops")
     assert not registry.rename(name, "new", 7, 7, "ops")
@@ -308,7 +308,7 @@ def test_room_that_is_asked_for_too_late_is_not_counted() -> None:
 def test_only_what_was_asked_about_is_removed() -> None:
     shard = Shard(ShardConfig(shard_index=1, shard_count=2), MemoryStore())
     made(shard, "parameter")
-    with pytest.raises(StepOrderError, match="another one on shard 1"):
+    with pytest.raises(OtherIncarnationError, match="another one on shard 1"):
         shard.parameters.remove("m", 8, 9, "ops")
     assert shard.parameters.get("m").incarnation == 7
     assert shard.parameters.remove("m", 8, 7, "ops")
@@ -318,9 +318,9 @@ def test_only_what_was_asked_about_is_removed() -> None:
 def test_shard_0_removes_what_it_has_marked_alone() -> None:
     shard = Shard(ShardConfig(shard_index=0, shard_count=2), MemoryStore())
     made(shard, "parameter")
-    with pytest.raises(StepOrderError, match="that change of its name is not decided"):
+    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
         shard.parameters.remove("m", 7, 7, "ops")
-    with pytest.raises(StepOrderError, match="another one"):
+    with pytest.raises(OtherIncarnationError, match="another one"):
         shard.parameters.mark("m", 8, "ops", force=True, but=0)
     assert shard.parameters.mark("m", 7, "ops", force=True, but=0)
     assert shard.parameters.mark("m", 7, "ops", force=False, but=0)  # again

@@ -7,11 +7,14 @@ is changed alone.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
@@ -310,3 +313,28 @@ def _is_same(found: Any, sent: Any) -> bool:
     copy.CopyFrom(found)
     copy.DiscardUnknownFields()
     return bool(copy == sent)
+
+
+def test_the_examples_of_the_contract() -> None:
+    """Bytes and CRCs that types.proto shows are those of the messages that it names."""
+    comments = (Path(__file__).parents[3] / "protos/shardwell/v1/types.proto").read_text()
+    rows = re.findall(r"^//   ((?:[0-9a-f]{2,}(?: |$))+)", comments, re.MULTILINE)
+    shown = bytes.fromhex("".join(rows))
+    shard = types_pb2.ShardIdentity(cluster_id="c", shard_index=1, shard_count=2)
+    examples: list[Any] = [
+        pb.SetLearningRateRequest(
+            shard=shard, parameter="net", learning_rate=0.5, from_step=3, incarnation=7
+        ),
+        pb.GetContributionsResponse(
+            sets=[pb.ContributorSet(chunk_indexes=[2, 5], worker_ids=["w0"])]
+        ),
+    ]
+    for message, crc in zip(
+        examples, re.findall(r"whose CRC is (0x[0-9a-f]{8})", comments), strict=True
+    ):
+        covered = wire_crc.bytes_of(message)
+        assert shown.startswith(covered)
+        shown = shown[len(covered) :]
+        assert crc32.iscsi(covered) == int(crc, 16) == checksum.of_message(message)
+    optimizer = sgd(0.5)
+    assert shown == (1).to_bytes(8, "little") + wire_crc.fields_of(optimizer)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwell.errors import ArgumentError, InitSupersededError, StepOrderError
+from shardwell.errors import ArgumentError, InitSupersededError, OtherIncarnationError
 
 _DRAWN_BITS = 32
 EPOCH_END = 2**63
@@ -108,7 +108,7 @@ class FirstWeightsState:
 
         Raises:
             InitSupersededError: a later epoch came in between.
-            StepOrderError: other weights are committed, or shard 0 did not grant the epoch.
+            OtherIncarnationError: other weights are committed, or shard 0 did not grant the epoch.
         """
         if epoch < self.epoch or epoch < 1:
             raise InitSupersededError(
@@ -138,7 +138,7 @@ class FirstWeightsState:
         """Shard 0 has committed that epoch.
 
         Raises:
-            StepOrderError: this shard has no complete values of it.
+            OtherIncarnationError: this shard has no complete values of it.
         """
         if self.is_committed and epoch == self.epoch:
             return
@@ -146,8 +146,8 @@ class FirstWeightsState:
             raise self._refused(epoch, f"this shard has epoch {self._staged_epoch}")
         self.is_committed = True
 
-    def _refused(self, epoch: int, reason: str) -> StepOrderError:
-        return StepOrderError(
+    def _refused(self, epoch: int, reason: str) -> OtherIncarnationError:
+        return OtherIncarnationError(
             f"first weights of {self._parameter!r}: epoch {epoch} is refused, {reason}; "
             "call ClaimInit on shard 0 and use its epoch",
             parameter=self._parameter,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from shardwell.errors import NotInitializedError, StepOrderError
+from shardwell.errors import NotInitializedError, OtherIncarnationError, StepOrderError
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -96,14 +96,14 @@ class Register(MembershipLog[Seat]):
             incarnation: The incarnation on shard 0; 0: unknown.
 
         Raises:
-            StepOrderError: it has begun with another one.
+            OtherIncarnationError: it has begun with another one.
             StorageError: it can't be noted.
         """
         if self._is_first_shard and not self.incarnation:
             incarnation = incarnation or secrets.randbits(63) + 1
         if incarnation and incarnation != self.incarnation:
             if self.incarnation and self.has_begun:
-                raise StepOrderError(
+                raise OtherIncarnationError(
                     f"parameter {self._spec.name!r} was made anew on shard 0, and this shard has "
                     "what was trained before: shard 0 lost its memory; stop it and start it with "
                     "its files, or start the training again under another name",
@@ -170,7 +170,7 @@ class Register(MembershipLog[Seat]):
         """Whether first weights of an epoch are to be written; the lock is held.
 
         Raises:
-            InitSupersededError, StepOrderError: see FirstWeightsState.take.
+            InitSupersededError, OtherIncarnationError: see FirstWeightsState.take.
         """
         with self._changing_first() as first:
             return first.take(epoch)
@@ -185,7 +185,7 @@ class Register(MembershipLog[Seat]):
         """Shard 0 has committed that epoch; the lock is held.
 
         Raises:
-            StepOrderError: this shard has no complete values of that epoch.
+            OtherIncarnationError: this shard has no complete values of that epoch.
         """
         with self._changing_first() as first:
             first.confirm(epoch)

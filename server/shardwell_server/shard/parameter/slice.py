@@ -238,7 +238,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         Raises:
             ArgumentError: the range is not in the slice, or the optimizer has no weights.
             InitSupersededError: a claim with a higher epoch came in between.
-            StepOrderError: first weights stand, or shard 0 did not grant the epoch.
+            OtherIncarnationError: first weights stand, or shard 0 did not grant the epoch.
         """
         if isinstance(self.spec.optimizer, Average):
             raise ArgumentError(f"parameter {self.spec.name!r} averages; it has no first weights")
@@ -278,7 +278,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         Raises:
             ArgumentError: the version is none, or is without its optimizer state; or there is a
                 rate for an optimizer without one.
-            InitSupersededError, StepOrderError: see `set_first_weights`.
+            InitSupersededError, OtherIncarnationError: see `set_first_weights`.
         """
         if not 0 <= version <= STEP_MAX or (version and self.storage.slots and not with_slots):
             raise ArgumentError(
@@ -319,7 +319,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         """Makes first weights stand that shard 0 has accepted; returns the version.
 
         Raises:
-            StepOrderError: this shard has no complete values of that epoch.
+            OtherIncarnationError: this shard has no complete values of that epoch.
         """
         with self._register.lock:
             self._encoded.forget()

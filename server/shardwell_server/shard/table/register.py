@@ -11,7 +11,7 @@ Events beside those of membership_log.py:
 
 from __future__ import annotations
 
-from shardwell.errors import ArgumentError, StepOrderError
+from shardwell.errors import ArgumentError, OtherIncarnationError
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
@@ -60,10 +60,10 @@ class TableRegister(MembershipLog[Seat]):
         """Refuses what is meant for another table of this name; 0 is meant for any.
 
         Raises:
-            StepOrderError: this one has another incarnation.
+            OtherIncarnationError: this one has another incarnation.
         """
         if incarnation and self.incarnation not in (0, incarnation):
-            raise StepOrderError(
+            raise OtherIncarnationError(
                 f"table {self._spec.name!r} was made anew on one shard and not on another, or "
                 "since it was opened: a shard lost its memory; restore a checkpoint into an empty "
                 "cluster, or start the training again under another name",

@@ -18,7 +18,7 @@ from shardwell.errors import (
     InitSupersededError,
     NonFiniteError,
     NotInitializedError,
-    StepOrderError,
+    OtherIncarnationError,
 )
 from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
@@ -220,7 +220,7 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         sessions=AllAlive(),
         spans=Spans(),
     )
-    with pytest.raises(StepOrderError, match="epoch 1 is refused"):
+    with pytest.raises(OtherIncarnationError, match="epoch 1 is refused"):
         made.confirm_init(1)
     made.set_first_weights(1, Slice(4, 4), np.ones(4, np.float32))
     made.finish_init(1)
@@ -228,15 +228,15 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         made.weights_message(0, 0, deadline())
     made.set_first_weights(3, Slice(4, 2), np.zeros(2, np.float32))  # a later claim, half sent
     for epoch in (1, 3):
-        with pytest.raises(StepOrderError):
+        with pytest.raises(OtherIncarnationError):
             made.confirm_init(epoch)
     made.set_first_weights(3, Slice(4, 4), np.full(4, 3, np.float32))
     made.finish_init(3)
     assert made.confirm_init(3) == made.confirm_init(3) == 0
-    for epoch, error in ((1, InitSupersededError), (5, StepOrderError)):
+    for epoch, error in ((1, InitSupersededError), (5, OtherIncarnationError)):
         with pytest.raises(error):
             made.set_first_weights(epoch, Slice(4, 4), np.zeros(4, np.float32))
-        with pytest.raises(StepOrderError):
+        with pytest.raises(OtherIncarnationError):
             made.confirm_init(epoch)
     made.set_first_weights(3, Slice(4, 4), np.zeros(4, np.float32))
     np.testing.assert_array_equal(made.storage.weights, 3)
