@@ -533,6 +533,7 @@ def test_a_training_that_goes_on_is_in_the_log(client, caplog) -> None:
     optimizer = server(net(seed=2), client)
     (line,) = logged(caplog)
     assert "'w0' goes on with parameter 'model' at step 3" in line
+    assert "while schedule.last_epoch < optimizer.next_step: schedule.step()" in line
     assert optimizer.next_step == 3
 
 
