@@ -178,7 +178,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Whether `state_dict` has weights and the update rule's arrays, too."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
             raise ArgumentError(
-                "optimizer must be an update rule of the shards, as shardwell.AdamW(3e-4); got "
+                "optimizer must be an update rule, as shardwell.AdamW(3e-4); got "
                 f"{described(optimizer)}; expected {_CALL}; an optimizer of torch goes into "
                 "shardwell.torch.prepare(model, optimizer), which makes the rule of it"
             )
