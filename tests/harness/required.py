@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 
 import pytest
 
 VARIABLE = "SHARDWELL_TEST_REQUIRE"
 _INSTALLED_BY = {
     "chromium": "apt-get install -y chromium",
+    "git": "apt-get install -y git",
+    "ipv6": "sysctl net.ipv6.conf.lo.disable_ipv6=0",
     "prometheus": "apt-get install -y prometheus",
     "promtool": "apt-get install -y prometheus",
     "slurm": "apt-get install -y slurmctld slurmd slurm-client munge",
@@ -27,6 +30,14 @@ def program(name: str) -> str:
     if found is None:
         missing(name, "no such program on PATH")
     return found
+
+
+def ipv6() -> None:
+    """Ends a test where this machine has no address of its own of IPv6, as in many containers."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as failure:
+        missing("ipv6", str(failure))
 
 
 def missing(name: str, why: str) -> None:

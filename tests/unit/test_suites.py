@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import required
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,7 +27,7 @@ def suites(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([required.program("git"), "init", "-q", str(tmp_path)], check=True)
     for name in ("its/one.py", "others/two.py", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first")

@@ -7,6 +7,7 @@ privileges are needed where the system lets users make one.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ class Machine:
 
 def can_be_made() -> bool:
     """Whether this system lets the tests make network namespaces."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        return False
     with contextlib.suppress(OSError):
         return subprocess.run(["unshare", "-Urn", "true"], capture_output=True).returncode == 0
     return False

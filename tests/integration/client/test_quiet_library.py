@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness import required
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
@@ -213,6 +214,8 @@ def test_an_address_without_a_shard_is_one_line(listen) -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]", "[::]"])
 def test_every_kind_of_address_can_be_listened_on(host) -> None:
+    if host.startswith("["):
+        required.ipv6()
     config = ShardConfig(shard_index=0, shard_count=1, listen=f"{host}:0", insecure=True)
     with ShardServer(config) as server:
         port = server.address.rpartition(":")[2]
