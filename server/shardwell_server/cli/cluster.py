@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import shlex
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +27,7 @@ from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_start
 from shardwell_server.store.files.data_dir import kept_shard_count, read_record, write_record
 
 _LOCALHOST = "127.0.0.1"
+_PORTS = range(20_000, 32_768)
 _SHARD_COUNT = 2
 _RECORD_NAME = "cluster.json"
 """In the data directory: where the shards listened last."""
@@ -157,13 +160,15 @@ def cluster(
 
 
 def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
-    """Where the shards are to listen; None: on free ports.
+    """Where the shards are to listen; None: on any free ports.
 
     Raises:
         ClickException: the record of their ports can't be used.
     """
-    if data_dir is None or not (path := data_dir / _RECORD_NAME).exists():
+    if data_dir is None:
         return None
+    if not (path := data_dir / _RECORD_NAME).exists():
+        return _lasting_addresses(shard_count)
     try:
         found = parse_target(read_record(path)[0]["shards"])
         if not all(each.startswith(f"{_LOCALHOST}:") for each in found):
@@ -174,6 +179,19 @@ def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
             "they take free ones"
         ) from None
     return found if len(found) == shard_count else None  # another number is refused
+
+
+def _lasting_addresses(count: int) -> list[str]:
+    """Free ones, on ports that no system gives to connections while the shards are down."""
+    found: list[str] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((_LOCALHOST, port))
+            found.append(f"{_LOCALHOST}:{port}")
+        if len(found) == count:
+            break
+    return found
 
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
