@@ -74,6 +74,12 @@ def _summed(path: Path) -> None:
     MmapGradientAccumulator(path, dim=4, max_rows=8).close()
 
 
+def _with_crc(text: bytes, form: str | None) -> bytes:
+    """A head whose CRC fits, as in these files a damaged number is to be called damaged."""
+    crc = crc32.iscsi(text)
+    return text + (struct.pack("<I", crc) if form is None else (form % crc).encode())
+
+
 NEWER: dict[str, tuple[bytes, Callable[[Path], Any]]] = {
     "shard.json": (
         b'{"format_version": %d, "new": 1}' % (DIRECTORY.newest + 1),
@@ -87,8 +93,14 @@ NEWER: dict[str, tuple[bytes, Callable[[Path], Any]]] = {
         b'{"format_version": %d, "new": 1}\nnew' % (DIRECTORY.newest + 1),
         lambda path: read_layout(path, TableLayout),
     ),
-    "events": (b"shardwell events 2 new", lambda path: EventLog(path, 0, _nothing).read()),
-    "journal-000001": (b"SWL2 new", lambda path: sync_segments(path.parent)),
+    "events": (
+        _with_crc(b"shardwell events 2 %020d " % 1, "%08x\n"),
+        lambda path: EventLog(path, 0, _nothing).read(),
+    ),
+    "journal-000001": (
+        _with_crc(b"SWL2" + bytes(8), None),
+        lambda path: sync_segments(path.parent),
+    ),
     "sums": (b"shardwell sums\r\n" + struct.pack("=I", 2) + b"new", _summed),
     "log.jsonl": (b'{"format": 2, "new": 1}\n', lambda path: ContributionLog(path, 0)),
     "manifest.json": (

@@ -150,7 +150,8 @@ def _head(synced_bytes: int) -> bytes:
 
 def _synced_bytes(path: Path, data: Bytes) -> int:
     head = data[:HEAD_BYTES].tobytes()
-    if head[:3] == _KIND and head[3:4].isdigit():
+    is_whole = head[_HEAD.size :] == _CRC.pack(crc32.iscsi(head[: _HEAD.size]))
+    if is_whole and head.startswith(_KIND) and head[3:4].isdigit():
         JOURNAL.check(path, int(head[3:4]))
     synced_bytes: int = _HEAD.unpack(head[: _HEAD.size])[1] if len(head) == HEAD_BYTES else 0
     if head != _head(synced_bytes):

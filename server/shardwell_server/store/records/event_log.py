@@ -77,7 +77,8 @@ class EventLog:
         length = head[len(_MAGIC) : -9].strip()
         if length.isdigit():
             end = int(length)
-        if form := _FORMAT.match(head):
+        text, crc = head[:-9], f"{crc32.iscsi(head[:-9], self._salt):08x}\n".encode()
+        if head == text + crc and (form := _FORMAT.match(head)):
             EVENTS.check(self._path, int(form[1]))
         if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
             raise self._damaged("its first line")
