@@ -133,7 +133,7 @@ class Model:
     ) -> None:
         step, count = self.next_part(worker)
         self.sample_total += samples * (count == 0)
-        for row_id, gradient in gradients.items():
+        for row_id, gradient in gradients.items() if samples else ():
             self.rows.setdefault(row_id, np.zeros(DIM))
             self.sums[row_id] = self.sums.get(row_id, np.zeros(DIM)) + samples * gradient
         self.open_set.add(worker)

@@ -176,8 +176,6 @@ class TableMachine(RuleBasedStateMachine):
                 assert set(caught.value.missing_worker_ids) == seated - self.model.ended
         else:
             assert self.call(lambda: self.give(worker, message), kill)
-            if self.model.worker_count == 1 and samples == 0:
-                gradients = {row_id: 0 * value for row_id, value in gradients.items()}
             self.model.take(worker, gradients, samples=samples, ends=ends, first=count == 0)
             self.samples[worker] = samples
             self.sent.append((worker, step, count, message))
