@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,12 @@ from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
 if TYPE_CHECKING:
     from shardwell.connection.tls import TlsFiles
+
+# gRPC and codecs import these at their first use, on a thread of a call. There an import waits
+# for good if Ctrl-C has broken off one in the main thread, which keeps Python's lock of imports.
+for _module in ("_channel", "_interceptor", "_server", "_utilities", "experimental"):
+    importlib.import_module(f"grpc.{_module}")
+importlib.import_module("encodings.ascii")
 
 KEEPALIVE_PING_MS = 5_000
 """After so long without a word of a server its client pings, and gives it as long to answer."""

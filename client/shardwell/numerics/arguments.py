@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
+import numpy.ma  # here, and not at its first use on a thread: see connection/options.py
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, NonFiniteError

@@ -47,6 +47,8 @@ def named(error: BaseException, what: str) -> BaseException:
             f"{what} needs a thread, and Python starts none while the interpreter ends; call it "
             "before the main thread ends"
         )
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, KeyboardInterrupt):
+        return error.__context__  # threading's locks were interrupted, and say so
     return error
 
 
