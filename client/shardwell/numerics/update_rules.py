@@ -44,23 +44,25 @@ float32: rules add at most their squares, which are below half of what tells flo
 numbers apart."""
 
 _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
-_DOT_ELEMENT_COUNT = 4096
-"""Squares that are added in float32; sums of those, in float64."""
+_SQUARE_COUNT = 4096
+"""Squares of one piece, which stay in cache."""
 _CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
 
 
 def squared_norm(values: Float32) -> float:
-    """The sum of squares of a block, (n,) float32."""
-    total = 0.0
-    with np.errstate(over="ignore"):
-        for start in range(0, values.size, _DOT_ELEMENT_COUNT):
-            part = values[start : start + _DOT_ELEMENT_COUNT]
-            total += float(np.dot(part, part))
-        if not math.isfinite(total):  # squares of what is large
-            wide = values.astype(np.float64)
-            total = float(np.dot(wide, wide))
-    return total
+    """The sum of squares of a block, (n,) float32.
+
+    Products are exact in float64. NumPy adds those of a piece in an order that depends on their
+    number alone, where BLAS adds in that of the processor's vectors; pieces are added exactly.
+    """
+    squares = np.empty(min(values.size, _SQUARE_COUNT), np.float64)
+    sums = []
+    for start in range(0, values.size, _SQUARE_COUNT):
+        part = values[start : start + _SQUARE_COUNT]
+        found = np.multiply(part, part, out=squares[: part.size], dtype=np.float64)
+        sums.append(float(np.add.reduce(found)))
+    return math.fsum(sums)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
