@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -197,6 +198,9 @@ class Client(Connected, Closing):
             thread_count=thread_count,
         )
         self._calls = CallScope(self._shards, timeout_s, "the client")
+        self._at_step: dict[int, weakref.WeakSet[Handle[Any]]] = {}
+        """Parameters and tables that came to be open at a step and are given none since."""
+        self._at_step_lock = threading.Lock()
         self._parameters = _Opened[Parameter[Any]]()
         self._tables = _Opened[Table]()
         connections = Connections()
@@ -542,11 +546,18 @@ class Client(Connected, Closing):
 
     def _gone_on_with(self, opened: OpenT) -> OpenT:
         """Has what this worker was a step ahead with when it was killed go back to that step."""
-        others: list[Handle[Any]] = [*self._parameters.all(), *self._tables.all()]
-        for other in others:
-            for ahead, behind in ((opened, other), (other, opened)):
-                if ahead.is_step_ahead_of(behind):
-                    ahead.give_again(behind)
+        if not opened.is_untouched:
+            return opened
+        step = opened.resumed_step
+        with self._at_step_lock:  # few are a step apart: a call costs no more beside many others
+            behind, ahead = (list(self._at_step.get(step + by, ())) for by in (-1, 1))
+            self._at_step.setdefault(step, weakref.WeakSet()).add(opened)
+        for other in behind:
+            if opened.is_step_ahead_of(other):
+                opened.give_again(other)
+        for other in ahead:
+            if other.is_step_ahead_of(opened):
+                other.give_again(opened)
         return opened
 
     def _spec(

@@ -50,7 +50,15 @@ KEYS = {
 """By the names of their kinds."""
 
 
-def write_pair(kind: str, cert: Path, key: Path, files: Certificates, days: float = 7) -> None:
+def write_pair(
+    kind: str,
+    cert: Path,
+    key: Path,
+    files: Certificates,
+    days: float = 7,
+    *,
+    age_days: float = 1,
+) -> None:
     """A certificate for localhost and its key, of a kind, by the authority of `files`."""
     made = KEYS[kind]()
     ca = x509.load_pem_x509_certificate(files.ca.read_bytes())
@@ -64,7 +72,7 @@ def write_pair(kind: str, cert: Path, key: Path, files: Certificates, days: floa
         .issuer_name(ca.subject)
         .public_key(made.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=age_days))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .sign(ca_key, hashes.SHA256())

@@ -43,6 +43,7 @@ _JUDGED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature", "erification", 
 """Words of gRPC where a client has got as far as to judge the server's certificate: its date, its
 names. They are for clients to refuse, since the server could show it."""
 _FIRST_CERTIFICATE = re.compile(rb".*?-----END [A-Z0-9 ]*CERTIFICATE-----", re.DOTALL)
+_NO_PROXY = (("grpc.enable_http_proxy", 0),)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CA_VARIABLE = "SHARDWELL_TLS_CA"
 CERT_VARIABLE = "SHARDWELL_TLS_CERT"
@@ -365,24 +366,43 @@ def _unserved(contents: Contents) -> str | None:
         try:
             port = server.add_secure_port("127.0.0.1:0", credentials)
         except RuntimeError:
-            return "its TLS can't read these files"
+            return "its TLS can't read these files" if _reaches_itself() else None
         server.start()
         first = _FIRST_CERTIFICATE.match(contents.cert)
         assert first is not None
         trusting = grpc.ssl_channel_credentials(first[0])
-        no_proxy = (("grpc.enable_http_proxy", 0),)
-        with grpc.secure_channel(f"127.0.0.1:{port}", trusting, options=no_proxy) as channel:
-            try:
-                call: Any = channel.unary_unary("/shardwell.Try/Try")
-                call(b"", timeout=_TRY_S)
-            except grpc.RpcError as error:
-                details = str(error.details()).rpartition(f":{port}: ")[2]
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    return None
-                return None if any(word in details for word in _JUDGED) else details[:200]
-        return None
+        with grpc.secure_channel(f"127.0.0.1:{port}", trusting, options=_NO_PROXY) as channel:
+            details = _unreachable(channel)
+        if details is None or any(word in details for word in _JUDGED) or not _reaches_itself():
+            return None
+        return details.rpartition(f":{port}: ")[2][:200]
     finally:
         server.stop(None).wait(_TRY_S)
+
+
+def _reaches_itself() -> bool:
+    """Whether this machine connects to itself just now, without any certificate."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    try:
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=_NO_PROXY) as channel:
+            return _unreachable(channel) is None
+    except RuntimeError:
+        return False
+    finally:
+        server.stop(None).wait(_TRY_S)
+
+
+def _unreachable(channel: grpc.Channel) -> str | None:
+    """Why no connection comes about; None: a call reaches the server, which has no handler."""
+    try:
+        call: Any = channel.unary_unary("/shardwell.Try/Try")
+        call(b"", timeout=_TRY_S)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return str(error.details())
+    return None
 
 
 def _bytes_of(path: str | os.PathLike[str] | None) -> bytes | None:

@@ -62,14 +62,14 @@ class Feedback:
     Args:
         size: Elements of the parameter.
         codec: The codec whose rounding is made up for; None: there is none.
-        carries: Whether late="carry".
     """
 
-    def __init__(self, size: int, codec: BlockCodec | None, *, carries: bool) -> None:
+    def __init__(self, size: int, codec: BlockCodec | None) -> None:
         self._size = size
         self._codec = codec
-        self._carries = carries
-        self.keeps = carries or codec is not None
+        self.carries = False
+        """Whether late="carry"."""
+        self.keeps = codec is not None
         """Whether anything is ever kept."""
         self.carried: Float32 | None = None
         """What did not count of earlier gradients: (size,)."""
@@ -82,6 +82,12 @@ class Feedback:
         self._uncounted: Collection[Slice] = ()
         """What an earlier outcome of `_ended_step` has said not to be counted."""
         self._ended_step = -1
+
+    def set_carries(self, carries: bool) -> None:
+        """Goes on with late="carry", or with "drop", which forgets what is carried."""
+        self.carries, self.keeps = carries, carries or self._codec is not None
+        if not carries:
+            self.carried = None
 
     @property
     def is_due(self) -> bool:
@@ -146,7 +152,7 @@ class Feedback:
         if tried:
             tried = {crc: each for crc, each in tried.items() if crc != _crc_of(sent)}
         carried = None
-        if self._carries and (as_late or superseded):
+        if self.carries and (as_late or superseded):
             carried = np.zeros(self._size, np.float32)
         residual = self._rounded_off(sent)
         for where in as_late:
@@ -154,7 +160,7 @@ class Feedback:
             if carried is not None:
                 carried[part] = sent.read(where.offset, where.stop)
             if residual is not None:
-                kept = None if self._carries else self.residual
+                kept = None if self.carries else self.residual
                 residual[part] = 0 if kept is None else kept[part]
         only, alone = self._only(tried), sent if own is None else own
         for where in superseded:

@@ -126,17 +126,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         late: LateName = "drop",
     ) -> None:
         super().__init__(spec, shards, timeout_s=timeout_s)
-        self.late: LateName = checked_late(late)
-        """What becomes of a gradient whose step has closed without it; see `Client.parameter`."""
         self.is_draining = False
         """Whether an operator wants this elastic member to leave after its step, as `shardwell
         members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
-        self._feedback = Feedback(
-            spec.size,
-            block_codec(spec.codec_name) if spec.has_image else None,
-            carries=self.late == "carry",
-        )
+        codec = block_codec(spec.codec_name) if spec.has_image else None
+        self._feedback = Feedback(spec.size, codec)
         """What the next gradient adds of earlier ones."""
+        self.late = late
         self._sent_step = -1
         """The step of which a call has failed that may have sent something."""
         self.outcome: Outcome | None = None
@@ -199,6 +195,21 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ("version of the weights here", self.version),
         ]
         return html_table(f"parameter {self.name}", (), rows)
+
+    @property
+    def late(self) -> LateName:
+        """The way of a gradient whose step has closed without it; see `Client.parameter`.
+
+        Setting "drop" forgets what is carried over.
+
+        Raises:
+            ArgumentError: it is set to neither "drop" nor "carry".
+        """
+        return "carry" if self._feedback.carries else "drop"
+
+    @late.setter
+    def late(self, late: Any) -> None:
+        self._feedback.set_carries(checked_late(late) == "carry")
 
     @property
     def size(self) -> int:
@@ -1170,6 +1181,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._shards.given.add(self._what)
         if self._feedback.keeps and self._feedback.is_open(self.next_step):
             self._end_tried(attempts)
+        if self._transfer.superseded and self._sent_step != self.next_step:
+            self._transfer.superseded.clear()  # of a call that failed, and whose step has ended
         work = Gradient(values, self.next_step, count, learning_rate)
         work.has_effect = has_effect and (count > 0 or self.spec.mode == "async")
         if is_whole and self._feedback.keeps and self._feedback.is_due:

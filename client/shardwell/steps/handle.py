@@ -135,17 +135,26 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """Whether its steps need all workers, and come in turn with those of others of the kind."""
         return self.spec.mode == "sync" and not self.spec.has_open_sets
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether this client has given it nothing, and a worker that was killed may go back."""
+        return self._keeps_step and not self.is_closed and self._what not in self._shards.given
+
+    @property
+    def resumed_step(self) -> int:
+        """The step behind the last that an earlier process of this worker has given."""
+        return self.next_step + self._gives_again
+
     def is_step_ahead_of(self, other: Handle[Any]) -> bool:
         """Whether this worker came back a step further here than there, and has given to neither.
 
         Its earlier process may have ended between its steps of the two.
         """
-        both = (self, other)
-        own, its = (each.next_step + each._gives_again for each in both)
         return (
-            own == its + 1
+            self.resumed_step == other.resumed_step + 1
             and self._opening.has_seat
-            and all(each._keeps_step and each._what not in self._shards.given for each in both)
+            and self.is_untouched
+            and other.is_untouched
         )
 
     def give_again(self, other: Handle[Any]) -> None:

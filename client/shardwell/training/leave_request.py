@@ -204,6 +204,8 @@ class _ChildrenHandler:
         try:
             self._earlier(number, frame)
         except Exception:
+            if not _open:
+                raise
             deadline_s = time.monotonic() + REPEAT_S
             while not (is_asked := any(each.has_signal for each in list(_open))):
                 if time.monotonic() > deadline_s:  # this process does not get the signal

@@ -36,6 +36,8 @@ class End(NamedTuple):
     """"certificate", "authority", "token", or "certificate of worker"."""
     name: str
     """Path of the file; name of the token or worker."""
+    lead_s: float = WARNED_DAYS[0] * DAY_S
+    """How long before its end it is to be made anew."""
 
     def words(self, now_s: float) -> str:
         """What ends when, and what to do."""
@@ -51,7 +53,7 @@ class Ends:
     Args:
         tls: The shard's files; None: it has none.
         access: The tokens.
-        clients: Names of workers that are connected, with the ends of their certificates.
+        clients: Workers that are connected, with the ends of their certificates, and the leads.
         now_s: A clock that people set.
     """
 
@@ -59,7 +61,7 @@ class Ends:
         self,
         tls: TlsFiles | None,
         access: Access,
-        clients: Callable[[], list[tuple[str, float]]],
+        clients: Callable[[], list[tuple[str, float, float]]],
         now_s: Callable[[], float] = wall_clock_s,
     ) -> None:
         self._tls, self._access, self._clients = tls, access, clients
@@ -76,9 +78,12 @@ class Ends:
         ]
 
     def soon(self) -> list[End]:
-        """Those that end within the longest time of the warnings."""
-        until_s = self.now_s() + WARNED_DAYS[0] * DAY_S
-        return [each for each in self.all() if each.ends_s <= until_s]
+        """Those that are to be made anew: 30 days before the end, or in the last third of a life.
+
+        A certificate that lives for a day, and is replaced in time, is none of them.
+        """
+        now_s = self.now_s()
+        return [each for each in self.all() if each.ends_s <= now_s + each.lead_s]
 
     def warn(self) -> None:
         """Writes a line to the log for each that has come close; looks once a minute at most."""
@@ -103,9 +108,9 @@ class Ends:
             ("certificate", tls.cert, contents.cert),
             ("authority", tls.ca, contents.ca),
         ):
-            ends_s = None if pem is None else first_end_s(pem)
-            if ends_s is not None:
-                yield End(ends_s, kind, str(path))
+            found = None if pem is None else first_end(pem)
+            if found is not None:
+                yield End(found[0], kind, str(path), found[1])
 
     def _of_tokens(self) -> Iterator[End]:
         for principal in self._access.principals():
@@ -113,14 +118,20 @@ class Ends:
                 yield End(principal.expires_s, "token", principal.name)
 
     def _of_clients(self) -> Iterator[End]:
-        for worker_id, ends_s in self._clients():
-            yield End(ends_s, "certificate of worker", worker_id)
+        for worker_id, ends_s, lead_s in self._clients():
+            yield End(ends_s, "certificate of worker", worker_id, lead_s)
 
 
-def first_end_s(pem: bytes) -> float | None:
-    """When the first of some certificates ends, in seconds since 1970; None: it can't be read."""
+def first_end(pem: bytes) -> tuple[float, float] | None:
+    """When the first of some certificates ends, and how long before it is to be made anew.
+
+    In seconds since 1970, and in seconds; None: they can't be read.
+    """
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError:  # what OpenSSL reads may have forms that this does not
         return None
-    return min(each.not_valid_after_utc.timestamp() for each in found)
+    first = min(found, key=lambda each: each.not_valid_after_utc)
+    life = first.not_valid_after_utc - first.not_valid_before_utc
+    lead_s = min(WARNED_DAYS[0] * DAY_S, life.total_seconds() / 3)
+    return first.not_valid_after_utc.timestamp(), lead_s

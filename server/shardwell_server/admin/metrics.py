@@ -29,7 +29,7 @@ from shardwell.numerics import native
 from shardwell.rpc.shard_status import MEMBER_STATES
 from shardwell.v1 import parameter_server_pb2, table_pb2
 from shardwell.v1.types_pb2 import StepWait
-from shardwell_server.access.ends import Ends
+from shardwell_server.access.ends import End, Ends
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_times import BOUNDS_S, Durations
@@ -222,13 +222,20 @@ class _ShardCollector(Collector):
             "Until a certificate or token ends; below 0 when it has.",
             labels=["kind", "name"],
         )
+        soon = GaugeMetricFamily(
+            "shardwell_ends_soon",
+            "1 if it is to be made anew: 30 days before its end, or in the last third of its life.",
+            labels=["kind", "name"],
+        )
         now_s = self._vitals.ends.now_s()
-        first: dict[tuple[str, str], float] = {}
+        first: dict[tuple[str, str], End] = {}
         for each in self._vitals.ends.all() if self._is_shown("") else ():
-            first.setdefault((each.kind, each.name), each.ends_s)
-        for labels, ends_s in first.items():
-            ends.add_metric(labels, ends_s - now_s)
+            first.setdefault((each.kind, each.name), each)
+        for labels, end in first.items():
+            ends.add_metric(labels, end.ends_s - now_s)
+            soon.add_metric(labels, end.ends_s - now_s <= end.lead_s)
         yield ends
+        yield soon
 
     def _of_groups(self) -> Iterator[Metric]:
         label = ["group"]

@@ -24,7 +24,12 @@ from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_started
-from shardwell_server.store.files.data_dir import kept_shard_count, read_record, write_record
+from shardwell_server.store.files.data_dir import (
+    DataDirError,
+    kept_shard_count,
+    read_record,
+    write_record,
+)
 
 _LOCALHOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
@@ -142,7 +147,7 @@ def cluster(
                 )
             )
         if data_dir is not None:
-            write_record(data_dir / _RECORD_NAME, {"shards": running.target})
+            _note_addresses(data_dir / _RECORD_NAME, running.target)
         click.echo(f"export SHARDWELL_SHARDS={running.target}{variables}")
         click.echo(
             f"# cluster {running.cluster_id}: {shard_count} shards are serving; Ctrl-C stops them",
@@ -167,18 +172,30 @@ def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
     """
     if data_dir is None:
         return None
-    if not (path := data_dir / _RECORD_NAME).exists():
-        return _lasting_addresses(shard_count)
+    path = data_dir / _RECORD_NAME
     try:
         found = parse_target(read_record(path)[0]["shards"])
         if not all(each.startswith(f"{_LOCALHOST}:") for each in found):
             raise ValueError(f"expected addresses on {_LOCALHOST}, found {found}")
+    except FileNotFoundError:
+        return _lasting_addresses(shard_count)
     except (OSError, ValueError, LookupError, ShardwellError) as error:
         raise click.ClickException(
             f"{path}, which has the ports of the shards, can't be read ({error}); remove it, and "
             "they take free ones"
         ) from None
     return found if len(found) == shard_count else None  # another number is refused
+
+
+def _note_addresses(path: Path, target: str) -> None:
+    """Keeps where the shards listen, if it has changed; they serve all the same where it can't."""
+    try:
+        with contextlib.suppress(OSError, ValueError, LookupError, ShardwellError):
+            if read_record(path)[0]["shards"] == target:
+                return
+        write_record(path, {"shards": target})
+    except DataDirError as error:
+        click.echo(f"# other ports the next time: {error.message}", err=True)
 
 
 def _lasting_addresses(count: int) -> list[str]:

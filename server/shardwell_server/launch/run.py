@@ -348,7 +348,9 @@ class LocalRun:
         has_told = False
         if self._signal is not None:
             self._ask_to_stop(self._signal)  # it came while one was being started
+        had_any = False
         while running or left or (self._due and self._stop_s is None):
+            had_any = bool(running)
             has_told = has_told or self._say_signal()
             self._judge_shards()
             must_look = bool(left) or self._stop_s is not None
@@ -372,7 +374,7 @@ class LocalRun:
                 for rank in running:
                     say(f"rank {rank.rank} did not end within {self._grace_s:g} s and is killed")
                 return
-        if not has_told:
+        if had_any and not has_told:  # the last one ended as the signal came
             self._say_signal()
 
     def _say_signal(self) -> bool:

@@ -20,7 +20,7 @@ from shardwell.rpc.session import (
 from shardwell.specs.names import check_name
 from shardwell.v1 import session_pb2 as pb
 from shardwell.wire import checksum
-from shardwell_server.access.ends import first_end_s
+from shardwell_server.access.ends import first_end
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.step_stream import Kind
@@ -40,7 +40,7 @@ class SessionService:
     def __init__(self, shard: Shard, calls: Calls) -> None:
         self._shard = shard
         self._calls = calls
-        self.certificate_ends: dict[int, tuple[str, float]] = {}
+        self.certificate_ends: dict[int, tuple[str, float, float]] = {}
         """Of sessions that attend: the worker, and when its certificate ends, since 1970."""
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -81,9 +81,9 @@ class SessionService:
         ended = ShardUnavailableError("the shard does not attend this session any more")
         token = sessions.attend(worker_id, session, partial(call.end, ended), call.usage, version)
         call.session = session.number
-        ends_s = None if call.certificate_pem is None else first_end_s(call.certificate_pem)
-        if ends_s is not None:
-            self.certificate_ends[session.number] = worker_id, ends_s
+        end = None if call.certificate_pem is None else first_end(call.certificate_pem)
+        if end is not None:
+            self.certificate_ends[session.number] = (worker_id, *end)
         try:
             yield Needs.HELD
         finally:

@@ -289,7 +289,7 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
         try:
             check_version(opening)
-        except (VersionMismatchError, WrongShardError) as error:
+        except (CorruptChunkError, VersionMismatchError, WrongShardError) as error:
             status = to_status(error)
             self._end(status.code, status.details, dict(status.trailing_metadata)[ERROR_DETAIL_KEY])
             self._transport.close()

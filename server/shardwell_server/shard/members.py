@@ -121,6 +121,8 @@ class Rivals(NamedTuple):
     """The one that asked for it last, in vain."""
     since_s: float
     """When it asked first."""
+    asked_s: float
+    """When it asked last."""
 
     @property
     def words(self) -> str:
@@ -136,6 +138,8 @@ that is closed and made anew in one process attends within that; longer, and tho
 worker that is gone for good would learn it late."""
 _RIVAL_ASKS_S = TAKE_OVER_S + 1.0
 """For so long a client asks for a seat that is another one's, with its pauses."""
+_RIVAL_KNOWN_S = 30.0
+"""For so long after it has asked, others that wait learn of it."""
 _MEMBER_COUNT_MAX = 512
 """Members in an answer: each takes a look at all chunks, and room in it."""
 _HOST_LENGTH_MAX = 64
@@ -705,9 +709,10 @@ class Seats(ABC, Generic[SeatT]):
         advice = "give each worker an id of its own"
         if alive_for_s == math.inf:
             free_in_s = None
-            found = self.rivals.get(worker_id)
-            if found is None or found[:2] != (owner, session):
-                self.rivals[worker_id] = Rivals(owner, session, self._sessions.now_s())
+            found, now_s = self.rivals.get(worker_id), self._sessions.now_s()
+            is_new = found is None or found.owner != owner or now_s - found.asked_s > _RIVAL_KNOWN_S
+            since_s = now_s if is_new or found is None else found.since_s
+            self.rivals[worker_id] = Rivals(owner, session, since_s, now_s)
             advice += (
                 "; if that process is gone, its seat is free when its connection has ended, at "
                 "the latest after the shard's session_lease_s"
@@ -755,7 +760,10 @@ class Seats(ABC, Generic[SeatT]):
             seat = self._seats.get(worker_id)
             if seat is None or seat.owner != rivals.owner:
                 continue
-            asks_for_s = self._sessions.now_s() - rivals.since_s
+            now_s = self._sessions.now_s()
+            if now_s - rivals.asked_s > _RIVAL_KNOWN_S:  # it may be another worker by now
+                continue
+            asks_for_s = now_s - rivals.since_s
             if asks_for_s >= _RIVAL_ASKS_S:
                 found[worker_id] = rivals
             else:

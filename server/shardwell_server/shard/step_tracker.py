@@ -159,6 +159,7 @@ class StepTracker(Seats[Seat]):
         stored = [seat.stored(step) for step in seat.last_step]
         made = Seat(worker_id, seat.index, stored, owner, tenure)
         if self.elastic is not None and seat.worker_id == worker_id:  # whose marks go on
+            made.doubtful_step = seat.doubtful_step
             seat.forget_checksums()
             made.earlier_crc32c = array("q", seat.earlier_crc32c)
         return made
@@ -188,10 +189,12 @@ class StepTracker(Seats[Seat]):
         crc32c: int | None = None,
         *,
         after_refusal: bool = False,
+        is_empty: bool = False,
     ) -> Decision:
         """What to do with `seat`'s gradient of `step` for a chunk; `crc32c` is its payload's.
 
-        `after_refusal`: see GradientChunk.
+        `after_refusal`: see GradientChunk. `is_empty`: it only ends the step, and another gradient
+        than it may have counted.
 
         Raises:
             StepOrderError: see the table above.
@@ -209,7 +212,7 @@ class StepTracker(Seats[Seat]):
                     "part, connect anew",
                     worker_id=seat.worker_id,
                 )
-            return self._decide_again(seat, chunk_index, step, crc32c)
+            return self._decide_again(seat, chunk_index, step, crc32c, is_empty=is_empty)
         if self.has_open_sets and (
             step < version or seat.is_over or (step == version and self.is_full(chunk_index))
         ):
@@ -229,11 +232,13 @@ class StepTracker(Seats[Seat]):
         return Decision.COUNT if not self.is_sync or step == version else Decision.WAIT
 
     def _decide_again(
-        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None
+        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None, *, is_empty: bool
     ) -> Decision:
         """What to do with a gradient of a step that a seat has contributed."""
         counted = seat.last_crc32c[chunk_index]
         known = seat.earlier_crc32c[chunk_index] if counted == -1 else counted
+        if known == -1 and is_empty:  # what has counted may have had values
+            return Decision.SUPERSEDED
         is_same = step < seat.last_step[chunk_index] or crc32c is None or known in (-1, crc32c)
         return Decision.DUPLICATE if is_same else Decision.SUPERSEDED
 
@@ -244,6 +249,8 @@ class StepTracker(Seats[Seat]):
         step: int,
         crc32c: int,
         contributors: Sequence[str] | None,
+        *,
+        is_empty: bool = False,
     ) -> Decision:
         """What to do with an elastic worker's gradient of a tenure that its seat has no longer.
 
@@ -253,6 +260,7 @@ class StepTracker(Seats[Seat]):
             step: Its step.
             crc32c: CRC of its payload.
             contributors: The set that the step closed with; None: it is not known any more.
+            is_empty: See `decide`.
         """
         seat = self._seats.get(worker_id)
         gave = seat is not None and seat.last_step[chunk_index] == step
@@ -260,9 +268,10 @@ class StepTracker(Seats[Seat]):
             return Decision.UNKNOWN
         if not gave:
             is_in = contributors is not None and worker_id in contributors
-            return Decision.DUPLICATE if is_in else Decision.LATE
+            again = Decision.SUPERSEDED if is_empty else Decision.DUPLICATE
+            return again if is_in else Decision.LATE
         assert seat is not None
-        return self._decide_again(seat, chunk_index, step, crc32c)
+        return self._decide_again(seat, chunk_index, step, crc32c, is_empty=is_empty)
 
     def is_full(self, chunk_index: int) -> bool:
         """Whether the set of a chunk's step, which is open still, is decided."""

@@ -194,9 +194,15 @@ def test_counted_rows_are_not_late(cut_off: CutOff, connect, kills: bool) -> Non
     assert set(fast.get_rows(ids).ravel().tolist()) == {-500.0}
 
 
-def test_what_a_failed_call_has_carried_is_not_carried_again(cluster, connect) -> None:
-    """The call waits in vain; its step closes with its gradient before the next one is given."""
-    running = cluster(2)
+@pytest.mark.parametrize("kills", [False, True])
+def test_what_a_failed_call_has_carried_is_not_carried_again(
+    cluster, connect, tmp_path, kills: bool
+) -> None:
+    """The call waits in vain; its step closes with its gradient before the next one is given.
+
+    A shard that is killed meanwhile does not know any more with which gradient.
+    """
+    running = cluster(2, data_dir=tmp_path, processes=True)
     slow, fast = opened(connect(running, "w0"), late="carry"), opened(connect(running, "w1"))
     slow.get_weights()
     fast.exchange(full(0.0))
@@ -204,12 +210,45 @@ def test_what_a_failed_call_has_carried_is_not_carried_again(cluster, connect) -
     assert slow.outcome.counted == "none"
     with pytest.raises(shardwell.WorkersMissingError):
         slow.exchange(full(10.0), timeout_s=HASTY_S)
+    if kills:
+        running.children[1].kill()
+        running.start_again(1)
+    given = 0
     with going_on(fast):
         slow.get_weights(min_version=slow.next_step + 1)
-        slow.exchange(full(1.0))
-        assert slow.outcome.counted == "all"
+        while given == 0 or slow.outcome.counted != "all":
+            slow.exchange(full(1.0))
+            given += 1
         slow.leave()
-    assert set(fast.get_weights().tolist()) == {-(110 + 1) / 2}
+    assert set(fast.get_weights().tolist()) == {-(110 + given) / 2}
+
+
+@pytest.mark.parametrize(("first", "then"), [("drop", "carry"), ("carry", "drop")])
+def test_who_opens_it_again_may_carry_or_not(cluster, connect, first: str, then: str) -> None:
+    running = cluster(2)
+    client, fast = connect(running, "w0"), opened(connect(running, "w1"))
+    slow = opened(client, late=first)
+    fast.exchange(full(0.0))
+    if first == "carry":
+        slow.put_gradient(full(100.0))
+        assert slow.outcome.counted == "none"
+    assert opened(client, late=then) is slow
+    assert slow.late == then
+    if first == "drop":
+        slow.next_step = 0  # its weights are of then
+        slow.put_gradient(full(10.0))
+        assert slow.outcome.counted == "none"
+    given = 0
+    with going_on(fast):
+        while given == 0 or slow.outcome.counted != "all":
+            slow.exchange(full(1.0))
+            given += 1
+        slow.leave()
+    weights = fast.get_weights()
+    if then == "carry":
+        assert set(weights.tolist()) == {-(10 + given) / 2}
+    else:
+        assert weights.min() >= -given / 2
 
 
 def test_what_another_gradient_has_superseded_is_carried_over(cluster, connect) -> None:
@@ -247,7 +286,8 @@ def test_what_another_gradient_has_superseded_is_carried_over(cluster, connect) 
     assert again.outcome.superseded == (shardwell.Slice(0, SIZE // 2),)
     with going_on(fast):
         again.exchange(full(0.0))
-        assert again.outcome.counted == "all"
+        while again.outcome.counted != "all":
+            again.exchange(full(0.0))
         again.leave()
     expected = full(-4.0)
     expected[: SIZE // 2] -= 500.0

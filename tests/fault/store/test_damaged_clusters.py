@@ -72,8 +72,11 @@ def test_directories_that_changed_places(trained: Path, cluster) -> None:
 
 def test_a_cluster_of_another_size(trained: Path, cluster) -> None:
     for shard_count in (1, 3):
-        with pytest.raises(DataDirError, match=rf"expected shard 0 of {shard_count} of cluster"):
+        with pytest.raises(
+            shardwell.ArgumentError, match=rf"of 2 shards; got shard_count={shard_count}\. For"
+        ):
             cluster(shard_count, data_dir=trained)
+        assert not (trained / "shard-2").exists()
 
 
 def test_two_clusters_on_one_directory(trained: Path, cluster, connect) -> None:

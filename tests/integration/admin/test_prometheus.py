@@ -184,10 +184,15 @@ CASES: dict[str, list[dict[str, str]]] = {
     "ShardwellFilesGone": [series("shardwell_files_gone", "1x60")],
     "ShardwellEndsSoon": [
         series("shardwell_ends_seconds", "2e6x60", kind="certificate", name="server.pem"),
+        series("shardwell_ends_soon", "1x60", kind="certificate", name="server.pem"),
         series("shardwell_ends_seconds", "9e6x60", kind="authority", name="ca.pem"),
+        series("shardwell_ends_soon", "0x60", kind="authority", name="ca.pem"),
     ],
     "ShardwellEndsTomorrow": [
-        series("shardwell_ends_seconds", "3600-60x70", kind="token", name="trainer")
+        series("shardwell_ends_seconds", "3600-60x70", kind="token", name="trainer"),
+        series("shardwell_ends_soon", "1x70", kind="token", name="trainer"),
+        series("shardwell_ends_seconds", "6e4x70", kind="certificate", name="of-a-day.pem"),
+        series("shardwell_ends_soon", "0x70", kind="certificate", name="of-a-day.pem"),
     ],
     "ShardwellVersionsApart": [
         INFO,

@@ -178,6 +178,7 @@ def test_nobody_reports_as_another_learner(cluster: Any, connect: Any, tmp_path:
     client = connect(running, "w0", token_file=own)
     learner(client, worker_count=1).init(WEIGHTS)
     other = connect(running, "w1", token_file=thief)
+    other.parameter("net.fragment-0").get_weights()  # its session attends by then
     channel, session = other._shards.channels[0], client._shards.channels[0].session.number
     for number, error, words in (
         (channel.session.number, shardwell.ArgumentError, "that of worker 'w1'; got 'w0'"),

@@ -26,7 +26,8 @@ from shardwell_server.access.ends import DAY_S
 def test_what_ends_soon_is_told(tmp_path: Path, caplog, own_end: int) -> None:
     files, tokens = authority(), Tokens(tmp_path)
     for name, days in (("server", own_end), ("worker", 0.5)):
-        write_pair("P-256", tmp_path / f"{name}.pem", tmp_path / f"{name}.key", files, days)
+        pair = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
+        write_pair("P-256", *pair, files, days, age_days=100)
     now = datetime.datetime.now(datetime.UTC)  # noqa: TID251 (tokens end by it)
     in_20_days = (now + datetime.timedelta(days=20)).isoformat()
     token = tokens.add("trainer", "create", expires=in_20_days)

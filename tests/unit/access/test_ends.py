@@ -15,7 +15,7 @@ from harness.certificates import authority, of_server, write_pair
 from shardwell.connection.tls import Tls, TlsFiles
 from shardwell_server.access import ends
 from shardwell_server.access.access import Access
-from shardwell_server.access.ends import DAY_S, Ends, first_end_s
+from shardwell_server.access.ends import DAY_S, Ends, first_end
 
 ENDS_S = 1_893_456_000.0  # 2030-01-01
 
@@ -50,7 +50,9 @@ def test_a_line_at_each_stage(access: Access, caplog, monkeypatch) -> None:
 
 def test_a_shard_that_starts_late_tells_once(access: Access, caplog, monkeypatch) -> None:
     monkeypatch.setattr(ends, "_LOOK_INTERVAL_S", 0.0)
-    watched = Ends(None, access, lambda: [("w0", ENDS_S + DAY_S)], lambda: ENDS_S - 3600)
+    watched = Ends(
+        None, access, lambda: [("w0", ENDS_S + DAY_S, 30 * DAY_S)], lambda: ENDS_S - 3600
+    )
     for _ in range(2):
         watched.warn()
     assert [each.message.split(" ends")[0] for each in caplog.records] == [
@@ -63,24 +65,42 @@ def test_files_of_certificates(access: Access, tmp_path: Path) -> None:
     """The first end of a file counts; a file that was replaced has another."""
     ours, theirs = authority(), authority("theirs")
     cert, key = tmp_path / "its.pem", tmp_path / "its.key"
-    write_pair("P-256", cert, key, ours, days=5)
+    write_pair("P-256", cert, key, ours, days=200)
     both = tmp_path / "both.pem"
     both.write_bytes(ours.ca.read_bytes() + theirs.ca.read_bytes())
     files = TlsFiles(Tls(ca=both, cert=cert, key=key))
-    watched = Ends(files, access, list)
+    (ends_s, lead_s) = first_end(cert.read_bytes()) or (0.0, 0.0)
+    assert lead_s == 30 * DAY_S
+    watched = Ends(files, Access(), list, lambda: ends_s - 5 * DAY_S)
     found = {each.kind: each for each in watched.all()}
     assert found["certificate"].name == str(cert)
     assert found["authority"].ends_s == min(
-        first_end_s(each.ca.read_bytes()) or 0 for each in (ours, theirs)
+        (first_end(each.ca.read_bytes()) or (0.0,))[0] for each in (ours, theirs)
     )
-    assert [each.kind for each in watched.soon()] == ["certificate"]
-    assert " ends in 5.0 days, at 20" in watched.soon()[0].words(watched.now_s())
-    write_pair("P-256", cert, key, ours, days=300)
+    words = [each.words(watched.now_s()) for each in watched.soon() if each.kind == "certificate"]
+    assert len(words) == 1
+    assert " ends in 5.0 days, at 20" in words[0]
+    write_pair("P-256", cert, key, ours, days=400)
     files.contents()
+    assert not [each for each in watched.soon() if each.kind == "certificate"]
+
+
+def test_one_of_a_day_is_no_trouble_before_the_last_third_of_its_life(tmp_path: Path) -> None:
+    cert, key = tmp_path / "its.pem", tmp_path / "its.key"
+    ours = authority()
+    write_pair("P-256", cert, key, ours, days=1)
+    found = first_end(cert.read_bytes())
+    assert found is not None
+    ends_s, lead_s = found
+    assert 0 < lead_s < DAY_S
+    now_s = [ends_s - lead_s - 1]
+    watched = Ends(TlsFiles(Tls(cert=cert, key=key)), Access(), list, lambda: now_s[0])
     assert watched.soon() == []
+    now_s[0] += 2
+    assert [each.kind for each in watched.soon()] == ["certificate"]
 
 
 def test_what_has_no_end(tmp_path: Path) -> None:
     assert Ends(TlsFiles(of_server(authority())), Access(), list).soon() == []
     assert Ends(None, Access(), list).all() == []
-    assert first_end_s(b"no certificate") is None
+    assert first_end(b"no certificate") is None

@@ -37,7 +37,8 @@ class Worker:
 
     def __init__(self, *, carries: bool) -> None:
         codec: Any = Tens()
-        self.feedback = Feedback(2, codec, carries=carries)
+        self.feedback = Feedback(2, codec)
+        self.feedback.set_carries(carries)
         self.feedback.residual = vector(RESIDUAL)
         if carries:
             self.feedback.carried = vector(CARRIED)

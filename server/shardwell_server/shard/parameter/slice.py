@@ -408,6 +408,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             with self._register.lock:
                 contributor.seat = self._contributing_seat(contributor)
         seat = contributor.seat
+        is_empty = gradient.after_refusal and not gradient.sample_count
         rate = None
         if gradient.HasField("learning_rate") or gradient.rate_factors:
             rate = self._brought_rate(gradient)
@@ -421,11 +422,16 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if seat is None:
                 found = self.contributions.of_step(step).get(index)
                 decision = self._tracker.decide_past(
-                    contributor.worker_id, index, step, header.crc32c, found
+                    contributor.worker_id, index, step, header.crc32c, found, is_empty=is_empty
                 )
             else:
                 decision = self._tracker.decide(
-                    seat, index, step, header.crc32c, after_refusal=gradient.after_refusal
+                    seat,
+                    index,
+                    step,
+                    header.crc32c,
+                    after_refusal=gradient.after_refusal,
+                    is_empty=is_empty,
                 )
             if decision is Decision.WAIT:
                 look_s = refusals.check_ended(self.spec, self._tracker, index)

@@ -5,8 +5,8 @@ Events beside those of membership_log.py:
     {"kind": "load", "load_id": N}                           rows of that load are coming, or came;
                                                              the rate is the spec's again
     {"kind": "cut_off", "seat_index": I, "step": N, "part_count": C}
-                                                             its member's tenure is over, and has
-                                                             ended step N: C parts are counted
+                                                             step N of its member has ended, maybe
+                                                             with its tenure: C parts are counted
 """
 
 from __future__ import annotations
@@ -100,21 +100,21 @@ class TableRegister(MembershipLog[Seat]):
         """
         _, step, part_count = seat.position
         self._storage.log(_cut_off_event(seat.index, step, part_count))
-        seat.cut_off_at = step, part_count
+        seat.ended_at = step, part_count
         self._storage.compact(self._events())
 
     def _own_events(self) -> list[Event]:
         events: list[Event] = [
-            _cut_off_event(seat.index, *seat.cut_off_at)
+            _cut_off_event(seat.index, *seat.ended_at)
             for seat in self._tracker.seats
-            if seat.cut_off_at is not None
+            if seat.ended_at is not None
         ]
         return [*events, {"kind": "load", "load_id": self.load_id}] if self.load_id else events
 
     def _restore_own(self, event: Event) -> None:
         if event["kind"] == "cut_off":
             given = event["step"], event["part_count"]
-            self._tracker.seats[event["seat_index"]].cut_off_at = given
+            self._tracker.seats[event["seat_index"]].ended_at = given
             return
         if event["kind"] != "load":
             raise KeyError(event["kind"])

@@ -77,8 +77,9 @@ class Seat(members.Seat):
         self.earlier_step = -1
         self.earlier_crc32cs: dict[int, int] = {}
         """The same of `earlier_step`, and an earlier owner's."""
-        self.cut_off_at: tuple[int, int] | None = None
-        """The step that the end of its tenure has ended, and how many parts of it had counted."""
+        self.ended_at: tuple[int, int] | None = None
+        """Of an elastic member: the last step that it has ended, and how many parts of it had
+        counted; None: the log has not said."""
 
     def stored_position(self, position: Position) -> Position:
         """What a position of the worker is in the storage."""
@@ -102,8 +103,8 @@ class Seat(members.Seat):
 
     def has_given(self, step: int, part_index: int) -> bool:
         """Whether a part of a step has counted, as the position says of the seat's own tenure."""
-        if self.cut_off_at is not None and self.cut_off_at[0] == step:
-            return part_index < self.cut_off_at[1]
+        if self.ended_at is not None and self.ended_at[0] == step:
+            return part_index < self.ended_at[1]
         return (step, part_index) < self.position[1:]
 
 
@@ -256,7 +257,8 @@ class TableStepTracker(Seats[Seat]):
         seat = self._seats.get(worker_id)
         if seat is not None and step in (seat.last_step, seat.earlier_step):
             crc32cs = seat.part_crc32cs if step == seat.last_step else seat.earlier_crc32cs
-            return Decision.DUPLICATE if crc32cs.get(part_index) == crc32c else Decision.LATE
+            if part_index in crc32cs:
+                return Decision.DUPLICATE if crc32cs[part_index] == crc32c else Decision.LATE
         is_out = contributors is not None and worker_id not in contributors
         return Decision.LATE if step > self.version or is_out else Decision.UNKNOWN
 
@@ -268,7 +270,7 @@ class TableStepTracker(Seats[Seat]):
             return False  # it has counted, whatever became of the step since
         if not self._has_closed_to(seat, step):
             return False
-        return is_known or not seat.has_given(step, part_index)
+        return counted is not None or not seat.has_given(step, part_index)
 
     def _has_closed_to(self, seat: Seat, step: int) -> bool:
         """Whether nothing more of an elastic member's counts for a step."""
@@ -306,6 +308,8 @@ class TableStepTracker(Seats[Seat]):
         if crc32c is not None:
             seat.part_crc32cs[part_index] = crc32c
             seat.counted_count += 1
+        if ended and self.elastic is not None:
+            seat.ended_at = step, part_index + (crc32c is not None)
         seat.position = following
         if ended and not self.is_sync:
             self.version += 1

@@ -137,12 +137,25 @@ def test_what_counted_before_a_member_was_cut_off_is_a_duplicate(is_known: bool)
     give(tracker, seat, 11, ends=False)
     tracker.end_tenure("w0", 1, noted)
     (cut_off,) = tracker.cut_off
-    cut_off.cut_off_at = (0, 1)
+    cut_off.ended_at = (0, 1)
     tracker.record(cut_off, tracker.following(cut_off, ends_step=True))
     if not is_known:
         seat.last_step, seat.part_crc32cs = -1, {}
     assert tracker.decide(seat, 0, 0, ends_step=False, crc32c=11) is Decision.DUPLICATE
     assert tracker.decide(seat, 0, 1, ends_step=True, crc32c=13) is Decision.LATE
+
+
+def test_a_part_from_before_a_restart_has_counted_in_a_step_that_went_on() -> None:
+    """The shard knows the checksums of what came after it alone."""
+    tracker = tracker_of()
+    seat = member(tracker, "w0", 1, 0)
+    give(tracker, seat, 11, ends=False)
+    seat.last_step, seat.part_crc32cs = -1, {}
+    give(tracker, seat, 12)
+    tracker.close()
+    assert tracker.decide(seat, 0, 0, ends_step=False, crc32c=11) is Decision.DUPLICATE
+    assert tracker.decide(seat, 0, 1, ends_step=True, crc32c=12) is Decision.DUPLICATE
+    assert tracker.decide(seat, 0, 2, ends_step=True, crc32c=13) is Decision.LATE
 
 
 def test_a_step_that_was_ended_before_a_restart_has_counted() -> None:
