@@ -183,13 +183,12 @@ class _EndHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        last = trace
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        if last is not None and last.tb_frame.f_globals.get("__name__") == _DATA_MODULE:
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") != _DATA_MODULE:
+            trace = trace.tb_next
+        if trace is not None:
             print(f"shardwell: SIGTERM came to all processes: {error}", file=sys.stderr)
         else:
-            self._earlier(kind, error, trace)
+            self._earlier(kind, error, error.__traceback__)
         if isinstance(error, Exception):
             raise SystemExit(EXIT_CODE)
 

@@ -375,7 +375,7 @@ def test_a_model_with_other_tensors_is_refused(cluster, connect) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda m: (m, m), r"optimizer of torch.*got Sequential"),
+        (lambda m: (m, m), r"optimizer of torch.*got torch\.nn.*Sequential"),
         (lambda m: (m, []), r"one optimizer of torch at least; got none"),
         (lambda m: (m, torch.optim.SGD(net(3).parameters(), 0.1)), r"SGD has no parameter of the"),
         (

@@ -344,9 +344,13 @@ def test_a_signal_to_a_loader_s_processes_too_does_not_break_the_step(
         other = connect(running, "w1")
         eventually("it waits for the other worker", lambda: contributed(other) == ["w0"])
         signal_all(worker.pid)
-        other.parameter("model").exchange({"weight": np.ones((1, 4), np.float32)})
+        model, gradient = other.parameter("model"), {"weight": np.ones((1, 4), np.float32)}
+        model.exchange(gradient)
         assert worker.read_line() == "made 1"
+        # It may have data for a step more, after which it leaves.
+        more = in_background(lambda: model.exchange(gradient))
         assert worker.end() == 128 + signal.SIGTERM, worker.log
+        assert isinstance(more.exception(PATIENCE_S), shardwell.WorkersMissingError | None)
     assert "Traceback" not in "\n".join(worker.log), worker.log
     assert done(other) == ["w0"]
 
