@@ -39,13 +39,14 @@ def watch_threads(
     """
     if torch.get_num_threads() < 2 or parameter.spec.worker_count == 1:
         return
-    steps = iter(range(1, _STEP_COUNT + 1))
+    left = _STEP_COUNT
 
-    def look(*_: Any) -> None:
-        if next(steps, _STEP_COUNT) == _STEP_COUNT or _has_logged(client, parameter.name):
-            handle.remove()
+    def look(*_: Any) -> None:  # which stays: torch walks its hooks, and fails if one leaves then
+        nonlocal left
+        if left:
+            left = 0 if _has_logged(client, parameter.name) else left - 1
 
-    handle = optimizer.register_step_post_hook(look)
+    optimizer.register_step_post_hook(look)
 
 
 def crowding(worker_count: int, thread_count: int, cores: int) -> str:

@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed; it is not a
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
 
 import shardwell.torch  # noqa: E402
+from harness.torch_seeds import seeded  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 COUNT, BATCH_SIZE = 50, 4
@@ -50,8 +51,8 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@seeded(1)
 def net() -> Any:
-    torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 

@@ -16,13 +16,14 @@ from harness.threads import together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
+from harness.torch_seeds import seeded  # noqa: E402
 
 SGD = shardwell.SGD(learning_rate=0.1, momentum=0.9)
 STEPS = 6
 
 
+@seeded(1)
 def net() -> Any:
-    torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
 
 

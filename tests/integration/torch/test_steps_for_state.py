@@ -19,13 +19,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed; it is not a
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 
 import shardwell.torch  # noqa: E402
+from harness.torch_seeds import seeded  # noqa: E402
 
 STEPS = 4
 RULE = shardwell.AdamW(learning_rate=0.05)
 
 
+@seeded(3)
 def net() -> Any:
-    torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
 
 

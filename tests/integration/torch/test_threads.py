@@ -22,6 +22,13 @@ def threads_a_core(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * core_count())
 
 
+def server(model, client, **options) -> shardwell.torch.ServerOptimizer:
+    """With another hook behind ours, as prepare() registers one."""
+    optimizer = shardwell.torch.ServerOptimizer(model, client, shardwell.SGD(0.1), **options)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 def step(optimizer, model) -> None:
     model(torch.ones(4, 3)).square().mean().backward()
     optimizer.step()
@@ -34,18 +41,14 @@ def test_workers_that_share_cores_are_named_once(cluster, connect, caplog, threa
 
     def other() -> None:
         model = torch.nn.Linear(3, 2)
-        optimizer = shardwell.torch.ServerOptimizer(
-            model, connect(running, "w1"), shardwell.SGD(0.1), worker_count=2
-        )
+        optimizer = server(model, connect(running, "w1"), worker_count=2)
         step(optimizer, model)
         assert has_looked.wait(60)  # it computes while the first one asks who is to come
         for _ in range(5):
             step(optimizer, model)
 
     model = torch.nn.Linear(3, 2)
-    optimizer = shardwell.torch.ServerOptimizer(
-        model, connect(running, "w0"), shardwell.SGD(0.1), worker_count=2
-    )
+    optimizer = server(model, connect(running, "w0"), worker_count=2)
     with caplog.at_level(logging.WARNING, "shardwell"):
         ended = in_background(other)
         step(optimizer, model)
@@ -64,9 +67,7 @@ def test_workers_that_share_cores_are_named_once(cluster, connect, caplog, threa
 
 def test_a_single_worker_is_left_alone(cluster, connect, caplog, threads_a_core) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = shardwell.torch.ServerOptimizer(
-        model, connect(cluster(1), "w0"), shardwell.SGD(0.1)
-    )
+    optimizer = server(model, connect(cluster(1), "w0"))
     with caplog.at_level(logging.WARNING, "shardwell"):
         for _ in range(4):
             step(optimizer, model)
