@@ -38,6 +38,9 @@ _OF_LAYOUT = ("size:", "layout.", "layout:")
 """Beginnings of differences that are listed tensor by tensor."""
 BLOCK_SIZES = {"int8": 4096}
 """Elements that have one scale, of codecs that write in blocks."""
+_BLOCK_SIZE_MAX = 256
+_BLOCK_COUNT_MIN = 32
+"""Blocks of a parameter that is smaller than so many of the largest size, so that shards share it."""
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
@@ -51,6 +54,15 @@ WIRE_CODECS = {
 GROUP_CODECS = {name: value for name, value in WIRE_CODECS.items() if name in get_args(WireName)}
 """Codecs that partial sums of groups may have."""
 WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
+
+
+def block_size_of(size: int) -> int:
+    """Elements of a block of a parameter of `size` elements: a power of two, at most 256.
+
+    Blocks are counted from the parameter's start, and neither a slice nor a chunk cuts one: each
+    has its scale in fp16 and its part of a norm, whatever the number of shards.
+    """
+    return min(1 << max(size // _BLOCK_COUNT_MIN, 1).bit_length() - 1, _BLOCK_SIZE_MAX)
 
 
 def codec_words(codec: types_pb2.Codec) -> str:
