@@ -40,7 +40,7 @@ BLOCK_SIZES = {"int8": 4096}
 """Elements that have one scale, of codecs that write in blocks."""
 _BLOCK_SIZE_MAX = 256
 _BLOCK_COUNT_MIN = 32
-"""Blocks of a parameter that is smaller than so many of the largest size, so that shards share it."""
+"""A parameter has as many, unless it has fewer elements: so shards share a small one, too."""
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
