@@ -7,7 +7,6 @@ with the same error, at once.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -174,29 +173,26 @@ class CallMaker:
         )
 
     def _look(self, call: Call, plan: Plan) -> None:
-        """Notes the peaks of chunks that enter here, and refuses what is not finite."""
-        entering = set(plan.entering)
+        """Refuses what is not finite of chunks that enter here."""
         looked_at = range(len(plan.chunks)) if plan.operation.reduces else plan.entering
         if self._threads.count < 2 or call.array.size < _SPREAD_ELEMENT_COUNT:
             for index in looked_at:
-                self._look_at(call, plan, index, enters=index in entering)
+                self._look_at(call, plan, index)
             return
         with self._threads.spread() as spread:
             for index in looked_at:
-                spread.give(partial(self._look_at, enters=index in entering), call, plan, index)
+                spread.give(self._look_at, call, plan, index)
 
-    def _look_at(self, call: Call, plan: Plan, index: int, *, enters: bool) -> None:
+    def _look_at(self, call: Call, plan: Plan, index: int) -> None:
         """Looks at one chunk, on any thread."""
         where, _, _ = plan.chunks[index]
-        peak = finite_peak(
+        finite_peak(
             f"array of {plan.operation.value}",
             call.array[where.offset : where.stop],
             None,
             where.offset,
             remedy="skip or mend the step, or join the group with allow_non_finite=True",
         )
-        if enters:
-            call.peaks[index] = peak
 
 
 def _checked(what: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -78,8 +78,6 @@ class Call:
     """Bound of the wait for the others to call; then again for the data."""
     plan: Plan | None = None
     """None: it moves no chunks, or they can't be made."""
-    peaks: dict[int, float] = field(default_factory=dict)
-    """Largest magnitudes of chunks that enter here, if all ranks take part."""
     may_have_nans: bool = False
     result: Future[int] = field(default_factory=Future)
     """Done when the array is; with a join, the rank that was last."""
@@ -283,7 +281,6 @@ class Engine:
             reduction=call.reduction,
             factor=weights.factor(place) if is_mean else 1.0,
             divisor=weights.divisor if is_mean else 1.0,
-            peaks=call.peaks if plan is call.plan else None,
             may_have_nans=call.may_have_nans,
         )
         deadline_s = time.monotonic() + call.timeout_s

@@ -19,7 +19,6 @@ from typing_extensions import override
 from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, finite_peak
 from shardwell.numerics.codec import NonFiniteValueError
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.parameter.image import Image
 from shardwell.parameter.pieces import Pieces
 from shardwell.placement.readiness import Ranges
@@ -73,8 +72,8 @@ class Gradient:
     sample_count: int
     learning_rate: float | None
     """From its step on; None: as it is."""
-    peaks: dict[int, float] = field(default_factory=dict)
-    """Largest magnitudes of chunks that were looked at, by number: of all parts, in order."""
+    looked_at: set[int] = field(default_factory=set)
+    """Numbers of chunks that were found to be finite: of all parts, in order."""
     after_refusal: bool = False
     """Whether a shard refused a part of the step's gradient before, and this is another one."""
     has_carried: bool = False
@@ -245,7 +244,7 @@ class Transfer(StepTransfer[ShardSlice]):
             return progress
 
     def check_finite(self, work: Gradient, stretches: Sequence[Stretch] | None = None) -> None:
-        """Notes the peaks of chunks, or of all, and refuses what is not finite.
+        """Looks at chunks, or at all, and refuses what is not finite.
 
         Raises:
             NonFiniteError: a value is not.
@@ -263,12 +262,12 @@ class Transfer(StepTransfer[ShardSlice]):
                     spread.give(self._look, work, (part, start, min(start + BATCH_COUNT, stop)))
 
     def _look(self, work: Gradient, stretch: Stretch) -> None:
-        """Notes the peaks of chunks, on any thread; see `check_finite`."""
+        """Looks at chunks, on any thread; see `check_finite`."""
         part, first, stop = stretch
         for index, where in enumerate(part.chunks[first:stop], first):
             number = part.first_chunk + index
-            if number not in work.peaks:
-                work.peaks[number] = finite_peak(
+            if number not in work.looked_at:
+                finite_peak(
                     f"gradient of {self._spec.name!r}",
                     work.values.read(where.offset, where.stop),
                     self._spec.name,
@@ -276,6 +275,7 @@ class Transfer(StepTransfer[ShardSlice]):
                     self.non_finite_remedy,
                     name_of=self._spec.element,
                 )
+                work.looked_at.add(number)
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
         """Sends a gradient to all shards that have not confirmed all of it.
@@ -522,7 +522,6 @@ class Transfer(StepTransfer[ShardSlice]):
             leaves: Whether each is sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
-        scratch = thread_scratch()
         spans, name, peer = self._spans, self._name, part.channel.name
         size_of = self._codec.codec.encoded_bytes
         first, last = line.first, line.stop - 1
@@ -556,10 +555,7 @@ class Transfer(StepTransfer[ShardSlice]):
                     where,
                     index,
                     work.values.read(where.offset, where.stop),
-                    scratch,
                     start=start,
-                    peak=work.peaks.get(part.first_chunk + index),
-                    is_exact=True,
                     room=room,
                 )
             except NonFiniteValueError as error:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.numerics.codec import CODECS
-from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -204,7 +203,6 @@ class FirstWeights:
             array_count=self._values.array_count,
         )
         context = checksum.first_weights_context(header)
-        scratch = Scratch()
         # An empty slice has one range of its own, without elements: its CRC32C covers `open`.
         array_count = self._values.array_count if where.size else 1
         for array_index in range(array_count):
@@ -212,9 +210,7 @@ class FirstWeights:
                 header.array_index = array_index
                 values = self._values.read(array_index, part)
                 start = checksum.first_weights(context, array_index)
-                message = _CODEC.encode(
-                    header, header.chunk, part, index, values, scratch, start=start
-                )
+                message = _CODEC.encode(header, header.chunk, part, index, values, start=start)
                 self._traffic.add_sent(len(message), part.size)
                 yield message
                 header = pb.InitWeightsRequest()

@@ -114,7 +114,7 @@ class Image:
                 return held
             with np.errstate(all="ignore"):
                 for change in changes[held - base :]:  # another call may have taken some
-                    self._codec.codec.decode(change, 0, scratch := np.empty_like(out))
+                    self._codec.codec.decode(change, scratch := np.empty_like(out))
                     np.add(out, scratch, out=out)
             found = crc32.iscsi(out.view(np.uint8).data)
             self._versions.pop(number)  # until it is whole

@@ -193,12 +193,12 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
     ) -> ShardSlice:
         where = Slice(answer.slice_offset, answer.slice_size)
-        bytes_ = CODECS[self._spec.codec_name].encoded_bytes(answer.chunk_element_count)
+        bytes_ = CODECS[self._spec.codec_name].item_size * answer.chunk_element_count
         expected = slice_of(
             self._spec.size, channel.shard_index, len(self._channels), self._spec.block_size
         )
         is_cut = answer.chunk_element_count % self._spec.block_size
-        if where != expected or is_cut or not 64 <= bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
+        if where != expected or is_cut or not 0 < bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
             raise CorruptChunkError(
                 f"shard {channel.shard_index} answers {where} in chunks of "
                 f"{answer.chunk_element_count} elements for {self._spec.name!r}; expected "

@@ -553,7 +553,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         turn = JointTurn()
 
         def exchange(piece: Piece, attempts: Attempts) -> None:
-            own = replace(work, peaks={})  # what is not finite may be mended in between
+            own = replace(work, looked_at=set())  # what is not finite may be mended in between
             try:
                 self._exchange_chunks(own, room.pieces, attempts, piece.progress, piece.ranges)
             except BaseException:
@@ -575,7 +575,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
-                work.peaks.clear()
+                work.looked_at.clear()
                 if self._feedback.keeps and self._feedback.is_due and not work.has_carried:
                     self._transfer.check_finite(work)  # what is not may be mended, where it lies
                     self._add_carried(work)
@@ -1076,7 +1076,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._clip(work)
         values: Float32 = work.values.whole().astype(np.float32, copy=False)
         work.own, work.values = work.values, Pieces(self._feedback.added(values))
-        work.peaks.clear()
+        work.looked_at.clear()
         work.has_carried = True
 
     def _end_tried(self, attempts: Attempts) -> None:
@@ -1133,8 +1133,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
             if factor != 1.0:
                 work.values = Pieces(values * np.float32(factor))
-                for number, peak in work.peaks.items():
-                    work.peaks[number] = float(np.float32(peak) * np.float32(factor))
         work.is_clipped = True
 
     def _gradient(

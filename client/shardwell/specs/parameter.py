@@ -334,7 +334,7 @@ class ParameterSpec(TrainingSpec):
         With a codec that writes in blocks: the image of the weights, which everybody holds who has
         taken a version; or, of an Average, what rounding took off its means.
         """
-        return self.block_size > 1
+        return self.codec_name in BLOCK_SIZES
 
     @property
     @override
@@ -345,7 +345,7 @@ class ParameterSpec(TrainingSpec):
     @functools.cached_property
     def block_size(self) -> int:
         """Elements that stay together where it is cut among shards, and into chunks."""
-        return BLOCK_SIZES.get(self.codec_name, 1)
+        return BLOCK_SIZES.get(self.codec_name) or block_size_of(self.size)
 
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.

@@ -341,11 +341,10 @@ class RowTransfer(StepTransfer[Asked]):
         gradient.abandons = put.sums is None
         ids = put.ids.ids[slice(*span)]
         values = np.empty((0, self._spec.dim), np.float32)
-        peak = None
         if put.sums is not None and ids.size:
-            values, peak = put.sums.rows(span), put.sums.peak
+            values = put.sums.rows(span)
         start = checksum.row_gradients(self._gradient_context, gradient)
-        message = self._codec.encode(header, gradient.rows, ids, values, start=start, peak=peak)
+        message = self._codec.encode(header, gradient.rows, ids, values, start=start)
         self._traffic.add_sent(len(message), values.size)
         return message
 

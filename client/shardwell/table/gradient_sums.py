@@ -13,7 +13,7 @@ from fastcrc import crc32
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_floats
-from shardwell.numerics.codec import Float32, float_of
+from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import INFINITY_BITS
 from shardwell.numerics.finite import find_peak
 from shardwell.numerics.row_batches import add_up, gather
@@ -66,14 +66,12 @@ class RowSums:
         self._table = table
         self._sums: Float32 | None = None
         """(u, dim), in the order of `distinct`; None: no id occurs twice."""
-        self.peak: float | None = None
-        """No value is larger; None: that is not known. All messages are scaled by it, so that what
-        arrives is the same bits however rows are spread."""
         sums_bits = 0
         if batch.has_repeats:
             self._sums, sums_bits = add_up(gradients, batch.places, batch.starts)
         if not allow_non_finite:
-            self.peak = max(self._peak(gradients), self._sums_peak(sums_bits))
+            self._check(gradients)
+            self._check_sums(sums_bits)
 
     def rows(self, span: Span) -> Float32:
         """The values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous."""
@@ -104,10 +102,10 @@ class RowSums:
         """The first place of a distinct id, by its number."""
         return int(self._batch.places[self._batch.starts[number]])
 
-    def _peak(self, gradients: Float32) -> float:
-        """Largest magnitude; refuses what is not finite."""
+    def _check(self, gradients: Float32) -> None:
+        """Refuses what is not finite."""
         flat = gradients.reshape(-1)
-        peak, index = find_peak(flat)
+        _, index = find_peak(flat)
         if index is not None:
             place, column = divmod(index, gradients.shape[1])
             raise NonFiniteError(
@@ -117,10 +115,9 @@ class RowSums:
                 element_index=index,
                 table=self._table,
             )
-        return peak
 
-    def _sums_peak(self, bits: int) -> float:
-        """Largest magnitude of a sum, from its bits; refuses those that float32 can't hold."""
+    def _check_sums(self, bits: int) -> None:
+        """Refuses sums that float32 can't hold; `bits` are those of their largest magnitude."""
         if bits >= INFINITY_BITS:
             assert self._sums is not None
             repeated = np.flatnonzero(np.diff(self._batch.starts) > 1)
@@ -134,4 +131,3 @@ class RowSums:
                 element_index=self._first(number) * is_bad.shape[1] + column,
                 table=self._table,
             )
-        return float_of(bits)

@@ -31,7 +31,7 @@ from shardwell.process.unix_sockets import connected
 from shardwell.transport.neighbour import Neighbour
 from shardwell.v1 import arena_pb2, types_pb2
 from shardwell.wire import messages as framing
-from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.chunks import PLACE_SIZE_BYTES
 from shardwell.wire.messages import Room
 
 SAME_HOST_VARIABLE = "SHARDWELL_SAME_HOST"
@@ -108,9 +108,9 @@ def payload_of(chunk: types_pb2.Chunk, payload: Bytes, memory: SharedMemory | No
         )
     size = chunk.shared.size
     try:
-        if size > PAYLOAD_SIZE_MAX_BYTES:
+        if size > PLACE_SIZE_BYTES:
             raise SharedMemoryError(
-                f"a payload of {size} bytes; expected at most {PAYLOAD_SIZE_MAX_BYTES}"
+                f"a payload of {size} bytes; expected at most {PLACE_SIZE_BYTES}"
             )
         return memory.view(chunk.shared.offset, size)
     except SharedMemoryError as error:

@@ -147,16 +147,14 @@ class TableOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., table: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("row_count", "scale_exponent", "crc32c", "lz4")
+    __slots__ = ("row_count", "crc32c", "lz4")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
-    SCALE_EXPONENT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     LZ4_FIELD_NUMBER: _ClassVar[int]
     row_count: int
-    scale_exponent: int
     crc32c: int
     lz4: bool
-    def __init__(self, row_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
+    def __init__(self, row_count: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
 
 class RowGradients(_message.Message):
     __slots__ = ("rows", "step", "part_index", "end_of_step", "sample_count", "wait_timeout_ms", "abandons", "trace_parent")

@@ -352,22 +352,20 @@ class Fragment(_message.Message):
     def __init__(self, family: _Optional[str] = ..., index: _Optional[int] = ..., count: _Optional[int] = ..., assignment: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("chunk_index", "element_offset", "element_count", "scale_exponent", "crc32c", "lz4", "shared")
+    __slots__ = ("chunk_index", "element_offset", "element_count", "crc32c", "lz4", "shared")
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
-    SCALE_EXPONENT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     LZ4_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     chunk_index: int
     element_offset: int
     element_count: int
-    scale_exponent: int
     crc32c: int
     lz4: bool
     shared: Shared
-    def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., scale_exponent: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ..., shared: _Optional[_Union[Shared, _Mapping]] = ...) -> None: ...
+    def __init__(self, chunk_index: _Optional[int] = ..., element_offset: _Optional[int] = ..., element_count: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ..., shared: _Optional[_Union[Shared, _Mapping]] = ...) -> None: ...
 
 class Shared(_message.Message):
     __slots__ = ("offset", "size")

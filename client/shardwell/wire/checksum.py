@@ -45,7 +45,7 @@ _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))
 # The same of fields whose types are known, for what each chunk has: a negative number's eight bytes
 # are those of its remainder, and an absent rate is 0.0, whose bytes are zeros.
 _GRADIENT_FIELDS = struct.Struct("<QQQdQ")
-_CHUNK_FIELDS = struct.Struct("<QQQqQ")
+_CHUNK_FIELDS = struct.Struct("<QQQQ")
 
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -522,7 +522,6 @@ def before_payload(start: int, chunk: types_pb2.Chunk) -> int:
         chunk.chunk_index,
         chunk.element_offset,
         chunk.element_count,
-        chunk.scale_exponent,
         chunk.lz4,
     )
     return int(crc32.iscsi(fields, start))
@@ -533,22 +532,19 @@ def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
     return int(crc32.iscsi(payload.data, before_payload(start, chunk)))
 
 
-def before_rows(
-    start: int, row_count: int, scale_exponent: int, ids: Bytes | None, *, lz4: bool = False
-) -> int:
+def before_rows(start: int, row_count: int, ids: Bytes | None, *, lz4: bool = False) -> int:
     """The CRC32C of a message with Rows as far as its values; `start` has come so far.
 
     Args:
         start: See above.
         row_count: Rows' row_count.
-        scale_exponent: Rows' scale_exponent.
         ids: Bytes of the ids that the payload begins with; None: it has none.
         lz4: Rows' lz4.
     """
-    head = _with_numbers(start, row_count, scale_exponent, lz4)
+    head = _with_numbers(start, row_count, lz4)
     return head if ids is None else int(crc32.iscsi(ids.data, head))
 
 
 def of_rows(start: int, rows: table_pb2.Rows, payload: Bytes) -> int:
     """The CRC32C of a message with Rows; `start` has come so far."""
-    return before_rows(start, rows.row_count, rows.scale_exponent, payload, lz4=rows.lz4)
+    return before_rows(start, rows.row_count, payload, lz4=rows.lz4)

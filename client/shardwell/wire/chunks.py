@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32, Written
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32
 from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
@@ -24,7 +24,10 @@ from shardwell.wire import checksum
 from shardwell.wire.messages import OutgoingMessage, Room
 
 PAYLOAD_SIZE_MAX_BYTES = 2**20
-"""Encoded bytes of a chunk. Large enough for gRPC's full speed (docs/adr/0002-chunking.md)."""
+"""Encoded bytes of a chunk's elements, without their scales. Large enough for gRPC's full speed
+(docs/adr/0002-chunking.md)."""
+PLACE_SIZE_BYTES = PAYLOAD_SIZE_MAX_BYTES + 4096
+"""Room for any payload, with the scales of its blocks."""
 HEAD_SIZE_MAX_BYTES = 256
 """Most bytes of a message of a chunk of weights, beside its payload."""
 
@@ -79,9 +82,8 @@ class ChunkCodec:
     @staticmethod
     def of(spec: ParameterSpec) -> ChunkCodec:
         """The one that a spec asks for."""
-        return ChunkCodec(
-            CODECS[spec.codec_name], lz4=spec.lz4, allow_non_finite=spec.allow_non_finite
-        )
+        codec = CODECS[spec.codec_name].in_blocks_of(spec.block_size)
+        return ChunkCodec(codec, lz4=spec.lz4, allow_non_finite=spec.allow_non_finite)
 
     def encode(
         self,
@@ -90,12 +92,8 @@ class ChunkCodec:
         where: Slice,
         chunk_index: int,
         values: npt.NDArray[Any] | Computed,
-        scratch: Scratch,
         *,
         start: int,
-        peak: float | None = None,
-        is_exact: bool = False,
-        exponent_offset: int = 0,
         room: Room | None = None,
     ) -> bytes:
         """A sealed message of one chunk.
@@ -106,12 +104,7 @@ class ChunkCodec:
             where: The chunk's range in the parameter.
             chunk_index: Its place in the slice.
             values: (where.size,) floating point, any stride; or what they are computed from.
-            scratch: This thread's.
             start: What its CRC32C begins with: see checksum.py.
-            peak: See `Codec.encode`.
-            is_exact: See `Codec.encode`.
-            exponent_offset: Says that the values are 2^exponent_offset times as large; for codecs
-                whose scale can say so.
             room: Array for the payload, of its size; None: the message has it. Without effect with
                 lz4.
 
@@ -128,25 +121,12 @@ class ChunkCodec:
         else:
             payload = room.memory
 
-        def head(exponent: int) -> int:
-            chunk.scale_exponent = exponent + exponent_offset
-            return checksum.before_payload(start, chunk)
-
-        written: Written | None = None
-        if isinstance(values, Computed) and self._allow_non_finite and not self.lz4:
-            written = self.codec.encode_computed(values, payload, head)
-        if written is None:
-            written = self.codec.encode(
-                values.values() if isinstance(values, Computed) else values,
-                payload,
-                scratch,
-                allow_non_finite=self._allow_non_finite,
-                peak=peak,
-                is_exact=is_exact and not self._allow_non_finite,
-                start=None if self.lz4 else head,
-            )
-        chunk.scale_exponent = written.exponent + exponent_offset
-        chunk.crc32c = written.crc
+        chunk.crc32c = self.codec.encode(
+            values,
+            payload,
+            allow_non_finite=self._allow_non_finite,
+            crc=None if self.lz4 else checksum.before_payload(start, chunk),
+        )
         if message is None:
             assert room is not None
             shared = chunk.shared
@@ -201,14 +181,12 @@ class ChunkCodec:
         size = self.codec.encoded_bytes(where.size)
         place = (chunk.element_offset, chunk.element_count)
         is_plain = place == (where.offset, where.size) and not chunk.lz4
-        exponent = chunk.scale_exponent
-        if not is_plain or payload.size != size or not self.codec.has_exponent(exponent):
-            stored = self.open(check_chunk(chunk, payload, start), where)
-            self.codec.decode(stored, exponent, values)
+        if not is_plain or payload.size != size:
+            self.codec.decode(self.open(check_chunk(chunk, payload, start), where), values)
         else:
             head = checksum.before_payload(start, chunk)
             may_change = payload.flags.writeable
-            crc = self.codec.decode_checked(payload, exponent, values, head, may_change=may_change)
+            crc = self.codec.decode_checked(payload, values, head, may_change=may_change)
             _check_crc(chunk, payload, crc)
         if self._allow_non_finite:
             canonical_nans(values)
@@ -222,8 +200,7 @@ class ChunkCodec:
 
         Raises:
             CorruptChunkError: the length does not fit, or an LZ4 block is broken.
-            ArgumentError: offset or count do not fit; compression or a scale exponent that the
-                spec does not allow.
+            ArgumentError: offset or count do not fit; compression that the spec does not allow.
         """
         chunk, payload = intact.header, intact.payload
         if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
@@ -232,8 +209,6 @@ class ChunkCodec:
                 f"got offset {chunk.element_offset} and count {chunk.element_count}; "
                 "check slice_of and chunk_element_count"
             )
-        if not self.codec.has_exponent(chunk.scale_exponent):
-            self.codec.check_exponent(chunk.scale_exponent)
         size = self.codec.encoded_bytes(where.size)
         if chunk.lz4:
             payload = self._unpack(chunk, payload, size)
@@ -246,16 +221,13 @@ class ChunkCodec:
 
     def peak(self, intact: IntactChunk, opened: Bytes) -> float:
         """Largest magnitude of the values, which `open` returned; infinity if one is not finite."""
-        exponent = intact.header.scale_exponent
         if intact.peak_bits is None:
-            return self.codec.peak(opened, exponent)
-        return self.codec.peak_of_bits(intact.peak_bits, exponent)
+            return self.codec.peak(opened)
+        return self.codec.peak_of_bits(intact.peak_bits)
 
-    def first_non_finite(self, chunk: types_pb2.Chunk, payload: Bytes) -> int | None:
+    def first_non_finite(self, payload: Bytes) -> int | None:
         """Index in the chunk of the first value that the spec refuses; None if there is none."""
-        if self._allow_non_finite:
-            return None
-        return self.codec.first_non_finite(payload, chunk.scale_exponent)
+        return None if self._allow_non_finite else self.codec.first_non_finite(payload)
 
     def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:
         if not self.lz4:

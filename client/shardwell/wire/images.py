@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.codec import CODECS, Bytes, Float32
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import BLOCK_SIZES
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -45,9 +44,7 @@ def whole_message(
     """
     header = pb.ExchangeResponse(version=version, image=pb.Image(form=pb.IMAGE_FORM_WHOLE))
     start = checksum.weights(context, version, header.image)
-    return WHOLE.encode(
-        header, header.chunk, where, chunk_index, values, thread_scratch(), start=start
-    )
+    return WHOLE.encode(header, header.chunk, where, chunk_index, values, start=start)
 
 
 def change_message(

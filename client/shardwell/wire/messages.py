@@ -30,7 +30,7 @@ MESSAGE_SIZE_MAX_BYTES = 2**20 + _HEADER_MAX_BYTES
 
 _PADDING_TAG = 14 << 3 | 2
 _PAYLOAD_TAG = bytes((15 << 3 | 2,))
-_HEADER_GROWTH_BYTES = 16  # scale_exponent (3), crc32c (5), lz4 (2), sub-message lengths (<= 4)
+_HEADER_GROWTH_BYTES = 16  # crc32c (5), lz4 (2), sub-message lengths (<= 4)
 
 # CPython lets the creator of a bytes object without contents fill it before other code sees it.
 # This spares a copy of every payload.

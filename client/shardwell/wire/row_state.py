@@ -114,10 +114,10 @@ class RowStateCodec:
         """
         check_rows(rows, payload, start)
         count = rows.row_count
-        if count > self.row_count_max or rows.scale_exponent or rows.lz4:
+        if count > self.row_count_max or rows.lz4:
             raise ArgumentError(
                 f"rows with state come {self.row_count_max} in a message at the most, without "
-                f"scale_exponent and lz4; got {count}, {rows.scale_exponent} and {rows.lz4}"
+                f"lz4; got {count} and {rows.lz4}"
             )
         state = empty_state(self._spec, count)
         expected = sum(array.nbytes for array in state.arrays)

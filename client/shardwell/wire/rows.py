@@ -8,8 +8,6 @@ checksum.py's. `open` has checked all that it returns, except the ids' order and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lz4.block
@@ -19,9 +17,8 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics import row_batches
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32, Written
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
 from shardwell.numerics.finite import canonical_nans
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
@@ -37,8 +34,8 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 
 def rows_per_message_max(spec: TableSpec) -> int:
     """Rows that a message of a gradient, a fetch or its answer can have, compressed or not."""
-    value_size = CODECS[spec.codec_name].item_size
-    return _fitting(ID_SIZE_BYTES + value_size * spec.dim)
+    value_size = CODECS[spec.codec_name].in_blocks_of(spec.dim).encoded_bytes(spec.dim)
+    return _fitting(ID_SIZE_BYTES + value_size)
 
 
 def rows_per_scan_message_max(spec: TableSpec) -> int:
@@ -57,8 +54,6 @@ class OpenedRows(NamedTuple):
     """(n,) int64, read-only; empty where the payload has values alone."""
     values: Bytes
     """The codec's bytes of (n, dim) values, read-only; empty where the payload has ids alone."""
-    exponent: int
-    """Exponent of the values: see `Codec.decode`."""
 
 
 def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
@@ -100,7 +95,7 @@ class RowCodec:
         allow_non_finite: bool = False,
     ) -> None:
         self.dim = dim
-        self.codec = codec
+        self.codec = codec.in_blocks_of(dim)
         self.row_count_max = row_count_max
         self._lz4 = lz4
         self._allow_non_finite = allow_non_finite
@@ -134,8 +129,6 @@ class RowCodec:
         values: npt.NDArray[Any] | None,
         *,
         start: int,
-        peak: float | None = None,
-        first_peak: float | None = None,
     ) -> bytes:
         """A sealed message of rows.
 
@@ -145,8 +138,6 @@ class RowCodec:
             ids: (n,) int64, any stride; None: the payload has none.
             values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
             start: What its CRC32C begins with: see checksum.py.
-            peak: See `Codec.encode`; at least the largest magnitude.
-            first_peak: See `Codec.encode`.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
@@ -155,12 +146,12 @@ class RowCodec:
         count = len(ids) if ids is not None else 0 if values is None else len(values)
         rows.row_count = count
         id_size = 0 if ids is None else ID_SIZE_BYTES * count
-        value_size = 0 if values is None else self.codec.item_size * self.dim * count
+        value_size = 0 if values is None else self.codec.encoded_bytes(self.dim * count)
         packed = b""
         if self._lz4 and value_size:
             assert values is not None
             plain = np.empty(value_size, np.uint8)
-            rows.scale_exponent = self._write(values, plain, peak, first_peak).exponent
+            self._write(values, plain, None)
             packed = lz4.block.compress(plain, mode="fast", store_size=False)
             rows.lz4 = len(packed) < value_size
             message = OutgoingMessage(header, id_size + min(len(packed), value_size))
@@ -178,31 +169,13 @@ class RowCodec:
             return message.seal()
         assert values is not None
 
-        def before(exponent: int) -> int:
-            return checksum.before_rows(start, count, exponent, its_ids)
-
         into = payload[id_size:] if id_size else payload
-        written_as = self._write(values, into, peak, first_peak, before)
-        rows.scale_exponent, rows.crc32c = written_as.exponent, written_as.crc
+        rows.crc32c = self._write(values, into, checksum.before_rows(start, count, its_ids))
         return message.seal()
 
-    def _write(
-        self,
-        values: npt.NDArray[Any],
-        payload: Bytes,
-        peak: float | None,
-        first_peak: float | None,
-        start: Callable[[int], int] | None = None,
-    ) -> Written:
-        return self.codec.encode(
-            values.reshape(-1),
-            payload,
-            thread_scratch(),
-            allow_non_finite=self._allow_non_finite,
-            peak=peak,
-            first_peak=first_peak,
-            start=start,
-        )
+    def _write(self, values: npt.NDArray[Any], payload: Bytes, crc: int | None) -> int:
+        may = self._allow_non_finite
+        return self.codec.encode(values.reshape(-1), payload, allow_non_finite=may, crc=crc)
 
     def open(
         self,
@@ -224,8 +197,7 @@ class RowCodec:
 
         Raises:
             CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
-            ArgumentError: too many rows; compression or a scale exponent that the spec does not
-                allow.
+            ArgumentError: too many rows; compression that the spec does not allow.
         """
         check_rows(rows, payload, start)
         count = rows.row_count
@@ -235,13 +207,9 @@ class RowCodec:
                 "send several"
             )
         id_size = ID_SIZE_BYTES * count if with_ids else 0
-        value_size = self.codec.item_size * self.dim * count if with_values else 0
-        if not value_size and (rows.scale_exponent or rows.lz4):
-            raise ArgumentError(
-                f"rows without values have scale_exponent 0 and lz4 false; got "
-                f"{rows.scale_exponent} and {rows.lz4}"
-            )
-        self.codec.check_exponent(rows.scale_exponent)
+        value_size = self.codec.encoded_bytes(self.dim * count) if with_values else 0
+        if not value_size and rows.lz4:
+            raise ArgumentError("rows without values have lz4 false; got true")
         values = payload[id_size:]
         if rows.lz4 and payload.size >= id_size:
             values = self._unpack(values, value_size)
@@ -252,7 +220,7 @@ class RowCodec:
                 f"{self.codec.name}; the payload has {got}; check row_count, dim and codec"
             )
         ids = payload[:id_size].view(np.int64) if with_ids else _NO_IDS
-        return OpenedRows(ids, values, rows.scale_exponent)
+        return OpenedRows(ids, values)
 
     def take(
         self, rows: table_pb2.Rows, payload: Bytes, *, start: int
@@ -262,18 +230,16 @@ class RowCodec:
         Raises:
             CorruptChunkError, ArgumentError: see `open`.
         """
-        count, exponent, codec = rows.row_count, rows.scale_exponent, self.codec
+        count, codec = rows.row_count, self.codec
         id_size = ID_SIZE_BYTES * count
         is_plain = 0 < count <= self.row_count_max and not rows.lz4
-        size = id_size + codec.item_size * self.dim * count
-        if is_plain and payload.size == size and codec.has_exponent(exponent):
+        if is_plain and payload.size == id_size + codec.encoded_bytes(self.dim * count):
             ids, written = payload[:id_size], payload[id_size:]
             values = np.empty((count, self.dim), np.float32)
-            before = checksum.before_rows(start, count, exponent, ids)
-            bits, crc = codec.decode_looked(written, exponent, values.reshape(-1), before)
+            before = checksum.before_rows(start, count, ids)
+            bits, crc = codec.decode_looked(written, values.reshape(-1), before)
             _compare(rows, payload, crc)
-            opened = OpenedRows(ids.view(np.int64), written, exponent)
-            return opened, values, codec.peak_of_bits(bits, exponent)
+            return OpenedRows(ids.view(np.int64), written), values, codec.peak_of_bits(bits)
         opened = self.open(rows, payload, start=start, with_ids=True, with_values=True)
         values = np.empty((count, self.dim), np.float32)
         self.decode(opened, values)
@@ -306,12 +272,11 @@ class RowCodec:
         Raises:
             CorruptChunkError, ArgumentError: see `open`.
         """
-        count, exponent, codec = stop - first, rows.scale_exponent, self.codec
-        is_plain = not rows.lz4 and codec.has_exponent(exponent)
-        size = codec.item_size * self.dim * count
-        if is_plain and payload.size == size and row_batches.can_spread():
-            before = checksum.before_rows(start, count, exponent, None)
-            reads = codec.reads(0, 1, math.ldexp(1.0, exponent))
+        count, codec = stop - first, self.codec
+        is_plain = not rows.lz4 and payload.size == codec.encoded_bytes(self.dim * count)
+        if is_plain and row_batches.can_spread():
+            before = checksum.before_rows(start, count, None)
+            reads = codec.reads(0, 1, 1.0)
             crc = row_batches.spread(reads, payload, places, starts, first, stop, into, before)
             _compare(rows, payload, crc)
             if self._allow_non_finite:
@@ -332,19 +297,19 @@ class RowCodec:
 
         Each NaN is canonical.
         """
-        self.codec.decode(opened.values, opened.exponent, values.reshape(-1))
+        self.codec.decode(opened.values, values.reshape(-1))
         if self._allow_non_finite:
             canonical_nans(values)
 
     def peak(self, opened: OpenedRows) -> float:
         """Largest magnitude of the values; infinity if one is not finite."""
-        return self.codec.peak(opened.values, opened.exponent) if opened.values.size else 0.0
+        return self.codec.peak(opened.values) if opened.values.size else 0.0
 
     def first_non_finite(self, opened: OpenedRows) -> int | None:
         """Place, row * dim + column, of the first value that the spec refuses; None: none is."""
         if self._allow_non_finite or not opened.values.size:
             return None
-        return self.codec.first_non_finite(opened.values, opened.exponent)
+        return self.codec.first_non_finite(opened.values)
 
     def _unpack(self, packed: Bytes, size: int) -> Bytes:
         if not self._lz4:

@@ -25,7 +25,6 @@ import shardwell
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError, UnknownParameterError
 from shardwell.numerics.codec import CODECS, Float32
-from shardwell.numerics.scratch import Scratch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.probe import SliceProbe
 from shardwell.process.environment import host_name
@@ -421,7 +420,7 @@ def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
 
 def _codec_rates(name: str) -> tuple[float, float]:
     """Bytes of float32 a second that one thread encodes and decodes, from and to memory."""
-    codec, scratch = CODECS[name], Scratch()
+    codec = CODECS[name]
     chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
     values = _values(16 * chunk_size)
     chunk_bytes = codec.encoded_bytes(chunk_size)
@@ -429,10 +428,10 @@ def _codec_rates(name: str) -> tuple[float, float]:
     parts = [slice(start, start + chunk_size) for start in range(0, values.size, chunk_size)]
 
     def encode(part: slice) -> None:
-        codec.encode(values[part], payload[part.start // chunk_size], scratch)
+        codec.encode(values[part], payload[part.start // chunk_size])
 
     def decode(part: slice) -> None:
-        codec.decode(payload[part.start // chunk_size], 0, values[part])
+        codec.decode(payload[part.start // chunk_size], values[part])
 
     return _rate(encode, parts, values.nbytes), _rate(decode, parts, values.nbytes)
 

@@ -27,7 +27,6 @@ from shardwell.errors import (
 )
 from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
@@ -437,9 +436,7 @@ def _ranges(
         first = part.offset - where.offset
         values = array[first : first + part.size]
         try:
-            yield codec.encode(
-                header, header.chunk, part, index, values, thread_scratch(), start=start
-            )
+            yield codec.encode(header, header.chunk, part, index, values, start=start)
         except NonFiniteValueError as error:
             raise NonFiniteValueError(first + error.index, error.value) from None
 

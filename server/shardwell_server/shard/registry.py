@@ -746,20 +746,21 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 
     def _layout_of(self, spec: ParameterSpec, owner: str, kept: Layout | None = None) -> Layout:
         config = self._config
-        item_size = CODECS[spec.codec_name].item_size
+        # An image may be sent whole.
+        codec = CODECS["fp32" if spec.has_image else spec.codec_name].in_blocks_of(spec.block_size)
         place = (config.shard_index, config.shard_count)
         size = slice_of(spec.size, *place, spec.block_size).size
         slots = UpdateRule(spec.optimizer).initial_slots
-        if spec.has_image:  # which may be sent whole
-            item_size, slots = CODECS["fp32"].item_size, (*slots, 0.0)
-        chunk_size, kept_size_bytes = config.chunk_size_bytes // item_size, 0
+        if spec.has_image:
+            slots = (*slots, 0.0)
+        chunk_size, kept_size_bytes = config.chunk_size_bytes // codec.item_size, 0
         chunk_size = max(chunk_size // spec.block_size, 1) * spec.block_size
         if kept is not None:
             chunk_size, kept_size_bytes = kept.chunk_element_count, kept.kept_size_bytes
         elif spec.has_open_sets:
             kept_size_bytes = 2 * spec.step_size_max
         elif spec.keeps_versions:
-            kept_size_bytes = min(chunk_size, size) * item_size + HEAD_SIZE_MAX_BYTES
+            kept_size_bytes = codec.encoded_bytes(min(chunk_size, size)) + HEAD_SIZE_MAX_BYTES
         return Layout(
             name=spec.name,
             slice_size=size,

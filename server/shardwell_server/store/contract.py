@@ -147,13 +147,14 @@ class JournalEntry(NamedTuple):
     """Number of the chunk's transition that it was."""
     step: int
     sample_count: int
-    exponent: int
     learning_rate: float
     """Rate of the update, should it close the step."""
     payload: Bytes
     """The codec's bytes; nothing where a worker has given up an asynchronous step. Of NO_SEAT, a
     float64: the norm; or nothing, where an open set is decided without a contribution."""
     closes: bool = False
+    exponent: int = 0
+    """Of entries of format 2 and before: the power of two of all of the payload, of fp16."""
 
 
 class ChunkChange(Protocol):
@@ -200,7 +201,6 @@ class ParameterStorage(Storage, Protocol):
         seat_index: int,
         step: int,
         sample_count: int,
-        exponent: int,
         learning_rate: float,
         payload: Bytes,
         *,

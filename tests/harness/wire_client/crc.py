@@ -208,8 +208,8 @@ def head_of(message: Any) -> Any:
 
 
 _HEADS = {
-    "Chunk": ("chunk_index", "element_offset", "element_count", "scale_exponent", "lz4"),
-    "Rows": ("row_count", "scale_exponent", "lz4"),
+    "Chunk": ("chunk_index", "element_offset", "element_count", "lz4"),
+    "Rows": ("row_count", "lz4"),
 }
 _FIELDS = {
     "GradientChunk": ("step", "sample_count", "learning_rate?", "after_refusal", "rate_factors*"),

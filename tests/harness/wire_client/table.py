@@ -185,8 +185,8 @@ class WireTable:
         return wire_crc.seal(message, wire_crc.ROW_GRADIENTS, self.spec.name, self.worker.worker_id)
 
     def _part(self, ids: list[int], values: Float32, **fields: Any) -> pb.ExchangeRowsRequest:
-        written, exponent = encode(values.reshape(-1), self.spec.codec)
-        rows = pb.Rows(row_count=len(ids), scale_exponent=exponent)
+        written = encode(values.reshape(-1), self.spec.codec, self.spec.dim)
+        rows = pb.Rows(row_count=len(ids))
         gradient = pb.RowGradients(rows=rows, **fields)
         payload = np.array(ids, "<i8").tobytes() + written
         return self.seal(pb.ExchangeRowsRequest(gradient=gradient, payload=payload))
@@ -232,7 +232,8 @@ class WireTable:
         asked = np.array(ids, "<i8").tobytes()
         assert wire_crc.fits(answer, wire_crc.ROWS_ANSWER, self.spec.name, asked)
         assert not answer.rows.lz4
-        values = decode(answer.payload, self.spec.codec, answer.rows.scale_exponent)
+        count = answer.rows.row_count * self.spec.dim
+        values = decode(answer.payload, self.spec.codec, self.spec.dim, count)
         return values.reshape(answer.rows.row_count, self.spec.dim)
 
     def abandon(self, step: int | None = None) -> list[pb.ExchangeRowsResponse]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,34 +29,44 @@ CALL_TIMEOUT_S = 60.0
 INIT_RANGE_ELEMENT_COUNT_MAX = 262144
 
 
-def encode(values: npt.ArrayLike, codec: int) -> tuple[bytes, int]:
-    """The codec's bytes and the scale exponent."""
+def encode(values: npt.ArrayLike, codec: int, block: int) -> bytes:
+    """The codec's bytes; `block` is the elements that have a scale of their own in fp16."""
     array = np.ascontiguousarray(values, np.dtype("<f4"))
     if codec == types.CODEC_FP32:
-        return array.tobytes(), 0
+        return array.tobytes()
     if codec == types.CODEC_FP16:
-        peak = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-        exponent = 0
-        if peak and not 2.0**-4 <= peak <= 65504:
-            exponent = min(max(math.frexp(peak)[1] - 10, -126), 119)
-        largest = 2.0**128 - 2.0**117  # what is above rounds to 2^128, which no float32 holds
-        inside = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
-        scaled = np.ldexp(inside.astype(np.float64), -exponent)
-        return scaled.astype("<f2").tobytes(), exponent
+        written, exponents = [], []
+        for start in range(0, array.size, block):
+            part = array[start : start + block].astype(np.float64)
+            peak = float(np.abs(part[np.isfinite(part)]).max(initial=0.0))
+            exponent = max(math.frexp(peak)[1] - 15, -126) if peak else 0
+            halves = np.ldexp(part, -exponent).astype("<f2")
+            if exponent == 113:  # 2^15 would be 2^128, which no float32 holds
+                halves = np.where(np.abs(halves) == 2.0**15, np.copysign(32752, halves), halves)
+            written.append(halves.astype("<f2").tobytes())
+            exponents.append(exponent)
+        return b"".join(written) + struct.pack(f"{len(exponents)}b", *exponents)
     assert codec == types.CODEC_BF16
     bits = array.view("<u4").astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
     overflow = np.isfinite(array) & ((rounded & 0x7FFF) == 0x7F80)
-    return np.where(overflow, rounded - 1, rounded).astype("<u2").tobytes(), 0
+    return np.where(overflow, rounded - 1, rounded).astype("<u2").tobytes()
 
 
-def decode(payload: bytes, codec: int, exponent: int) -> Float32:
-    """The values, (n,) float32."""
+def decode(payload: bytes, codec: int, block: int, count: int) -> Float32:
+    """The values, (count,) float32."""
     if codec == types.CODEC_FP32:
         return np.frombuffer(payload, "<f4").astype(np.float32)
     if codec == types.CODEC_FP16:
-        return np.ldexp(np.frombuffer(payload, "<f2").astype(np.float64), exponent).astype("<f4")
+        values = np.frombuffer(payload[: 2 * count], "<f2").astype(np.float64)
+        exponents = struct.unpack(f"{-(-count // block)}b", payload[2 * count :])
+        return np.ldexp(values, np.repeat(exponents, block)[:count]).astype("<f4")
     return (np.frombuffer(payload, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def block_of(size: int) -> int:
+    """Elements of a block of a parameter of so many."""
+    return int(min(2 ** math.floor(math.log2(max(size // 32, 1))), 256))
 
 
 def sgd(learning_rate: float) -> types.Optimizer:
@@ -284,8 +295,8 @@ class WireParameter:
         stop = slice_.offset + slice_.size
         for start in range(slice_.offset, stop, range_element_count):
             part = values[start : min(start + range_element_count, stop)]
-            payload, exponent = encode(part, types.CODEC_FP32)
-            chunk = _chunk(0, start, part.size, exponent)
+            payload = encode(part, types.CODEC_FP32, 1)
+            chunk = _chunk(0, start, part.size)
             messages.append(pb.InitWeightsRequest(chunk=chunk, payload=payload))
         if not slice_.size:
             empty = types.Chunk(element_offset=slice_.offset)
@@ -322,9 +333,9 @@ class WireParameter:
         messages = []
         chunks = list(self.slices[shard_index].chunks())
         for index, start, stop in chunks:
-            payload, exponent = encode(values[start:stop], self.spec.codec)
+            payload = encode(values[start:stop], self.spec.codec, block_of(self.spec.size))
             header = types.GradientChunk(
-                chunk=_chunk(index, start, stop - start, exponent),
+                chunk=_chunk(index, start, stop - start),
                 step=self.next_step if step is None else step,
                 sample_count=sample_count,
                 wait_timeout_ms=int(wait_timeout_s * 1000),
@@ -409,13 +420,13 @@ class WireParameter:
             assert wire_crc.fits(answer, wire_crc.WEIGHTS, self.spec.name)
             assert answer.version >= min_version
             assert not chunk.lz4 or self.spec.compression == types.COMPRESSION_LZ4
-            weights[start:stop] = decode(answer.payload, self.spec.codec, chunk.scale_exponent)
+            block = block_of(self.spec.size)
+            weights[start:stop] = decode(answer.payload, self.spec.codec, block, stop - start)
 
 
-def _chunk(index: int, offset: int, count: int, exponent: int) -> types.Chunk:
+def _chunk(index: int, offset: int, count: int) -> types.Chunk:
     return types.Chunk(
         chunk_index=index,
         element_offset=offset,
         element_count=count,
-        scale_exponent=exponent,
     )

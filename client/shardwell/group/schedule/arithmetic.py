@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
-from shardwell.numerics.elementwise import Code, Operation, add_scaled, blocks, scale
+from shardwell.numerics.elementwise import Code, Operation, add_scaled, scale
 from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
@@ -29,8 +29,6 @@ Total: TypeAlias = Float32 | Computed
 """A sum: where it lies, or what it is computed from while it is written."""
 _TOTAL, _STORED, _OWN = 0, 2, 3
 """Places of a total that is computed."""
-_SCALED_PEAK_MIN = 2.0**-90
-"""Above it, fp16's scale has room for the factors of a mean, which are 2^-32 at the least."""
 
 
 class Reduction(enum.Enum):
@@ -50,8 +48,7 @@ def chunk_element_count(codec_name: str) -> int:
 class ChunkArithmetic:
     """One rank's values in one call. For one thread.
 
-    `array` is (n,) float32, contiguous, read, and written where results belong; `peaks` are the
-    largest magnitudes of this rank's own chunks, by index, where known.
+    `array` is (n,) float32, contiguous, read, and written where results belong.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class ChunkArithmetic:
         reduction: Reduction,
         factor: float = 1.0,
         divisor: float = 1.0,
-        peaks: Mapping[int, float] | None = None,
         may_have_nans: bool = False,
     ) -> None:
         self._array = array
@@ -75,25 +71,26 @@ class ChunkArithmetic:
         self._reduction = reduction
         self._factor = factor
         self._divisor = divisor
-        self._peaks = peaks or {}
         self._may_have_nans = may_have_nans
         element_count = min(array.size, chunk_element_count(codec_name))
         self._total: Float32 = np.empty(element_count, np.float32)
-        self._written: Bytes = np.empty(element_count * CODECS[codec_name].item_size, np.uint8)
+        self._written: Bytes = np.empty(self._codec.codec.encoded_bytes(element_count), np.uint8)
         """Encoded bytes, before they go to shared memory, where they may change."""
 
     def payload_bytes(self, where: Slice) -> int:
         """Payload bytes of a message for a range."""
-        return where.size * self._codec.codec.item_size
+        return self._codec.codec.encoded_bytes(where.size)
 
     def contribution(self, index: int, where: Slice, room: Room | None = None) -> bytes:
         """The message with this rank's own values, as a partial sum; its payload in `room`."""
-        own, peak = self._own(where), self._peaks.get(index)
-        mantissa, exponent = math.frexp(self._factor)
-        if mantissa == 0.5 and (self._factor == 1.0 or self._can_scale(peak)):
-            return self._message(pb.STAGE_PARTIAL, index, where, own, peak, exponent - 1, room)
-        total = self.begin(where, self._total)
-        return self._message(pb.STAGE_PARTIAL, index, where, total, room=room)
+        own = self._own(where)
+        total: Total = own
+        if self._factor != 1.0:
+            zeros = Operation(Code.FILL, _TOTAL, factor=0.0)  # whatever it holds, NaN included
+            weighted = (Operation(Code.COPY, _TOTAL, _STORED), *scale(_TOTAL, self._factor))
+            operations = weighted if self._factor else (zeros,)
+            total = Computed(operations, (own,), self._total[: where.size])
+        return self._message(pb.STAGE_PARTIAL, index, where, total, room)
 
     def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
         """A sum that has this rank's own values: new memory, or the beginning of `total`."""
@@ -122,32 +119,28 @@ class ChunkArithmetic:
         """The result of `opened`, to remain as long as it is needed."""
         return stored.copy() if stored.flags.writeable else stored
 
-    def combine(
-        self, exponent: int, stored: Bytes, where: Slice, total: Float32 | None = None
-    ) -> Total:
+    def combine(self, stored: Bytes, where: Slice, total: Float32 | None = None) -> Total:
         """Adds a chunk to `total`, or to this rank's values in memory until the next call."""
         own = total is None
         out = self._total[: where.size] if total is None else total
         added = self._own(where) if total is None else total
         codec = self._codec.codec
         if self._reduction in (Reduction.SUM, Reduction.MEAN):
-            read = math.ldexp(1.0, exponent)
             if own:
-                operations = codec.reads(_TOTAL, _STORED, read)
+                operations = codec.reads(_TOTAL, _STORED, 1.0)
                 operations += add_scaled(_TOTAL, _OWN, self._factor)
                 return Computed(operations, (stored, added), out)
-            codec.decode_add(stored, read, added, 1.0, out)
+            codec.decode_add(stored, 1.0, added, 1.0, out)
             return out
         pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
-        for start, stop in blocks(where.size):
-            values = thread_scratch().values[: stop - start]
-            codec.decode(stored[start * codec.item_size : stop * codec.item_size], exponent, values)
-            pick(values, added[start:stop], out=out[start:stop])
+        values = np.empty(where.size, np.float32)
+        codec.decode(stored, values)
+        pick(values, added, out=out)
         return out
 
     def partial(self, index: int, where: Slice, total: Total, room: Room | None = None) -> bytes:
         """The message with a partial sum; its payload in `room`."""
-        return self._message(pb.STAGE_PARTIAL, index, where, total, room=room)
+        return self._message(pb.STAGE_PARTIAL, index, where, total, room)
 
     def finish(
         self, index: int, where: Slice, total: Total | None, rooms: Sequence[Room | None]
@@ -158,11 +151,10 @@ class ChunkArithmetic:
         None: in the message. With any, all ranks, this one included, have what was encoded.
         """
         into = self._own(where)
-        peak = self._peaks.get(index) if total is None and self._factor == 1.0 else None
         if total is None:
             total = into if self._factor == 1.0 else self.begin(where, self._total)
         if self._divisor != 1.0:
-            total, peak = self._divided(total), None
+            total = self._divided(total)
         if not rooms:
             self._settle(total, into)
             self._make_canonical(into)
@@ -170,12 +162,12 @@ class ChunkArithmetic:
         header = self._header(pb.STAGE_FINAL)
         if any(rooms):
             written = self._written[: self.payload_bytes(where)]
-            self._encode(header, index, where, total, peak, room=Room(0, written))
+            self._encode(header, index, where, total, Room(0, written))
         else:
-            message = self._encode(header, index, where, total, peak)
+            message = self._encode(header, index, where, total)
             _, written = framing.parse(pb.ReceiveChunksResponse, message)
         if any(rooms) or self._codec.codec.name != "fp32" or total is not into:
-            self.store(header.chunk.scale_exponent, written, where, rooms)
+            self.store(written, where, rooms)
         else:
             self._make_canonical(into)
         return self._for_each(header, written, rooms) if any(rooms) else [message] * len(rooms)
@@ -192,12 +184,10 @@ class ChunkArithmetic:
             return self._for_each(header, stored, rooms)
         return [message] * len(rooms)
 
-    def store(
-        self, exponent: int, stored: Bytes, where: Slice, rooms: Sequence[Room | None] = ()
-    ) -> None:
+    def store(self, stored: Bytes, where: Slice, rooms: Sequence[Room | None] = ()) -> None:
         """Writes final values that came to the array, and as they are to rooms for other ranks."""
         copies = [room.memory for room in rooms if room is not None]
-        self._codec.codec.decode(stored, exponent, self._own(where), copies)
+        self._codec.codec.decode(stored, self._own(where), copies)
         self._make_canonical(self._own(where))
 
     def _divided(self, total: Total) -> Total:
@@ -246,22 +236,10 @@ class ChunkArithmetic:
     def _own(self, where: Slice) -> Float32:
         return self._array[where.offset : where.stop]
 
-    def _can_scale(self, peak: float | None) -> bool:
-        """True if the scale that a chunk is written with can be halved a few times more."""
-        return self._codec.codec.name == "fp16" and peak is not None and peak > _SCALED_PEAK_MIN
-
     def _message(
-        self,
-        stage: pb.Stage,
-        index: int,
-        where: Slice,
-        values: Total,
-        peak: float | None = None,
-        exponent_offset: int = 0,
-        room: Room | None = None,
+        self, stage: pb.Stage, index: int, where: Slice, values: Total, room: Room | None = None
     ) -> bytes:
-        header = self._header(stage)
-        return self._encode(header, index, where, values, peak, exponent_offset, room)
+        return self._encode(self._header(stage), index, where, values, room)
 
     def _header(self, stage: pb.Stage) -> pb.ReceiveChunksResponse:
         return pb.ReceiveChunksResponse(call_index=self._call_index, stage=stage)
@@ -272,19 +250,9 @@ class ChunkArithmetic:
         index: int,
         where: Slice,
         values: Total,
-        peak: float | None = None,
-        exponent_offset: int = 0,
         room: Room | None = None,
     ) -> bytes:
+        start = checksum.peer_chunk(self._context, header.stage)
         return self._codec.encode(
-            header,
-            header.chunk,
-            where,
-            index,
-            values,
-            thread_scratch(),
-            start=checksum.peer_chunk(self._context, header.stage),
-            peak=peak,
-            exponent_offset=exponent_offset,
-            room=room,
+            header, header.chunk, where, index, values, start=start, room=room
         )

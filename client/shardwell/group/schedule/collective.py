@@ -68,8 +68,8 @@ class Sum:
         self.awaited_count = awaited_count
         self.total: Float32 | None = None
         self.added_count = 0
-        self.early: dict[int, tuple[int, Bytes]] = {}
-        """By rank: scale exponent and checked values of what came before its turn."""
+        self.early: dict[int, Bytes] = {}
+        """By rank: checked values of what came before its turn."""
 
 
 class Job(NamedTuple):
@@ -205,16 +205,15 @@ class Collective:
         if stored is None:
             stored = self._stored(arrival, where, arithmetic)
         header = arrival.header
-        exponent = header.chunk.scale_exponent
         if header.stage == pb.STAGE_FINAL:
-            arithmetic.store(exponent, stored, where, rooms)
+            arithmetic.store(stored, where, rooms)
             if not targets:
                 return []
             messages = arithmetic.forwarded(header, stored, arrival.message, rooms)
             return _sendings(targets, messages, rooms, where)
         assert role.inflow is not None
         if under_way is None:
-            total = arithmetic.combine(exponent, stored, where)
+            total = arithmetic.combine(stored, where)
         else:
             total = _added(under_way, role.inflow.sources, arrival, stored, where, arithmetic)
             if under_way.added_count < len(role.inflow.sources):
@@ -296,12 +295,12 @@ def _added(
         under_way.total = arithmetic.begin(where)
     if sources[under_way.added_count] != arrival.rank:
         stored = arithmetic.kept(stored)
-    under_way.early[arrival.rank] = (arrival.header.chunk.scale_exponent, stored)
+    under_way.early[arrival.rank] = stored
     while under_way.added_count < len(sources):
         due = under_way.early.pop(sources[under_way.added_count], None)
         if due is None:
             break
-        arithmetic.combine(*due, where, under_way.total)
+        arithmetic.combine(due, where, under_way.total)
         under_way.added_count += 1
     return under_way.total
 

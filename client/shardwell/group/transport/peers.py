@@ -32,7 +32,7 @@ from shardwell.transport.unix_call import UnixCall, UnixCalls
 from shardwell.v1 import arena_pb2, group_pb2, peer_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing
-from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.chunks import PLACE_SIZE_BYTES
 from shardwell.wire.messages import Room
 
 PENDING_COUNT_MAX = 16
@@ -323,7 +323,7 @@ class Incoming:
         return True
 
     def _begun(self) -> Iterator[bytes]:
-        shared = self._peer.arenas.arena(_PLACE_COUNT * PAYLOAD_SIZE_MAX_BYTES)
+        shared = self._peer.arenas.arena(_PLACE_COUNT * PLACE_SIZE_BYTES)
         request = pb.ReceiveChunksRequest(open=self._opening)
         if shared is not None:
             self._memory, request.arena = shared.memory, shared.token
@@ -409,7 +409,7 @@ class _Places:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._count = (memory.size_bytes - HEAD_BYTES) // PAYLOAD_SIZE_MAX_BYTES
+        self._count = (memory.size_bytes - HEAD_BYTES) // PLACE_SIZE_BYTES
         self._put_count = 0
 
     def room(self, size_bytes: int) -> Room | None:
@@ -418,6 +418,6 @@ class _Places:
         under_way_count = self._put_count - self._memory.number(_COPIED)
         if not 0 <= under_way_count < self._count:
             return None
-        offset = HEAD_BYTES + self._put_count % self._count * PAYLOAD_SIZE_MAX_BYTES
+        offset = HEAD_BYTES + self._put_count % self._count * PLACE_SIZE_BYTES
         self._put_count += 1
         return Room(offset, self._memory.view(offset, size_bytes))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
-INTERFACE = 5
+INTERFACE = 6
 """As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
 an older version built is not used."""
 _FOLDER = Path(__file__).parent

@@ -11,7 +11,7 @@
 #include "kernels.h"
 #include "objects.h"
 
-enum { INTERFACE = 5 }; /* As in __init__.py: another one is not used. */
+enum { INTERFACE = 6 }; /* As in __init__.py: another one is not used. */
 
 PUBLIC int32_t shardwell_interface(void) { return INTERFACE; }
 
@@ -112,6 +112,7 @@ static const struct sizes SIZES[OWN_CODE_COUNT] = {
   [MEAN] = {4, 0, 0}, [CLIP] = {4, 0, 0},
   [COPY_32] = {4, 4, 0}, [COPY_16] = {2, 2, 0}, [CHECK_32] = {0, 4, 0}, [CHECK_16] = {0, 2, 0},
   [COPY_32_AWAY] = {4, 4, 0}, [COPY_16_AWAY] = {2, 2, 0},
+  [LOOK_FP16] = {0, 2, 0}, [COPY_FP16] = {2, 2, 0}, [CHECK_FP16] = {0, 2, 0},
 };
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
@@ -130,6 +131,59 @@ static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint
   return (uintptr_t)arrays->address[place] % size == 0 && stop <= arrays->bytes[place] / size;
 }
 
+/* Payloads of fp16: values, and behind them an exponent for each block. */
+
+static int has_exponents(uint8_t code) {
+  return code == READ_FP16 || code == READ_FP16_AWAY || code == WRITE_FP16 || code == LOOK_FP16 ||
+         code == COPY_FP16 || code == CHECK_FP16;
+}
+
+static int writes_exponents(uint8_t code) { return code == WRITE_FP16 || code == COPY_FP16; }
+
+/* Exponents of the payloads of one run, by place. */
+struct tails {
+  int8_t *first[ARRAY_COUNT];
+  uint64_t elements[ARRAY_COUNT]; /* of the payload */
+  int8_t *own; /* room for those of a payload that is copied to a temporary */
+};
+enum { OWN_TAIL = 2 * BLOCK };
+
+/* Finds the exponents of a payload; 0: it is none of whole blocks, or has no elements up to `stop`. */
+static int find_tail(struct tails *tails, const struct arrays *arrays, uint8_t place, uint64_t block,
+                     uint64_t stop) {
+  if (arrays->address[place] != NULL) {
+    const uint64_t bytes = arrays->bytes[place], whole = 2 * block + 1;
+    const uint64_t count = (bytes - bytes / whole - (bytes % whole != 0)) / 2;
+    if (2 * count + (count + block - 1) / block != bytes) return 0;
+    tails->elements[place] = count;
+    tails->first[place] = (int8_t *)arrays->address[place] + 2 * count;
+  }
+  return tails->first[place] != NULL && stop <= tails->elements[place];
+}
+
+/* 0: the payloads of an operation do not fit it. */
+static int find_tails(struct tails *tails, const struct operation *each, const struct arrays *arrays,
+                      uint64_t start, uint64_t stop) {
+  if (!has_exponents(each->code)) return 1;
+  if (!(each->divisor >= 1 && each->divisor <= (double)UINT32_MAX)) return 0;
+  const uint64_t block = (uint64_t)each->divisor;
+  if (each->code == READ_FP16 && each->by != 0) { /* whose exponents lie elsewhere */
+    tails->first[each->from] = (int8_t *)arrays->address[each->by];
+    return arrays->address[each->by] != NULL && stop <= arrays->bytes[each->by] * block;
+  }
+  if (each->code != WRITE_FP16 && !find_tail(tails, arrays, each->from, block, stop)) return 0;
+  if (each->code == COPY_FP16 && arrays->address[each->to] == NULL) {
+    const uint64_t count = (tails->elements[each->from] + block - 1) / block;
+    if (count > OWN_TAIL || tails->first[each->to] != NULL) return 0;
+    memcpy(tails->own, tails->first[each->from], count);
+    tails->first[each->to] = tails->own;
+    tails->elements[each->to] = tails->elements[each->from];
+  } else if (writes_exponents(each->code) && !find_tail(tails, arrays, each->to, block, stop)) {
+    return 0;
+  }
+  return each->code != WRITE_FP16 || start % block == 0;
+}
+
 /* Where operations find a place's elements from `start` on. */
 struct places {
   const struct arrays *arrays;
@@ -140,6 +194,29 @@ static void *place_of(const struct places *places, uint8_t place, uint8_t size, 
   if (size == 0) return NULL;
   uint8_t *address = places->arrays->address[place];
   return address == NULL ? (void *)places->own[place] : address + start * size;
+}
+
+/* Runs an operation on elements of fp16, which may begin within a block. */
+static uint32_t run_blocks(run_block *run, const struct operation *each, const struct tails *tails,
+                           uint8_t *to, const uint8_t *from, uint64_t first, size_t count) {
+  const struct sizes *sizes = &SIZES[each->code];
+  const uint64_t block = (uint64_t)each->divisor, inside = first % block, number = first / block;
+  struct exponents at = {NULL, NULL};
+  if (each->code != WRITE_FP16) at.from = tails->first[each->from] + number;
+  if (writes_exponents(each->code)) at.to = tails->first[each->to] + number;
+  if (at.to != NULL && tails->first[each->to] == tails->own) at.from = at.to; /* has them already */
+  const size_t head = inside == 0 ? 0 : count < block - inside ? count : (size_t)(block - inside);
+  uint32_t largest = 0;
+  if (head > 0) {
+    largest = run(each, to, from, &at, head);
+    if (head == count) return largest;
+    if (at.from != NULL) at.from++;
+    if (at.to != NULL) at.to++;
+    if (to != NULL) to += head * sizes->to;
+    from += head * sizes->from;
+  }
+  const uint32_t found = run(each, to, from, &at, count - head);
+  return found > largest ? found : largest;
 }
 
 /* Numbers a temporary; 0: there are no more. */
@@ -180,6 +257,10 @@ static int uses_of(const struct operation operations[], uint64_t count, struct u
       uses->all |= 1 << taken[k][0];
       if (k == 0) uses->written |= 1 << taken[k][0];
     }
+    if (each->code == READ_FP16 && each->by != 0) {
+      if (each->by >= ARRAY_COUNT) return 0;
+      uses->all |= 1 << each->by;
+    }
   }
   return 1;
 }
@@ -215,7 +296,8 @@ static int write_away(struct operation operations[], uint64_t count, const struc
   for (uint64_t i = 0; i < count; i++) {
     struct operation *each = &operations[i];
     const uint8_t code = away_of(each->code);
-    const int is_much = code != 0 && element_count >= AWAY_BYTES / SIZES[code].to;
+    const int is_plain = each->code != READ_FP16 || each->factor == 1.0f;
+    const int is_much = code != 0 && is_plain && element_count >= AWAY_BYTES / SIZES[code].to;
     if (is_much && arrays->address[each->to] != NULL && is_used_once(operations, count, each->to)) {
       each->code = code;
       found = 1;
@@ -269,6 +351,9 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   struct places places = {&arrays, {NULL}};
   uint8_t bytes[ARRAY_COUNT] = {0}; /* of an element, by place */
   int own_count = 0, checks = 0;
+  uint64_t unit = 1; /* elements that are written at once */
+  int8_t own_tail[OWN_TAIL];
+  struct tails tails = {{NULL}, {0}, own_tail};
   run_block *run = VARIANTS[chosen()];
   if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return MISFIT;
   memcpy(operations, packed, operation_count * sizeof operations[0]);
@@ -278,19 +363,22 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   for (uint64_t i = 0; i < operation_count; i++) {
     const struct operation *each = &operations[i];
     const struct sizes *sizes = &SIZES[each->code];
-    checks |= each->code == CHECK_32 || each->code == CHECK_16;
-    if (!is_fit(&arrays, each->to, sizes->to, stop) ||
+    checks |= each->code == CHECK_32 || each->code == CHECK_16 || each->code == CHECK_FP16;
+    if (!find_tails(&tails, each, &arrays, start, stop) || !is_fit(&arrays, each->to, sizes->to, stop) ||
         !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop) ||
         !takes_block(&arrays, owners, &own_count, each->to, sizes->to) ||
         !takes_block(&arrays, owners, &own_count, each->from, sizes->from) ||
         !takes_block(&arrays, owners, &own_count, each->by, sizes->by))
       return ended(&objects, MISFIT);
+    if (each->code == WRITE_FP16) unit = (uint64_t)each->divisor;
     if (sizes->to != 0) bytes[each->to] = sizes->to;
     if (sizes->from != 0) bytes[each->from] = sizes->from;
     if (sizes->by != 0) bytes[each->by] = sizes->by;
   }
   if (checks && chosen_crc() == NULL) return ended(&objects, MISFIT);
-  const size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
+  size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
+  if (block < unit && own_count > 0) return ended(&objects, MISFIT);
+  block = block < unit ? (size_t)unit : (size_t)(block / unit * unit);
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
   const int is_away = write_away(operations, operation_count, &arrays, stop - start);
   void *state = begun((stop - start) * sizeof(float), 0);
@@ -301,14 +389,23 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
       const struct operation *each = &operations[i];
       const struct sizes *sizes = &SIZES[each->code];
       const void *from = place_of(&places, each->from, sizes->from, first);
-      if (each->code == CHECK_32 || each->code == CHECK_16) {
+      if (each->code == CHECK_32 || each->code == CHECK_16 || each->code == CHECK_FP16) {
         inside = chosen_crc()(inside, from, count * sizes->from);
         continue;
       }
-      uint32_t found = run(each, place_of(&places, each->to, sizes->to, first), from,
-                           place_of(&places, each->by, sizes->by, first), count);
+      void *to = place_of(&places, each->to, sizes->to, first);
+      uint32_t found =
+        has_exponents(each->code)
+          ? run_blocks(run, each, &tails, to, from, first, count)
+          : run(each, to, from, place_of(&places, each->by, sizes->by, first), count);
       largest = found > largest ? found : largest;
     }
+  }
+  for (uint64_t i = 0; i < operation_count; i++) { /* exponents come behind all values */
+    const struct operation *each = &operations[i];
+    const uint64_t size = (uint64_t)each->divisor;
+    if (each->code != CHECK_FP16 || stop != tails.elements[each->from]) continue;
+    inside = chosen_crc()(inside, (const void *)tails.first[each->from], (stop + size - 1) / size);
   }
   if (is_away) fence();
   over(state);

@@ -42,7 +42,7 @@ static inline uint16_t to_half(float value) {
 }
 #endif
 
-static void read_fp16(float *to, const uint16_t *from, float factor, size_t count) {
+static void read_halves(float *to, const uint16_t *from, float factor, size_t count) {
   size_t i = 0;
 #if defined(__AVX512F__)
   const __m512 factors = _mm512_set1_ps(factor);
@@ -60,7 +60,7 @@ static void read_fp16(float *to, const uint16_t *from, float factor, size_t coun
   for (; i < count; i++) to[i] = from_half(from[i]) * factor;
 }
 
-static void write_fp16(uint16_t *to, const float *from, float factor, size_t count) {
+static void write_halves(uint16_t *to, const float *from, float factor, size_t count) {
   size_t i = 0;
 #if defined(__AVX512F__)
   const __m512 factors = _mm512_set1_ps(factor);
@@ -101,13 +101,21 @@ static void read_bf16(float *to, const uint16_t *from, float factor, size_t coun
   scale(to, to, factor, count);
 }
 
-static void write_bf16(uint16_t *to, const float *from, float factor, size_t count) {
+static uint32_t write_bf16(uint16_t *to, const float *from, size_t count) {
+  enum { NEARLY_INFINITE = 0x7f7f8000u }; /* what would be rounded to infinity is the largest below */
+  uint32_t largest = 0;
   for (size_t i = 0; i < count; i++) {
-    uint32_t bits = bits_of(from[i] * factor);
+    uint32_t bits = bits_of(from[i]), magnitude = bits & 0x7fffffffu;
     uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     uint32_t quiet = bits >> 16 | 0x40u;
-    to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+    to[i] = (uint16_t)(magnitude > 0x7f800000u ? quiet : rounded);
+    largest = magnitude > largest ? magnitude : largest;
   }
+  for (size_t i = 0; largest >= NEARLY_INFINITE && i < count; i++) {
+    uint32_t magnitude = bits_of(from[i]) & 0x7fffffffu;
+    to[i] -= magnitude >= NEARLY_INFINITE && magnitude < 0x7f800000u;
+  }
+  return largest;
 }
 
 /* Past the caches. A line that is written whole need not be fetched first, which spares a third of
@@ -166,7 +174,7 @@ static size_t before_line(const float *to, size_t count) {
     }                                                                               \
     PLAIN(to + i, from + i, factor, count - i);                                     \
   }
-AWAY(read_fp16_away, uint16_t, read_fp16, halves_of)
+AWAY(read_halves_away, uint16_t, read_halves, halves_of)
 AWAY(read_bf16_away, uint16_t, read_bf16, uppers_of)
 AWAY(scale_away, float, scale, floats_of)
 
@@ -179,7 +187,7 @@ static void copy_16_away(uint16_t *to, const uint16_t *from, size_t count) {
   memmove(to + first + 2 * pairs, from + first + 2 * pairs, (count - first - 2 * pairs) * sizeof(uint16_t));
 }
 #else
-#define read_fp16_away read_fp16
+#define read_halves_away read_halves
 #define read_bf16_away read_bf16
 #define scale_away scale
 #define copy_16_away(to, from, count) memmove(to, from, (count) * sizeof(uint16_t))
@@ -200,6 +208,66 @@ static uint32_t look_16(const uint16_t *from, size_t count) {
   uint16_t largest = 0;
   for (size_t i = 0; i < count; i++) {
     uint16_t found = from[i] & 0x7fffu;
+    largest = found > largest ? found : largest;
+  }
+  return largest;
+}
+
+/* fp16 with a power of two for each block: its exponent. */
+
+enum { EXPONENT_MIN = -126, EXPONENT_MAX = 113, TOP = 15, LARGEST_HALF = 0x7800 };
+
+static inline float power_of_two(int exponent) {
+  return float_of(exponent < -126 ? 1u << (exponent + 149) : (uint32_t)(exponent + 127) << 23);
+}
+
+/* That which brings finite values with this largest magnitude below 2^TOP, the largest above half. */
+static inline int exponent_of(uint32_t peak) {
+  int exponent = (int)(peak >> 23) - 126 - TOP;
+  return peak == 0 ? 0 : exponent < EXPONENT_MIN ? EXPONENT_MIN : exponent;
+}
+
+static uint32_t look_at_finite(const float *from, size_t count) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < count; i++) {
+    uint32_t found = bits_of(from[i]) & 0x7fffffffu;
+    largest = found < 0x7f800000u && found > largest ? found : largest;
+  }
+  return largest;
+}
+
+static uint32_t write_fp16(uint16_t *to, const float *from, int8_t *exponents, size_t block,
+                           size_t count) {
+  uint32_t largest = 0;
+  for (size_t start = 0; start < count; start += block) {
+    const size_t size = count - start < block ? count - start : block;
+    uint32_t peak = look_32((const void *)(from + start), size);
+    largest = peak > largest ? peak : largest;
+    if (peak >= 0x7f800000u) peak = look_at_finite(from + start, size);
+    const int exponent = exponent_of(peak);
+    *exponents++ = (int8_t)exponent;
+    write_halves(to + start, from + start, power_of_two(-exponent), size);
+    if (exponent == EXPONENT_MAX) /* 2^128 is beyond float32: the largest below it */
+      for (size_t i = start; i < start + size; i++) to[i] -= (to[i] & 0x7fffu) == LARGEST_HALF;
+  }
+  return largest;
+}
+
+#define READ_FP16_BY(NAME, READ_HALVES)                                                       \
+  static void NAME(float *to, const uint16_t *from, const int8_t *exponents, size_t block,    \
+                   size_t count) {                                                            \
+    for (size_t start = 0; start < count; start += block)                                     \
+      READ_HALVES(to + start, from + start, power_of_two(*exponents++),                       \
+                  count - start < block ? count - start : block);                             \
+  }
+READ_FP16_BY(read_fp16, read_halves)
+READ_FP16_BY(read_fp16_away, read_halves_away)
+
+static uint32_t look_fp16(const uint16_t *from, const int8_t *exponents, size_t block, size_t count) {
+  uint32_t largest = 0;
+  for (size_t start = 0; start < count; start += block) {
+    const uint16_t half = (uint16_t)look_16(from + start, count - start < block ? count - start : block);
+    const uint32_t found = bits_of(from_half(half) * power_of_two(*exponents++));
     largest = found > largest ? found : largest;
   }
   return largest;
@@ -253,12 +321,26 @@ static void clip(float *to, float bound, size_t count) {
 uint32_t VARIANT(const struct operation *operation, void *to, const void *from, const void *by,
                  size_t count) {
   const float factor = operation->factor;
+  const struct exponents *exponents = by; /* of fp16 */
+  const size_t block = (size_t)operation->divisor;
   switch (operation->code) {
-#define READS_AND_WRITES(NAME, NAME_IN_C, SIZE)                                         \
-    case READ_##NAME: read_##NAME_IN_C(to, from, factor, count); return 0;              \
-    case WRITE_##NAME: write_##NAME_IN_C(to, from, factor, count); return 0;            \
-    case READ_##NAME##_AWAY: read_##NAME_IN_C##_away(to, from, factor, count); return 0;
-    FORMATS(READS_AND_WRITES)
+    case READ_FP32: read_fp32(to, from, factor, count); return 0;
+    case READ_BF16: read_bf16(to, from, factor, count); return 0;
+    case READ_FP16:
+      read_fp16(to, from, exponents->from, block, count);
+      scale(to, to, factor, count);
+      return 0;
+    case WRITE_FP32: write_fp32(to, from, factor, count); return 0;
+    case WRITE_BF16: return write_bf16(to, from, count);
+    case WRITE_FP16: return write_fp16(to, from, exponents->to, block, count);
+    case READ_FP32_AWAY: read_fp32_away(to, from, factor, count); return 0;
+    case READ_BF16_AWAY: read_bf16_away(to, from, factor, count); return 0;
+    case READ_FP16_AWAY: read_fp16_away(to, from, exponents->from, block, count); return 0;
+    case LOOK_FP16: return look_fp16(from, exponents->from, block, count);
+    case COPY_FP16:
+      memmove(to, from, count * sizeof(uint16_t));
+      memmove(exponents->to, exponents->from, (count + block - 1) / block);
+      return 0;
     case LOOK_32: return look_32(from, count);
     case LOOK_16: return look_16(from, count);
     case COPY: case COPY_32: memmove(to, from, count * sizeof(float)); return 0;

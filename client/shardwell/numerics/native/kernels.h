@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { BLOCK = 2048 };   /* elements: 8 KiB of float32, so that a few arrays stay in the first-level cache */
-enum { ARRAY_COUNT = 8 }; /* of one run at the most */
+enum { ARRAY_COUNT = 9 }; /* of one run at the most */
 
 /* Formats of elements: EACH(NAME, name, bytes of an element). kernels.c has read_name, write_name and
    read_name_away of each; codes, and what dispatch.c and rows.c know of formats, are made of this. */
@@ -21,7 +21,7 @@ enum code {
   FORMATS(WRITE_CODE)
   LOOK_32, LOOK_16,
   COPY, FILL, SCALE, ADD_SCALED, ADD_CONSTANT, MULTIPLY, DIVIDE, SQUARE_ROOT, MEAN, CLIP,
-  COPY_32, COPY_16, CHECK_32, CHECK_16,
+  COPY_32, COPY_16, CHECK_32, CHECK_16, LOOK_FP16, COPY_FP16, CHECK_FP16,
   CODE_COUNT,
   /* What dispatch.c makes of some of them: the same, past the caches. */
   LAST_CODE = CODE_COUNT - 1,
@@ -33,12 +33,18 @@ enum code {
 struct operation {
   uint8_t code, to, from, by;
   float factor;
-  double divisor; /* of MEAN alone */
+  double divisor; /* of MEAN; of fp16 the elements of a block */
+};
+
+/* The exponents of a payload of fp16, from a block on: where they are read, and written. */
+struct exponents {
+  const int8_t *from;
+  int8_t *to;
 };
 
 /* Runs one operation on some elements; returns the largest magnitude that it
    saw, as bits, or 0 where it does not look. `to`, `from` and `by` may be the same memory; else
-   they don't overlap. */
+   they don't overlap. What works on fp16 begins with a block, or is of one; `by` is its exponents. */
 typedef uint32_t run_block(const struct operation *operation, void *to, const void *from,
                            const void *by, size_t count);
 

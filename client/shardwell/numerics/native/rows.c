@@ -397,7 +397,8 @@ static int are_starts(const int64_t *starts, uint64_t first, uint64_t stop, uint
 static const uint8_t ITEM_SIZES[CODE_COUNT] = {FORMATS(ITEM_SIZE)};
 
 /* Reads the rows of a payload, rows [first, stop) of a batch, into all of their places of `into`, and
-   goes on with a CRC32C over it. `packed` is one operation that reads. Returns the CRC. */
+   goes on with a CRC32C over it. `packed` is one operation that reads; a block of fp16 is a row. Returns
+   the CRC. */
 PUBLIC int64_t shardwell_spread(const void *packed, void *payload_object, uint64_t dim,
                                 void *places_object, void *starts_object, uint64_t first,
                                 uint64_t stop, void *into_object, uint32_t crc) {
@@ -416,9 +417,11 @@ PUBLIC int64_t shardwell_spread(const void *packed, void *payload_object, uint64
   run_block *run = shardwell_chosen();
   run_crc *check = shardwell_chosen_crc();
   const uint64_t item = reads.code < CODE_COUNT ? ITEM_SIZES[reads.code] : 0;
+  const uint64_t exponent = reads.code == READ_FP16; /* bytes of a row's */
   if (run == NULL || check == NULL || item == 0 || dim == 0 || dim > UINT32_MAX || first > stop ||
-      stop >= start_count || payload_size % (item * dim) != 0 ||
-      payload_size / (item * dim) != stop - first || !fits(count, dim, size) || !is_aligned(places, 8) ||
+      stop >= start_count || payload_size % (item * dim + exponent) != 0 ||
+      payload_size / (item * dim + exponent) != stop - first ||
+      (exponent != 0 && reads.divisor != (double)dim) || !fits(count, dim, size) || !is_aligned(places, 8) ||
       !is_aligned(starts, 8) || !is_aligned(into, 4) || !is_aligned(payload, item) ||
       !are_starts(starts, first, stop, count))
     return ended(&objects, MISFIT);
@@ -427,6 +430,7 @@ PUBLIC int64_t shardwell_spread(const void *packed, void *payload_object, uint64
   void *state = begun(payload_size, 0);
   const uint64_t row_bytes = item * dim;
   const uint64_t together = row_bytes < 4096 ? 4096 / row_bytes : 1;
+  const int8_t *exponents = (const int8_t *)payload + (stop - first) * row_bytes;
   uint32_t inside = ~crc;
   for (uint64_t row = first; row < stop; row += together) {
     const uint64_t next = stop - row < together ? stop : row + together;
@@ -437,10 +441,12 @@ PUBLIC int64_t shardwell_spread(const void *packed, void *payload_object, uint64
       if ((uint64_t)starts[r] + AHEAD < end)
         ask_to_write((const uint8_t *)(into + (uint64_t)at[AHEAD] * dim), dim * sizeof *into);
       float *to = into + (uint64_t)*at * dim;
-      run(&reads, to, block, NULL, dim);
+      const struct exponents its = {exponents + (r - first), NULL};
+      run(&reads, to, block, &its, dim);
       while (++at < last) memcpy(into + (uint64_t)*at * dim, to, dim * sizeof *to);
     }
   }
+  if (exponent != 0) inside = check(inside, (const uint8_t *)exponents, stop - first);
   over(state);
   return ended(&objects, (uint32_t)~inside);
 }

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwell.numerics.codec import Bytes, Codec, Float32
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
 from shardwell.numerics.elementwise import (
     Arrays,
     Code,
@@ -35,8 +35,8 @@ from shardwell.numerics.update_rules import (
 from shardwell_server.shard.parameter.image import ChunkImage
 from shardwell_server.store import ChunkChange, ChunkRecord
 
-_PAYLOAD, _TOTAL, _FIRST = SECOND_SLOT + 1, SECOND_SLOT + 2, SECOND_SLOT + 3
-"""Places beside those of update rules. _FIRST: what lies in the sum's memory as it was written."""
+_PAYLOAD, _TOTAL, _FIRST, _EXPONENTS = range(SECOND_SLOT + 1, SECOND_SLOT + 5)
+"""Places beside those of update rules. _FIRST and _EXPONENTS: `Codec.kept` of the sum's memory."""
 
 
 class Contribution(NamedTuple):
@@ -44,20 +44,18 @@ class Contribution(NamedTuple):
 
     payload: Bytes
     """The codec's bytes."""
-    exponent: int
-    """Scale: value = written * 2^exponent."""
     sample_count: int
     """Its weight in the mean."""
 
     def summed(self, codec: Codec) -> Contribution:
         """The same as `codec.summed` writes it, so that it can be added up."""
         values = np.empty(codec.element_count(self.payload.size), np.float32)
-        codec.decode(self.payload, self.exponent, values)
-        return self._replace(payload=values.view(np.uint8), exponent=0)
+        codec.decode(self.payload, values)
+        return self._replace(payload=values.view(np.uint8))
 
     def factor(self, shift: int) -> float:
-        """What its written values are multiplied with in a sum that is kept as sum * 2^-shift."""
-        return math.ldexp(float(self.sample_count), self.exponent - shift)
+        """What its values are multiplied with in a sum that is kept as sum * 2^-shift."""
+        return math.ldexp(float(self.sample_count), -shift)
 
 
 class Total(NamedTuple):
@@ -66,9 +64,8 @@ class Total(NamedTuple):
     factor: float
     """The sum is factor * 2^shift times the stored values; 0: there is none."""
     is_encoded: bool = False
-    """Whether the first contribution is stored as it was written, not yet as float32. It lies at
-    the end, so that it can be read while a sum is written over it, block by block from the
-    start."""
+    """Whether the first contribution is stored as it was written, not yet as float32: see
+    `Codec.keep`."""
 
 
 NOTHING = Total(0.0)
@@ -86,17 +83,15 @@ class ChunkState:
     image: ChunkImage | None = None
     """The image of the weights, kept beside them; see image.py."""
 
-    def places(self, payload: Bytes | None, first: Bytes | None = None) -> Arrays:
+    def places(
+        self, payload: Bytes | None, first: tuple[Bytes | None, Bytes | None] = (None, None)
+    ) -> Arrays:
         """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
         slots = (*self.slots, None, None)[:2]
-        return (self.weights, None, None, *slots, payload, self.gradient_sum, first)
+        return (self.weights, None, None, *slots, payload, self.gradient_sum, *first)
 
 
-def _first_payload(total: Float32, codec: Codec) -> Bytes:
-    """Where the sum's memory has a contribution as it was written."""
-    return total.view(np.uint8)[(total.itemsize - codec.item_size) * total.size :]
-
-
+_FLOATS = CODECS["fp32"]
 _FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
 """Factors that float32 holds exactly, also after they were scaled down for a heavier gradient."""
 
@@ -114,8 +109,8 @@ def add_to_sum(
 ) -> Total:
     """Adds sample_count * gradient * 2^-shift to a sum.
 
-    The first contribution is stored unscaled and unweighted: its scale and weight become the
-    factor, which the next addition applies at no cost. As it was written, if it may: that takes
+    The first contribution is stored unweighted: its weight becomes the factor, which the next
+    addition applies at no cost. As it was written, if it may: that takes
     half the memory traffic, and the sum is not needed before the next one comes.
 
     Args:
@@ -139,29 +134,31 @@ def add_to_sum(
     is_plain = total.factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
     stays_encoded = is_plain and may_stay_encoded and codec.item_size < memory.itemsize
     if stays_encoded:
-        operations = codec.copies(_FIRST, _PAYLOAD)
-    elif is_plain:
+        for _ in change.blocks(memory.size):
+            codec.keep(contribution.payload, memory)
+        return Total(factor, is_encoded=True)
+    if is_plain:
         operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
     elif total.factor == 0.0:
         weight = math.ldexp(contribution.sample_count, -shift)
-        operations = codec.reads(_TOTAL, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
+        operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
         if is_closed_alike:
             kept_factor = weight
         else:
             operations += scale(_TOTAL, weight)
     else:
         into = TEMPORARY if total.is_encoded else _TOTAL
-        operations = codec.reads(into, _FIRST, 1.0) if total.is_encoded else ()
+        operations = codec.reads_kept(into, _FIRST, _EXPONENTS) if total.is_encoded else ()
         operations += scale(into, total.factor)
         if factor:
             operations += codec.reads(GRADIENT, _PAYLOAD, factor) + add_scaled(into, GRADIENT)
         if total.is_encoded:
             operations += (Operation(Code.COPY, _TOTAL, TEMPORARY),)
-    none = (None,) * _PAYLOAD
-    arrays = (*none, contribution.payload, memory, _first_payload(memory, codec))
+    first = codec.kept(memory) if total.is_encoded else ()
+    arrays = (*(None,) * _PAYLOAD, contribution.payload, memory, *first)
     for start, stop in change.blocks(memory.size):
         run(operations, arrays, start, stop)
-    return Total(factor if is_plain else kept_factor, stays_encoded)
+    return Total(factor if is_plain else kept_factor)
 
 
 def state_overflow(
@@ -188,7 +185,8 @@ def state_overflow(
     Returns:
         Which array, and the element; None: there is none.
     """
-    given = codec.reads(GRADIENT, _PAYLOAD, math.ldexp(1.0, contribution.exponent))
+    given = np.empty(chunk.weights.size, np.float32)
+    codec.decode(contribution.payload, given)
     for start, stop in blocks(chunk.weights.size):
         copied = ChunkState(
             offset=chunk.offset + start,
@@ -196,12 +194,13 @@ def state_overflow(
             gradient_sum=None,
             slots=tuple(slot[start:stop].copy() for slot in chunk.slots),
         )
-        payload = contribution.payload[start * codec.item_size : stop * codec.item_size]
-        arrays = copied.places(payload)
+        gradient = given[start:stop].view(np.uint8)
+        reads = _FLOATS.reads(GRADIENT, _PAYLOAD, 1.0)
+        arrays = copied.places(gradient)
         for part, updates in rules.operations(
             copied.offset, stop - start, update_count=update_count, learning_rate=learning_rate
         ):
-            run(given + updates, arrays, part.start, part.stop)
+            run(reads + updates, arrays, part.start, part.stop)
         for index, slot in enumerate(copied.slots):
             is_finite = np.isfinite(slot)
             if not is_finite.all():
@@ -247,16 +246,16 @@ def close_step(
     if sample_total == 0:
         divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
-        factor, divisor = math.ldexp(1.0, contribution.exponent), 1.0
+        factor, divisor = 1.0, 1.0
     elif not is_closed_alike and sample_total & (sample_total - 1) == 0:
         # Dividing by a power of two is exact beforehand.
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
-    first: Bytes | None = None
+    first: tuple[Bytes | None, Bytes | None] = (None, None)
     reads: Operations = ()
     summed = _TOTAL
     if total.is_encoded and chunk.gradient_sum is not None:
-        first = _first_payload(chunk.gradient_sum, codec)
-        reads, summed = codec.reads(TEMPORARY, _FIRST, 1.0), TEMPORARY
+        first = codec.kept(chunk.gradient_sum)
+        reads, summed = codec.reads_kept(TEMPORARY, _FIRST, _EXPONENTS), TEMPORARY
     mean: Operations
     if sample_total == 0:
         mean = (Operation(Code.FILL, GRADIENT, factor=0.0),)
@@ -351,10 +350,11 @@ def close_full_step(
     """
     if record.sample_total == 0 and rules.learning_rate is not None:
         return
-    first, total = None, _IN_TOTAL
+    first: tuple[Bytes | None, Bytes | None] = (None, None)
+    total = _IN_TOTAL
     if record.is_encoded and chunk.gradient_sum is not None:
-        first = _first_payload(chunk.gradient_sum, codec)
-        total = codec.reads(GRADIENT, _FIRST, 1.0)
+        first = codec.kept(chunk.gradient_sum)
+        total = codec.reads_kept(GRADIENT, _FIRST, _EXPONENTS)
     _update(
         _mean_of(record, total) + scale(GRADIENT, clip_factor),
         chunk,

@@ -28,10 +28,10 @@ import math
 import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
-from shardwell.numerics.codec import CODECS
 from shardwell.numerics.update_rules import clip_factor
 from shardwell.process.spans import now_ns
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
+from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import check_ended, workers_missing
 from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
@@ -56,7 +56,7 @@ class Closing:
         self._tracker = state.tracker
         self._storage = state.storage
         self._rules = state.rules
-        self._codec = CODECS[state.spec.codec_name].summed
+        self._codec = ChunkCodec.of(state.spec).codec.summed
         self._encoded = state.encoded
         self._snapshots = state.snapshots
         self._contributions = state.contributions
@@ -193,7 +193,7 @@ class ClosingByNorm(Closing):
                     chunk.verify()
                     rate = self._register.rates.at(step)
                     payload = np.array([counted]).view(np.uint8)
-                    self._storage.journal(index, NO_SEAT, step, 0, 0, rate, payload)
+                    self._storage.journal(index, NO_SEAT, step, 0, rate, payload)
                     self._close(chunk, index, counted, rate)
                     chunk.changed.notify_all()
                     self._spans.add(SPAN_KIND_UPDATE, self._spec.name, step, index, "", begin_ns)

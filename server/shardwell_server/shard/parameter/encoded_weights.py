@@ -171,7 +171,6 @@ class EncodedWeights:
                 chunk.where,
                 chunk_index,
                 chunk.state.weights,
-                thread_scratch(),
                 start=checksum.weights(self._context, version),
             )
         except NonFiniteValueError as error:

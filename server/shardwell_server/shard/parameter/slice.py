@@ -399,11 +399,11 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             )
         values = self._codec.open(intact, chunk.where)
         peak = self._codec.peak(intact, values)
-        bad = self._codec.first_non_finite(header, values) if peak == math.inf else None
+        bad = self._codec.first_non_finite(values) if peak == math.inf else None
         if bad is not None:
             whose = f"gradient of {contributor.worker_id!r}"
             raise non_finite(self.spec, chunk.where.offset + bad, whose)
-        contribution = Contribution(values, header.scale_exponent, gradient.sample_count)
+        contribution = Contribution(values, gradient.sample_count)
         if contributor.seat is None:
             with self._register.lock:
                 contributor.seat = self._contributing_seat(contributor)
@@ -450,7 +450,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if gives_up and not self._tracker.is_sync:
                 chunk.verify()
                 nothing = np.empty(0, np.uint8)
-                self.storage.journal(index, seat.index, seat.stored(step), 0, 0, 0.0, nothing)
+                self.storage.journal(index, seat.index, seat.stored(step), 0, 0.0, nothing)
                 self._pass_over(index, seat, step, header.crc32c)
                 return True
             summed = contribution
@@ -473,7 +473,6 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 seat.index,
                 seat.stored(step),
                 contribution.sample_count,
-                contribution.exponent,
                 learning_rate,
                 contribution.payload,
                 closes=closes and self.has_open_sets,
@@ -687,14 +686,15 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 if self._tracker.records[index].version == entry.step:
                     self._decide(chunk, index, entry.learning_rate)
                     continue
-            contribution = Contribution(entry.payload, entry.exponent, entry.sample_count)
+            payload = self._codec.codec.upgraded(entry.payload, entry.exponent, chunk.where.size)
+            contribution = Contribution(payload, entry.sample_count)
             seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
             step = entry.step - (0 if seat is None else seat.tenure.first_step)
-            gives_up = not entry.payload.size and not self._tracker.is_sync
+            gives_up = not payload.size and not self._tracker.is_sync
             size = 0 if gives_up else self._codec.codec.encoded_bytes(chunk.where.size)
             if (
                 seat is None
-                or entry.payload.size != size
+                or payload.size != size
                 # Below 0 it is of a tenure that is over: the sequence in the journal has to do.
                 or (step >= 0 and not self._counts(seat, index, step))
             ):
@@ -806,9 +806,8 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             begin_ns = now_ns()
             chunk.verify()
             rate = self._register.rates.at(record.version)
-            self.storage.journal(
-                index, NO_SEAT, record.version, 0, 0, rate, np.empty(0, np.uint8), closes=True
-            )
+            nothing = np.empty(0, np.uint8)
+            self.storage.journal(index, NO_SEAT, record.version, 0, rate, nothing, closes=True)
             self._decide(chunk, index, rate)
             chunk.changed.notify_all()
             self._spans.add(SPAN_KIND_UPDATE, self.spec.name, record.version, index, "", begin_ns)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics import row_batches
-from shardwell.numerics.codec import GUESS_ELEMENT_COUNT, Float32, float_of, peak_of
+from shardwell.numerics.codec import Float32, peak_of
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import decay_into_state
@@ -97,15 +97,10 @@ class TableRows:
 
     # Reading.
 
-    def read(
-        self, ids: Ids, into: Float32, max_version: int | None = None
-    ) -> tuple[int, float | None]:
-        """Copies rows to `into`, (n, dim).
+    def read(self, ids: Ids, into: Float32, max_version: int | None = None) -> int:
+        """Copies rows to `into`, (n, dim), and returns the version at which they were read.
 
         `max_version`: see RowsFetch.
-
-        Returns:
-            The version at which they were read, and `first_peak` of `Codec.encode`.
 
         Raises:
             StorageError: an earlier process left a damaged row.
@@ -114,10 +109,8 @@ class TableRows:
         with self._lock.reading:
             places, missing_count = self._index.locate(ids)
             storage.verify(places[places >= 0] if missing_count else places)
-            look_count = 0 if missing_count else GUESS_ELEMENT_COUNT
-            bits = row_batches.gather(
-                storage.weights, places, into, look_count, may_wait=bool(storage.undo_bytes)
-            )
+            may_wait = bool(storage.undo_bytes)
+            row_batches.gather(storage.weights, places, into, may_wait=may_wait)
             version = storage.record.version
             if missing_count:
                 is_missing = places < 0
@@ -125,10 +118,8 @@ class TableRows:
                 into[is_missing] = first
             if max_version is not None and max_version == self._before.step:
                 self._before.put_back(ids, into)
-                return max_version, None
-        if missing_count:
-            return version, peak_of(into.reshape(-1)[:GUESS_ELEMENT_COUNT])
-        return version, float_of(bits)
+                return max_version
+        return version
 
     def scan(self, start: int, stop: int, *, with_values: bool) -> tuple[Ids, Float32 | None]:
         """Ids of the rows at places from `start` to below `stop`, and their values.

@@ -526,15 +526,13 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         begin_ns = now_ns()
         values = np.empty((ids.size, self.spec.dim), np.float32)
         max_version = fetch.max_version if fetch.HasField("max_version") else None
-        version, first_peak = self._rows.read(ids, values, max_version)
+        version = self._rows.read(ids, values, max_version)
         header = pb.ExchangeRowsResponse(version=version)
         if outcome is not None:
             header.outcome.CopyFrom(outcome())
         start = checksum.rows_answer(self._answer_context, ids, version)
         try:
-            message = self._codec.encode(
-                header, header.rows, None, values, start=start, first_peak=first_peak
-            )
+            message = self._codec.encode(header, header.rows, None, values, start=start)
         except NonFiniteValueError as error:
             raise diverged_row(self.spec, ids, error.index, version) from None
         self._spans.add(
