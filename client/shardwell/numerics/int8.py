@@ -103,7 +103,8 @@ def peak(payload: npt.NDArray[np.uint8]) -> float:
             first = start // BLOCK_SIZE
             found = np.abs(scales[first : first + rows]) * most
             largest = np.maximum(largest, found.max())
-    return float(largest) if np.isfinite(largest) and np.isfinite(scales).all() else float("inf")
+    is_finite = np.isfinite(largest) and np.isfinite(scales).all()
+    return float(abs(largest)) if is_finite else float("inf")
 
 
 def _runs(count: int) -> list[tuple[int, int, int]]:
