@@ -21,12 +21,12 @@ from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
-from shardwell.wire.messages import OutgoingMessage, Room
+from shardwell.wire.messages import SCALES_MAX_BYTES, OutgoingMessage, Room
 
 PAYLOAD_SIZE_MAX_BYTES = 2**20
 """Encoded bytes of a chunk's elements, without their scales. Large enough for gRPC's full speed
 (docs/adr/0002-chunking.md)."""
-PLACE_SIZE_BYTES = PAYLOAD_SIZE_MAX_BYTES + 4096
+PLACE_SIZE_BYTES = PAYLOAD_SIZE_MAX_BYTES + SCALES_MAX_BYTES
 """Room for any payload, with the scales of its blocks."""
 HEAD_SIZE_MAX_BYTES = 256
 """Most bytes of a message of a chunk of weights, beside its payload."""

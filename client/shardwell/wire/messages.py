@@ -25,8 +25,10 @@ from shardwell.numerics.codec import Bytes
 
 ALIGNMENT_BYTES = 16
 _HEADER_MAX_BYTES = 1024
-MESSAGE_SIZE_MAX_BYTES = 2**20 + _HEADER_MAX_BYTES
-"""A payload of 1 MiB and 1 KiB of header: far below gRPC's default limit of 4 MiB."""
+SCALES_MAX_BYTES = 4096
+"""Of a payload, behind or before its values."""
+MESSAGE_SIZE_MAX_BYTES = 2**20 + SCALES_MAX_BYTES + _HEADER_MAX_BYTES
+"""Values of 1 MiB, their scales and 1 KiB of header: far below gRPC's default limit of 4 MiB."""
 
 _PADDING_TAG = 14 << 3 | 2
 _PAYLOAD_TAG = bytes((15 << 3 | 2,))

@@ -103,7 +103,7 @@ def test_status_tells_what_a_shard_holds(cluster, connect) -> None:
         assert status.software_version == shardwell.__version__
         (parameter,) = status.parameters
         assert not parameter.initialized
-        assert (parameter.slice_offset, parameter.slice_size) == [(0, 51), (51, 50)][index]
+        assert (parameter.slice_offset, parameter.slice_size) == [(0, 52), (52, 49)][index]
         assert status.stored_bytes == 4 * parameter.slice_size * 4  # weights, sum, two moments
         assert list(parameter.missing_worker_ids) == ["one", "two"]
         assert parameter.unknown_worker_count == 1

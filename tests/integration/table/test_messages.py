@@ -111,7 +111,6 @@ SPOILED: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
     "fewer rows": (with_fields(row_count=2), LOST, "2 ids are 16 bytes"),
     "no rows": (with_fields(row_count=0), LOST, "0 ids are 0 bytes"),
     "too many rows": (with_fields(row_count=2**32 - 1), INVALID, "at most 52428 rows"),
-    "scale": (with_fields(scale_exponent=1), INVALID, "scale_exponent must be 0"),
     "compressed": (with_fields(lz4=True), INVALID, "COMPRESSION_NONE"),
     "NaN": (with_value(4, np.nan), NON_FINITE, f"column 1 of row id {MINE[1]} is not finite"),
     "infinity": (with_value(8, -np.inf), NON_FINITE, f"column 2 of row id {MINE[2]}"),
@@ -168,8 +167,7 @@ FETCHES = {
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 23 bytes"),
     "with values": (with_payload(lambda payload: payload * 2), LOST, "the payload has 48 bytes"),
     "too many rows": (with_fields(row_count=2**20), INVALID, "at most 52428 rows"),
-    "scale": (with_fields(scale_exponent=-1), INVALID, "scale_exponent 0 and lz4 false"),
-    "compressed": (with_fields(lz4=True), INVALID, "scale_exponent 0 and lz4 false"),
+    "compressed": (with_fields(lz4=True), INVALID, "rows without values have lz4 false"),
 }
 
 
