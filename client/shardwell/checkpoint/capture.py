@@ -8,6 +8,7 @@ fill a file.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -228,7 +229,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
     ) -> None:
         self._slices = {
             channel.shard_index: slice_of(
-                spec.size, channel.shard_index, len(channels), spec.block_size
+                spec.size, channel.shard_index, len(channels), spec.slice_unit
             )
             for channel in channels
         }
@@ -243,7 +244,8 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
         return 4 * self._spec.size * len(self._names)
 
     def _entry(self, **fields: Any) -> CheckpointParameter:
-        return CheckpointParameter(**fields)
+        spec = dataclasses.replace(self._spec, cuts_blocks=False)  # it is cut anew when restored
+        return CheckpointParameter(**fields | {"spec": spec})
 
     def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
         return channel.snapshot(

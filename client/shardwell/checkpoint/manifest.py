@@ -16,8 +16,8 @@
       "learning_rate": 0.1,
       "slots": ["momentum_buffer"],
       "files": [
-        {"path": "000001-model/slice-00000.safetensors", "offset": 0, "size": 325,
-         "bytes": 2792, "crc32c": "01d0..."}, ...
+        {"path": "000001-model/slice-00000.safetensors", "offset": 0, "size": 336,
+         "bytes": 2880, "crc32c": "01d0..."}, ...
   "tables": [                 as parameters; their files without "offset" and "size":
         {"path": "000002-users/rows-00000-000000.safetensors", "rows": 1000,
          "bytes": 528792, "crc32c": "77fe..."}, ...

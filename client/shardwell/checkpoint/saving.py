@@ -171,10 +171,10 @@ class Checkpointing:
         selected_tables = self._tables.unfinished(checkpoint.select_tables(tables))
         for status in ask_all(self._channels, self._status):
             self._check_free(selected, status)
-        ask_all(selected, self._create)
+        specs = {spec.name: spec for spec in ask_all(selected, self._create)}
         with_values = [e for e in selected if not isinstance(e.spec.optimizer, Average)]
         for batch in batches(with_values, _size_bytes):
-            ask_all(batch, partial(self._restore, checkpoint.path))
+            ask_all(batch, partial(self._restore, checkpoint.path, specs))
         self._tables.restore(checkpoint.path, selected_tables)
         return checkpoint
 
@@ -210,17 +210,20 @@ class Checkpointing:
                     parameter=entry.name,
                 )
 
-    def _create(self, entry: CheckpointParameter) -> None:
-        """Makes a parameter on all shards."""
+    def _create(self, entry: CheckpointParameter) -> ParameterSpec:
+        """Makes a parameter on all shards, and returns the spec that they have."""
         attempts = self._attempts.beside()
         opening = ParameterOpening(entry.spec, self._channels)
         attempts.run(partial(opening.join_all, attempts))
+        return opening.spec
 
-    def _restore(self, path: Path, entry: CheckpointParameter) -> None:
+    def _restore(
+        self, path: Path, specs: dict[str, ParameterSpec], entry: CheckpointParameter
+    ) -> None:
         attempts = self._attempts.beside()
         with _CheckpointValues(path, entry) as values:
             first = FirstWeights(
-                entry.spec,
+                specs[entry.name],
                 values,
                 self._channels,
                 worker_id=self._worker_id,

@@ -83,7 +83,7 @@ class FirstWeights:
         incarnation: int = 0,
     ) -> None:
         self._name = spec.name
-        self._block_size = spec.block_size
+        self._slice_unit = spec.slice_unit
         self._incarnation = incarnation
         self._values = values
         self._channels = channels
@@ -162,7 +162,7 @@ class FirstWeights:
     def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
         """Sends one shard's slice; returns the version."""
         count = len(self._channels)
-        where = slice_of(self._values.size, channel.shard_index, count, self._block_size)
+        where = slice_of(self._values.size, channel.shard_index, count, self._slice_unit)
         try:
             with channel.translated(self._name):
                 messages = self._messages(channel, where, epoch)

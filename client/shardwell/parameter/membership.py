@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 from typing_extensions import override
@@ -84,7 +85,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             # yet.
             confirmed = partial(
                 confirm,
-                self._spec.name,
+                self.spec.name,
                 self._channels,
                 answers[0].init_epoch,
                 attempts,
@@ -102,7 +103,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             if part.where.size:
                 parts.append(part)
         next_steps = [answer.next_step for answer in answers if answer.slice_size]
-        is_strict = self._spec.mode == "sync" and not self._spec.has_open_sets
+        is_strict = self.spec.mode == "sync" and not self.spec.has_open_sets
         if is_strict and max(next_steps) - min(next_steps) > 1:
             # Training may go on between two answers: who seems to be behind is asked once more.
             newest = max(next_steps)
@@ -110,10 +111,10 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
         if is_strict and max(next_steps) - min(next_steps) > 1:
             raise OtherIncarnationError(
-                f"shards disagree on the step of parameter {self._spec.name!r}: this worker's "
+                f"shards disagree on the step of parameter {self.spec.name!r}: this worker's "
                 f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
                 "lost its memory; start the training again under another name",
-                parameter=self._spec.name,
+                parameter=self.spec.name,
             )
         if unconfirmed is not None:
             raise unconfirmed
@@ -121,7 +122,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         self.incarnation = answers[0].incarnation
         tenures = {answer.tenure for answer in answers}
         self.tenure = self._opened_in = common_tenure(tenures)
-        if self._spec.members is not None:
+        if self.spec.members is not None:
             return parts, min(next_steps)
         return parts, min(next_steps) if len(tenures) == 1 else 0
 
@@ -149,6 +150,11 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         )
 
     @override
+    def _learn(self, first: pb.CreateParameterResponse) -> None:
+        if first.cuts_blocks != self.spec.cuts_blocks:
+            self.spec = dataclasses.replace(self.spec, cuts_blocks=first.cuts_blocks)
+
+    @override
     def _join_members(
         self, attempts: Attempts, from_step: int | None
     ) -> list[pb.CreateParameterResponse]:
@@ -163,7 +169,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
 
     @override
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
-        name, own = self._spec.name, attempts.beside
+        name, own = self.spec.name, attempts.beside
         held = ask_all(self._channels, lambda channel: _status(channel, name, own()).parameters)
         lacking = next((index for index, here in enumerate(held) if not here), None)
         newest = max((here[0].version_max for here in held if here), default=0)
@@ -193,17 +199,17 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
     ) -> ShardSlice:
         where = Slice(answer.slice_offset, answer.slice_size)
-        bytes_ = CODECS[self._spec.codec_name].item_size * answer.chunk_element_count
+        bytes_ = CODECS[self.spec.codec_name].item_size * answer.chunk_element_count
         expected = slice_of(
-            self._spec.size, channel.shard_index, len(self._channels), self._spec.block_size
+            self.spec.size, channel.shard_index, len(self._channels), self.spec.slice_unit
         )
-        is_cut = answer.chunk_element_count % self._spec.block_size
+        is_cut = answer.chunk_element_count % self.spec.slice_unit
         if where != expected or is_cut or not 0 < bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
             raise CorruptChunkError(
                 f"shard {channel.shard_index} answers {where} in chunks of "
-                f"{answer.chunk_element_count} elements for {self._spec.name!r}; expected "
+                f"{answer.chunk_element_count} elements for {self.spec.name!r}; expected "
                 f"{expected}; run the same version everywhere",
                 shard_index=channel.shard_index,
-                parameter=self._spec.name,
+                parameter=self.spec.name,
             )
         return ShardSlice(channel, where, answer.chunk_element_count, first_chunk)

@@ -221,12 +221,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """The range of elements that each shard owns, by shard.
 
         Where each worker has a shard (`shardwell run --with-shards`, `GroupCluster`), that of rank
-        r owns `slices[r]`. The first `size % shard_count` are one element longer than the rest;
-        with fewer elements than shards, the last are empty.
+        r owns `slices[r]`. They are whole blocks of `spec.slice_unit` elements, of which the first
+        slices may have one more; with fewer blocks than shards, the last are empty.
         """
         shard_count = len(self._shards.channels)
-        block_size = self.spec.block_size
-        return [slice_of(self.size, i, shard_count, block_size) for i in range(shard_count)]
+        unit = self.spec.slice_unit
+        return [slice_of(self.size, i, shard_count, unit) for i in range(shard_count)]
 
     def init(self, weights: Any, *, timeout_s: float | None = None) -> int:
         """Sets the first weights; the first caller in the whole cluster decides them.
@@ -884,6 +884,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
         self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        self.spec = self._opening.spec
         self._gives_again = False
         if not self.spec.has_open_sets:
             self._feedback.reopened(self.next_step)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardwell.placement.slices import slice_of
+from shardwell.specs.parameter import block_size_of
 
 _SMALL_PART = 8
 """A tensor of at most this part of a slice may lie across the end of a hand."""
@@ -68,7 +69,7 @@ def dealt(sizes: Mapping[str, int], shard_count: int) -> list[str]:
     hands.sort(key=lambda hand: min((places[name] for name in hand.names), default=math.inf))
     for hand in hands:
         slice_count += hand.slice_count
-        stop = slice_of(total, slice_count - 1, shard_count).stop
+        stop = slice_of(total, slice_count - 1, shard_count, block_size_of(total)).stop
         end += sum(sizes[name] for name in hand.names)
         still: list[str] = []
         for name in waiting:

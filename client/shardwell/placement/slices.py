@@ -1,7 +1,7 @@
 """The owner of each element, and the cutting of a slice into chunks. Pure arithmetic.
 
-Source: BigDL's AllReduceParameter (Dai et al., 2018): the first `size % shard_count` slices are one
-element longer than the rest, so slices differ by at most one and none is lost.
+Source: BigDL's AllReduceParameter (Dai et al., 2018), with blocks in place of elements: the first
+`block_count % shard_count` slices are one block longer than the rest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class Slice:
     """A contiguous range of a parameter's elements.
 
     Examples:
-        >>> shardwell.Slice(offset=325, size=325).stop
+        >>> shardwell.Slice(offset=336, size=314).stop
         650
     """
 
     offset: int
     """First element, counted from the start of the parameter."""
     size: int
-    """Number of elements; 0 when the parameter has fewer elements than the cluster shards."""
+    """Number of elements; 0 when the parameter has fewer blocks than the cluster shards."""
 
     @property
     def stop(self) -> int:
@@ -51,15 +51,15 @@ def slice_of(size: int, shard_index: int, shard_count: int, block_size: int = 1)
         size: Elements of the parameter.
         shard_index: The shard.
         shard_count: Shards of the cluster.
-        block_size: Elements that stay together (`Codec.block_size`): blocks are dealt in place of
-            elements, and the last may be shorter.
+        block_size: Elements that stay together: blocks are dealt in place of elements, and the last
+            may be shorter. A parameter's is `net.spec.slice_unit`, and `net.slices` has its slices.
 
     Raises:
         ValueError: size below 0, or an index outside 0..shard_count-1.
 
     Examples:
-        >>> shardwell.slice_of(650, shard_index=1, shard_count=2)
-        Slice(offset=325, size=325)
+        >>> shardwell.slice_of(650, shard_index=1, shard_count=2, block_size=16)
+        Slice(offset=336, size=314)
     """
     if size < 0 or not 0 <= shard_index < shard_count:
         raise ValueError(f"no slice {shard_index} of {shard_count} of a parameter of size {size}")

@@ -45,10 +45,13 @@ class Format(NamedTuple):
 
 
 _OLDER = "run the version of shardwell that wrote it, or a later one"
-DIRECTORY = Format(2, 1, f"{_OLDER}, or restore a checkpoint into an empty directory")
+DIRECTORY = Format(3, 1, f"{_OLDER}, or restore a checkpoint into an empty directory")
 """Everything in a shard's data directory: shard.json has the number, and each parameter.json and
 table.json that of the files beside it. 1: 0.1.0 and 0.2.0, whose files differ; those of 0.1.0 lack
-what it did not keep, and are read. 2: shard.json has shardwell_version."""
+what it did not keep, and are read. 2: shard.json has shardwell_version. 3: slices and chunks of
+parameters are whole blocks; those of an older number have cuts_blocks."""
+WHOLE_BLOCKS = 3
+"""The first number of a directory whose parameters are cut into whole blocks."""
 EVENTS = Format(1, 1, DIRECTORY.advice)
 """Logs of events: `events` and `names` in a data directory."""
 JOURNAL = Format(1, 1, DIRECTORY.advice)
@@ -61,9 +64,9 @@ SUMS = Format(1, 1, f"{_OLDER}, or remove it")
 CONTRIBUTIONS = Format(1, 1, "move it away, or give the log another name")
 """A contribution log. Lines of 0.2.0 have no number."""
 
-WIRE = 3
+WIRE = 4
 """The wire contract, protos/shardwell/v1. 1 and 2: 0.1.0 and 0.2.0, whose messages have no
-number."""
+number. 4: slices and chunks are whole blocks."""
 
 
 def software_version() -> str:

@@ -197,7 +197,8 @@ class TrainingSpec:
 
         Of another mode, the mode first, and not the count of workers, which follows from it.
         """
-        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        names = [field.name for field in fields if field.compare]
         if self.mode != other.mode:
             names = ["mode", *(name for name in names if name not in ("mode", "worker_count"))]
         return [
@@ -245,6 +246,9 @@ class ParameterSpec(TrainingSpec):
     """How long after that a chunk's step closes, in seconds."""
     fragment: Fragment | None = None
     """Of which family it is a fragment; None: it is none."""
+    cuts_blocks: bool = dataclasses.field(default=False, compare=False)
+    """Slices and chunks are cut at any element: version 0.2.0 or an earlier one made it. Shards say
+    so, and no worker need know it: specs that differ in it alone are equal."""
 
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
@@ -344,8 +348,13 @@ class ParameterSpec(TrainingSpec):
 
     @functools.cached_property
     def block_size(self) -> int:
-        """Elements that stay together where it is cut among shards, and into chunks."""
+        """Elements of a block: they have one scale, and one part of a norm."""
         return BLOCK_SIZES.get(self.codec_name) or block_size_of(self.size)
+
+    @property
+    def slice_unit(self) -> int:
+        """Elements that stay together where it is cut among shards, and into chunks."""
+        return 1 if self.cuts_blocks and not self.has_image else self.block_size
 
     def check_has_rate(self) -> None:
         """Refuses to give a learning rate to an optimizer without one.
@@ -403,6 +412,7 @@ class ParameterSpec(TrainingSpec):
             min_contributors=self.min_contributors,
             grace_s=self.grace_s,
             fragment=None if self.fragment is None else self.fragment.to_proto(),
+            cuts_blocks=self.cuts_blocks,
         )
 
     @staticmethod
@@ -428,5 +438,6 @@ class ParameterSpec(TrainingSpec):
             min_contributors=message.min_contributors,
             grace_s=message.grace_s,
             fragment=Fragment.from_proto(message.fragment) if is_fragment else None,
+            cuts_blocks=message.cuts_blocks,
             **values,
         )

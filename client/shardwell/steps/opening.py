@@ -77,7 +77,7 @@ class Opening(Generic[SpecT, AnswerT]):
     calls: KindCalls[AnswerT]
 
     def __init__(self, spec: SpecT, channels: list[ShardChannel], worker_id: str = "") -> None:
-        self._spec = spec
+        self.spec = spec
         self._channels = channels
         self._worker_id = worker_id
         self._of: dict[str, Any] = {self.calls.kind: spec.name}
@@ -97,7 +97,7 @@ class Opening(Generic[SpecT, AnswerT]):
     def membership(self) -> Membership:
         """This worker's tenure, as heartbeats name it."""
         return Membership(
-            self.calls.kind, self._spec.name, self.incarnation, self._worker_id, self.tenure
+            self.calls.kind, self.spec.name, self.incarnation, self._worker_id, self.tenure
         )
 
     @property
@@ -137,7 +137,7 @@ class Opening(Generic[SpecT, AnswerT]):
             request = request_type(
                 shard=channel.identity,
                 worker_id=self._worker_id,
-                spec=self._spec.to_proto(),
+                spec=self.spec.to_proto(),
                 take_seat=takes_seat,
                 incarnation=incarnation,
                 must_exist=must_exist,
@@ -152,8 +152,12 @@ class Opening(Generic[SpecT, AnswerT]):
 
         is_known = incarnation > 0 and not takes_seat
         first = join(self._channels[0], incarnation=incarnation, must_exist=is_known)
+        self._learn(first)
         others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
         return [first, *ask_all(self._channels[1:], others)]
+
+    def _learn(self, first: AnswerT) -> None:
+        """Takes over what shard 0 alone knows of the spec, before the others are asked."""
 
     def rank(self, attempts: Attempts, *, takes_seat: bool) -> Ranking:
         """This worker's rank on shard 0. Beside other calls: it changes nothing of the worker.

@@ -135,29 +135,29 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         """What the answers of all shards come to, once they were checked."""
         self.incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
-        most = rows_per_message_max(self._spec)
+        most = rows_per_message_max(self.spec)
         for channel, answer in zip(self._channels, answers, strict=True):
             if not 1 <= answer.rows_per_message_max <= most:
                 raise CorruptChunkError(
                     f"shard {channel.shard_index} has messages of up to "
-                    f"{answer.rows_per_message_max} rows for table {self._spec.name!r}; expected "
+                    f"{answer.rows_per_message_max} rows for table {self.spec.name!r}; expected "
                     f"1 to {most}; run the same version everywhere",
                     shard_index=channel.shard_index,
-                    table=self._spec.name,
+                    table=self.spec.name,
                 )
-        is_known |= self._spec.has_open_sets
+        is_known |= self.spec.has_open_sets
         steps = [answer.next_step if is_known else 0 for answer in answers]
         # A synchronous table may go on between two answers, until this worker has its seats.
-        if self._spec.has_open_sets:
+        if self.spec.has_open_sets:
             pass  # a shard may be steps ahead of another that awaits other workers
-        elif takes_seat or self._spec.mode == "async":
+        elif takes_seat or self.spec.mode == "async":
             self._check_same_past("this worker's next step is", steps, attempts)
         else:
             self._check_versions([answer.version for answer in answers], attempts)
         return Joined(
             next_step=min(steps),
             # What an elastic member has begun is at its end with its tenure.
-            is_begun=not self._spec.has_open_sets
+            is_begun=not self.spec.has_open_sets
             and (
                 max(steps) > min(steps)
                 or (is_known and any(answer.counted_part_count for answer in answers))
@@ -189,10 +189,10 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         low, high = min(steps), max(steps)
         if high - low > 1 and not any(status.loading for status in self.status(attempts)):
             raise OtherIncarnationError(
-                f"shards disagree on the step of table {self._spec.name!r}: {what} {low} on shard "
+                f"shards disagree on the step of table {self.spec.name!r}: {what} {low} on shard "
                 f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
                 "memory; restore a checkpoint, or start the training again under another name",
-                table=self._spec.name,
+                table=self.spec.name,
             )
 
     @staticmethod
@@ -205,9 +205,9 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         newest = max(status.version for status in self.status(attempts))
         if newest > next_step + 1:
             raise StepOrderError(
-                f"learning rate of table {self._spec.name!r} from step {next_step}, this worker's "
+                f"learning rate of table {self.spec.name!r} from step {next_step}, this worker's "
                 f"next: a shard has reached step {newest}; pass now=True, or open the table again",
-                table=self._spec.name,
+                table=self.spec.name,
             )
         return max(newest, next_step)
 
@@ -217,7 +217,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             "EvictRows",
             lambda channel: pb.EvictRowsRequest(
                 shard=channel.identity,
-                table=self._spec.name,
+                table=self.spec.name,
                 older_than_step=older_than_step,
                 incarnation=self.incarnation,
             ),
@@ -236,13 +236,13 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
 
         def ask(channel: ShardChannel) -> TableStatus:
             own, known = attempts.beside(), self.incarnation
-            for found in _held(channel, self._spec.name, own, known):
+            for found in _held(channel, self.spec.name, own, known):
                 return TableStatus.from_proto(found)
             raise UnknownTableError(
-                f"shard {channel.shard_index} has no table {self._spec.name!r} any more; it lost "
+                f"shard {channel.shard_index} has no table {self.spec.name!r} any more; it lost "
                 "its memory",
                 shard_index=channel.shard_index,
-                table=self._spec.name,
+                table=self.spec.name,
             )
 
         return ask_all(self._channels, ask)
@@ -257,17 +257,17 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         return np.unique(np.concatenate(ask_all(self._channels, scan)))
 
     def _scanned(self, channel: ShardChannel, attempts: Attempts) -> Ids:
-        codec = RowCodec.of_scans(self._spec)
+        codec = RowCodec.of_scans(self.spec)
         request = pb.ScanRowsRequest(
             shard=channel.identity,
-            table=self._spec.name,
+            table=self.spec.name,
             content=pb.ScanRowsRequest.CONTENT_IDS,
             incarnation=self.incarnation,
             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
         )
         found = [np.empty(0, np.int64)]
-        context = checksum.rows_scan_context(self._spec.name, request.content)
-        with channel.translated(table=self._spec.name):
+        context = checksum.rows_scan_context(self.spec.name, request.content)
+        with channel.translated(table=self.spec.name):
             call = channel.scan_rows(request, timeout=with_answer(attempts.rest_s))
             try:
                 with cancelled_by(call.cancel):
@@ -280,10 +280,9 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
                         found.append(rows.ids)
             except ArgumentError as error:
                 raise CorruptChunkError(
-                    f"shard {channel.shard_index} answered for {self._spec.name!r}: "
-                    f"{error.message}",
+                    f"shard {channel.shard_index} answered for {self.spec.name!r}: {error.message}",
                     shard_index=channel.shard_index,
-                    table=self._spec.name,
+                    table=self.spec.name,
                 ) from None
             finally:
                 call.cancel()

@@ -48,7 +48,7 @@ class CreateParameterRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., worker_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., take_seat: bool = ..., incarnation: _Optional[int] = ..., must_exist: bool = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., begins_anew: bool = ..., from_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CreateParameterResponse(_message.Message):
-    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat", "version_max", "needed_step", "rank", "ranked_count", "crc32c")
+    __slots__ = ("created", "slice_offset", "slice_size", "chunk_element_count", "version", "next_step", "initialized", "init_epoch", "incarnation", "begun", "took_over", "tenure", "has_seat", "version_max", "needed_step", "rank", "ranked_count", "cuts_blocks", "crc32c")
     CREATED_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class CreateParameterResponse(_message.Message):
     NEEDED_STEP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CUTS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     created: bool
     slice_offset: int
@@ -84,8 +85,9 @@ class CreateParameterResponse(_message.Message):
     needed_step: int
     rank: int
     ranked_count: int
+    cuts_blocks: bool
     crc32c: int
-    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., version_max: _Optional[int] = ..., needed_step: _Optional[int] = ..., rank: _Optional[int] = ..., ranked_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, created: bool = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., chunk_element_count: _Optional[int] = ..., version: _Optional[int] = ..., next_step: _Optional[int] = ..., initialized: bool = ..., init_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., begun: bool = ..., took_over: bool = ..., tenure: _Optional[int] = ..., has_seat: bool = ..., version_max: _Optional[int] = ..., needed_step: _Optional[int] = ..., rank: _Optional[int] = ..., ranked_count: _Optional[int] = ..., cuts_blocks: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ClaimInitRequest(_message.Message):
     __slots__ = ("shard", "parameter", "worker_id", "wait_timeout_ms", "above_epoch", "incarnation", "crc32c")

@@ -310,7 +310,7 @@ class ElasticMembers(_message.Message):
     def __init__(self, min_count: _Optional[int] = ..., max_count: _Optional[int] = ..., member_return_s: _Optional[float] = ..., member_lease_s: _Optional[float] = ..., reference_count: _Optional[int] = ...) -> None: ...
 
 class ParameterSpec(_message.Message):
-    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout", "members", "min_contributors", "grace_s", "fragment")
+    __slots__ = ("name", "size", "codec", "compression", "mode", "worker_count", "optimizer", "allow_non_finite", "layout", "members", "min_contributors", "grace_s", "fragment", "cuts_blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -324,6 +324,7 @@ class ParameterSpec(_message.Message):
     MIN_CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    CUTS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     codec: Codec
@@ -337,7 +338,8 @@ class ParameterSpec(_message.Message):
     min_contributors: int
     grace_s: float
     fragment: Fragment
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ..., members: _Optional[_Union[ElasticMembers, _Mapping]] = ..., min_contributors: _Optional[int] = ..., grace_s: _Optional[float] = ..., fragment: _Optional[_Union[Fragment, _Mapping]] = ...) -> None: ...
+    cuts_blocks: bool
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., compression: _Optional[_Union[Compression, str]] = ..., mode: _Optional[_Union[Mode, str]] = ..., worker_count: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., allow_non_finite: bool = ..., layout: _Optional[_Union[TensorLayout, _Mapping]] = ..., members: _Optional[_Union[ElasticMembers, _Mapping]] = ..., min_contributors: _Optional[int] = ..., grace_s: _Optional[float] = ..., fragment: _Optional[_Union[Fragment, _Mapping]] = ..., cuts_blocks: bool = ...) -> None: ...
 
 class Fragment(_message.Message):
     __slots__ = ("family", "index", "count", "assignment")

@@ -749,12 +749,12 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         # An image may be sent whole.
         codec = CODECS["fp32" if spec.has_image else spec.codec_name].in_blocks_of(spec.block_size)
         place = (config.shard_index, config.shard_count)
-        size = slice_of(spec.size, *place, spec.block_size).size
+        size = slice_of(spec.size, *place, spec.slice_unit).size
         slots = UpdateRule(spec.optimizer).initial_slots
         if spec.has_image:
             slots = (*slots, 0.0)
         chunk_size, kept_size_bytes = config.chunk_size_bytes // codec.item_size, 0
-        chunk_size = max(chunk_size // spec.block_size, 1) * spec.block_size
+        chunk_size = max(chunk_size // spec.slice_unit, 1) * spec.slice_unit
         if kept is not None:
             chunk_size, kept_size_bytes = kept.chunk_element_count, kept.kept_size_bytes
         elif spec.has_open_sets:
@@ -793,7 +793,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         config = self._config
         return ParameterSlice(
             spec,
-            slice_of(spec.size, config.shard_index, config.shard_count, spec.block_size),
+            slice_of(spec.size, config.shard_index, config.shard_count, spec.slice_unit),
             storage,
             chunk_element_count=layout.chunk_element_count,
             is_first_shard=config.shard_index == 0,

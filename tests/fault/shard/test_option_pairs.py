@@ -33,7 +33,7 @@ from shardwell import Elastic, GroupedRate, TensorGroup
 from shardwell.transport import arena
 from shardwell_server import LocalCluster
 
-SIZE, CHUNK_BYTES, BLOCK = 9000, 4096, 4096
+SIZE, CHUNK_BYTES = 9000, 4096
 TENSORS = {"a": (30, 100), "b": (2500,), "c": (3500,)}
 CREWS = {
     "one": {"worker_count": 1},
@@ -157,9 +157,9 @@ class Training:
             parts = [Part(slice(0, 3000), 0.5, 1), Part(slice(3000, 5500))]
             parts.append(Part(slice(5500, SIZE), 1.0, 2, decay))
         item = 2 if row["codec"].startswith(("fp16", "bf16")) else 4
-        chunk, block = CHUNK_BYTES // item, 1
+        chunk, block = CHUNK_BYTES // item, 256
         if row["codec"] == "int8":
-            chunk = block = BLOCK
+            chunk = block = 4096
         chunks = cuts_of(SIZE, 2, chunk, block) | cuts_of(SIZE, 3, chunk, block)
         parts = cut(parts, chunks)
         self.first = np.linspace(-1, 1, SIZE).astype(np.float32)

@@ -85,7 +85,7 @@ def test_a_shard_that_is_started_again_knows_the_last_step(cluster, connect, tmp
     running.children[1].close(0)
     running.start_again(1)
     assert model.contributions(2) == [(Slice(0, SIZE), ("w0",))]
-    assert model.contributions(1) == [(Slice(0, SIZE // 2), ("w0",))]
+    assert model.contributions(1) == [(Slice(0, 512), ("w0",))]
 
 
 def test_a_fixed_crew_has_no_sets(cluster, connect) -> None:

@@ -18,7 +18,7 @@ from shardwell.parameter.open_exchange import PIECES_AT_ONCE_MAX
 from shardwell.placement.readiness import PIECE_COUNT_MAX
 from shardwell.placement.slices import Slice
 
-CHUNK = 16
+CHUNK = 256
 CHUNK_COUNT = 32
 """Of a slice of two."""
 SIZE = 2 * CHUNK * CHUNK_COUNT

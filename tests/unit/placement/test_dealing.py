@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shardwell.placement.dealing import dealt
 from shardwell.placement.readiness import PIECE_COUNT_MAX, ReadyChunks
 from shardwell.placement.slices import slice_of
+from shardwell.specs.parameter import block_size_of
 
 CHUNK = 2**19
 """Elements of a chunk of 1 MiB in fp16."""
@@ -119,7 +120,8 @@ def leaving(sizes: dict[str, int], shard_count: int) -> Leaving:
     for name in dealt(sizes, shard_count):
         places[name] = start, start + sizes[name]
         start += sizes[name]
-    slices = [slice_of(total, index, shard_count) for index in range(shard_count)]
+    block_size = block_size_of(total)
+    slices = [slice_of(total, index, shard_count, block_size) for index in range(shard_count)]
     chunks = [
         [where.chunk(index, CHUNK) for index in range(where.chunk_count(CHUNK))] for where in slices
     ]
@@ -188,7 +190,7 @@ def test_layers_of_a_network_keep_all_shards_busy() -> None:
         offsets[name], offset = offset, offset + sizes[name]
     early = {name for name in sizes if int(name.split(".")[0]) < 20}
     for index in range(3):
-        where = slice_of(total, index, 3)
+        where = slice_of(total, index, 3, block_size_of(total))
         late = min(
             max(offsets[name], where.offset) - where.offset
             for name in sizes

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.placement.slices import Slice, slice_of
+from shardwell.specs.parameter import block_size_of
 
 SIZES = range(201)
 SHARD_COUNTS = range(1, 18)
 
 
-def slices(size: int, shard_count: int) -> list[Slice]:
-    return [slice_of(size, index, shard_count) for index in range(shard_count)]
+def slices(size: int, shard_count: int, block_size: int = 1) -> list[Slice]:
+    return [slice_of(size, index, shard_count, block_size) for index in range(shard_count)]
 
 
 def chunks(where: Slice, chunk_element_count: int) -> list[Slice]:
@@ -49,6 +50,30 @@ def test_the_first_slices_are_longer_by_at_most_one(shard_count: int) -> None:
 def test_slices_of_the_design_page() -> None:
     assert slices(10, 4) == [Slice(0, 3), Slice(3, 3), Slice(6, 2), Slice(8, 2)]
     assert slices(2, 4) == [Slice(0, 1), Slice(1, 1), Slice(2, 0), Slice(2, 0)]
+
+
+def test_slices_of_the_proto_s_example() -> None:
+    assert slices(3001, 2, 64) == [Slice(0, 1536), Slice(1536, 1465)]
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 16, 256])
+def test_slices_are_blocks_that_are_dealt_as_elements_are(block_size: int) -> None:
+    for size, shard_count in itertools.product([*SIZES, 3001, 50_001], SHARD_COUNTS):
+        blocks = [range(size)[at : at + block_size] for at in range(0, size, block_size)]
+        dealt = slices(len(blocks), shard_count)
+        for owned, mine in zip(slices(size, shard_count, block_size), dealt, strict=True):
+            elements = [element for block in blocks[mine.offset : mine.stop] for element in block]
+            assert elements == list(range(owned.offset, owned.stop))
+
+
+@given(size=st.integers(1, 2**48))
+def test_small_parameters_are_spread_over_shards(size: int) -> None:
+    """Thirty-two shards have each a block, or as many as there are elements one each."""
+    block_size = block_size_of(size)
+    assert block_size in {1, 2, 4, 8, 16, 32, 64, 128, 256}
+    owned = slices(size, 32, block_size)
+    assert sum(each.size > 0 for each in owned) == min(size, 32)
+    assert owned[0].size <= max(-(-size // 32) + block_size, 1)
 
 
 @given(size=st.integers(0, 2**48), shard_count=st.integers(1, 4096), data=st.data())

@@ -369,6 +369,21 @@ def test_errors_show_a_wrong_optimizer_whole_or_visibly_cut() -> None:
     assert len(caught.value.message) < 300
 
 
+@pytest.mark.parametrize(
+    ("codec", "cuts_blocks", "unit", "block_size"),
+    [("fp16", False, 256, 256), ("fp16", True, 1, 256), ("int8", True, 4096, 4096)],
+)
+def test_where_a_parameter_may_be_cut(
+    codec: str, cuts_blocks: bool, unit: int, block_size: int
+) -> None:
+    made = spec(size=50_001, codec=codec, cuts_blocks=cuts_blocks)
+    assert (made.slice_unit, made.block_size) == (unit, block_size)
+    assert ParameterSpec.from_proto(made.to_proto()).cuts_blocks == cuts_blocks
+    asked = spec(size=50_001, codec=codec)
+    assert made == asked
+    assert made.differences(asked) == []
+
+
 def test_specs_are_values() -> None:
     assert spec() == spec()
     assert hash(spec()) == hash(spec())

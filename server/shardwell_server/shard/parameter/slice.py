@@ -199,6 +199,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             initialized=initialized,
             init_epoch=self._register.committed_epoch,
             begun=self._register.has_begun,
+            cuts_blocks=self.spec.cuts_blocks,
         )
 
     def _say_when(self, response: pb.CreateParameterResponse, worker_id: str) -> None:

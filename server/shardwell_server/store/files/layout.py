@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell.specs.formats import DIRECTORY
+from shardwell.specs.formats import DIRECTORY, WHOLE_BLOCKS
 from shardwell_server.store.contract import Layout, TableLayout
 from shardwell_server.store.files.mapped import storage_error
 
@@ -43,7 +43,8 @@ def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
     except ValueError as error:
         raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
     found = found if isinstance(found, dict) else {}
-    DIRECTORY.check(path, found.pop("format_version", None))
+    number = found.pop("format_version", None)
+    DIRECTORY.check(path, number)
     if crc != f"{crc32.iscsi(text.encode()):08x}":
         raise StorageError(
             f"{path} was damaged: its last line is no CRC32C of the rest; restore it"
@@ -57,6 +58,8 @@ def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
+    if number < WHOLE_BLOCKS and kind is Layout:
+        values.get("description", {}).get("spec", {})["cutsBlocks"] = True
     try:
         return kind(**values), operator.index(salt)
     except TypeError as error:
