@@ -40,6 +40,7 @@ class ForkedCluster:
         shard_count: int,
         chunk_size_bytes: int,
         durability: str = "process",
+        cluster_id: str = "shardwell",
     ) -> None:
         self.shards: list[ForkedCall] = []
         """By index; a dead one until it is started again."""
@@ -49,6 +50,7 @@ class ForkedCluster:
             f"--shard-count={shard_count}",
             f"--chunk-size-bytes={chunk_size_bytes}",
             f"--durability={durability}",
+            f"--cluster-id={cluster_id}",
         )
         self._addresses: list[str] = []
         try:

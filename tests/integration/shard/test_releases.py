@@ -8,6 +8,7 @@ what that code read of them, before and after the open step.
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 
 import shardwell
 from harness.formats import RELEASES, make
+from harness.polling import PATIENCE_S
+from harness.programs.commands import Program
+from harness.programs.forked_cluster import ForkedCluster
+from harness.programs.forkserver import ForkedCalls
 from harness.stories.images import in_memory
+from harness.threads import in_background
 from shardwell.specs.formats import DIRECTORY
 from shardwell_server import LocalCluster, MmapGradientAccumulator
 from shardwell_server.store.files.boot import kernel_boot_id
@@ -93,10 +100,110 @@ def test_a_directory_is_opened_and_its_open_step_closes(
         )
 
 
-def test_a_checkpoint_is_restored(release: Path) -> None:
+WORKER = f"""
+import runpy, sys, shardwell
+make = runpy.run_path({MAKE.__file__!r})
+with shardwell.connect(sys.argv[1], worker_id="w1") as client:
+    net = client.parameter("sgd", size=make["SIZE"], **make["parameters"]()["sgd"])
+    while net.next_step < int(sys.argv[2]):
+        net.exchange(make["gradient"](1, net.next_step))
+        print(net.next_step, flush=True)
+"""
+"""A worker that opens a parameter by its own arguments, which say nothing of how it was cut."""
+CUT_ANYWHERE = [shardwell.Slice(0, 750), shardwell.Slice(750, 750)]
+
+
+def test_a_parameter_keeps_its_slices_through_kills(release: Path) -> None:
+    for path in release.glob("process/shard-*/boot.json"):
+        path.write_text(json.dumps({"boot_id": kernel_boot_id(), "state": "running"}))
+    last_step, kill_step = 9, 5
+    with (
+        ForkedCalls() as forked,
+        ForkedCluster(
+            forked, release / "process", shard_count=2, chunk_size_bytes=1024, cluster_id="kept"
+        ) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        net = client.parameter("sgd", size=MAKE.SIZE, **MAKE.parameters()["sgd"])
+        assert (net.next_step, net.slices) == (3, CUT_ANYWHERE)
+        assert client.parameter("sgd", size=MAKE.SIZE, **MAKE.parameters()["sgd"]) is net
+
+        def train() -> None:
+            while net.next_step < last_step:
+                net.exchange(MAKE.gradient(0, net.next_step))
+
+        training = in_background(train)
+        with Program("-c", WORKER, cluster.target, str(last_step)) as worker:
+            while int(worker.read_line()) < kill_step:
+                pass
+        cluster.shards[1].kill()
+        cluster.start(1)
+        with Program("-c", WORKER, cluster.target, str(last_step)) as worker:
+            assert worker.end() == 0
+        training.result(PATIENCE_S)
+        weights = np.array(expected_of(release)["sgd"]["before"], np.float32)
+        for step in range(2, last_step):
+            weights -= (MAKE.gradient(0, step) + MAKE.gradient(1, step)) / 4
+        np.testing.assert_array_equal(net.get_weights(min_version=last_step), weights)
+        np.testing.assert_array_equal(cluster.stored("sgd"), weights)
+
+
+def test_a_checkpoint_of_an_older_directory_is_cut_anew(release: Path, tmp_path: Path) -> None:
+    names = ("sgd-renamed", "momentum", "adam")
+    expected = expected_of(release)
+    for is_again in (False, True):
+        with (
+            LocalCluster(2, release / "process", chunk_size_bytes=1024) as cluster,
+            shardwell.connect(cluster.target, worker_id="w1") as client,
+        ):
+            if not is_again:
+                client.rename("sgd", names[0])
+            assert [client.parameter(name).slices for name in names] == [CUT_ANYWHERE] * 3
+            if is_again:
+                client.save_checkpoint(tmp_path / "saved", names)
+    for shard_count in (1, 2, 5):
+        with (
+            LocalCluster(shard_count) as cluster,
+            shardwell.connect(cluster.target, worker_id="w1") as client,
+        ):
+            client.restore_checkpoint(tmp_path / "saved")
+            for name, old_name in zip(names, ("sgd", *names[1:]), strict=True):
+                net = client.parameter(name)
+                blocks = [[part.offset % 32, part.size > 0] for part in net.slices]
+                assert blocks == [[0, True]] * shard_count
+                before = np.array(expected[old_name]["before"], np.float32)
+                np.testing.assert_array_equal(net.get_weights(min_version=2), before)
+
+
+def test_shards_that_make_it_anew_cut_as_shard_0_does(tmp_path: Path) -> None:
+    """A parameter of which nothing has begun, on a shard that an older version had not made yet."""
+    spec = {"size": 1024, "optimizer": MAKE.SGD}
+    with (
+        LocalCluster(2, tmp_path) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        client.parameter("net", **spec)
+    (path,) = tmp_path.glob("shard-0/parameters/*/parameter.json")
+    text = path.read_text().rpartition("}")[0] + "}"
+    older = json.dumps(json.loads(text) | {"format_version": DIRECTORY.newest - 1})
+    path.write_text(f"{older}\n{crc32.iscsi(older.encode()):08x}\n")
+    (removed,) = tmp_path.glob("shard-1/parameters/*[0-9]")
+    shutil.rmtree(removed)
+    with (
+        LocalCluster(2, tmp_path) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        net = client.parameter("net", **spec)
+        net.init(np.zeros(1024))
+        np.testing.assert_array_equal(net.exchange(np.ones(1024)), np.full(1024, -0.5))
+        assert [s.parameters[0].spec.cuts_blocks for s in client.status()] == [True, True]
+
+
+@pytest.mark.parametrize("shard_count", [1, 2, 5])
+def test_a_checkpoint_is_restored(release: Path, shard_count: int) -> None:
     expected = expected_of(release)
     with (
-        LocalCluster(3) as cluster,
+        LocalCluster(shard_count) as cluster,
         shardwell.connect(cluster.target, worker_id="w1") as client,
     ):
         client.restore_checkpoint(release / "checkpoint")
