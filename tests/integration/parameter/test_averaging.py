@@ -230,6 +230,34 @@ def test_an_exchange_without_a_gradient(cluster, connect, clip_norm) -> None:
     assert (nets[0].next_step, nets[0].outcome.counted) == (2, "all")
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 1e9])
+@pytest.mark.parametrize(
+    "crew",
+    [
+        {"worker_count": 4},
+        {"members": shardwell.Elastic(min_count=4)},
+        {"worker_count": 5, "min_contributors": 4},
+    ],
+    ids=["fixed", "elastic", "quorum"],
+)
+def test_a_mean_of_one_is_that_one_in_any_order(cluster, connect, crew, clip_norm) -> None:
+    """Bit for bit, though 3 of 4 workers have no samples and may come last."""
+    rule = shardwell.SGD(learning_rate=1.0, clip_norm=clip_norm)
+    options = {"size": 1000, "optimizer": rule, "codec": "fp32", **crew}
+    running = cluster(2, chunk_size_bytes=256)
+    nets = [connect(running, f"w{rank}").parameter("net", **options) for rank in range(4)]
+    want = np.zeros(1000, np.float32)
+    together([lambda net=net: net.init(want) for net in nets])
+    for step, place in enumerate((0, 1, 3)):
+        gradient = np.random.default_rng(step).standard_normal(1000).astype(np.float32)
+        for rank, net in enumerate(nets):
+            weight = 7 if rank == place else 0
+            net.put_gradient(gradient if weight else gradient * 5.0, sample_count=weight)
+        want -= gradient
+        found = nets[place].get_weights(min_version=step + 1)
+        assert found.tobytes() == want.tobytes()
+
+
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize(
     "rule",

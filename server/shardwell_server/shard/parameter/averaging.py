@@ -128,8 +128,8 @@ def add_to_sum(
         The sum in `memory` now.
     """
     factor = contribution.factor(shift)
-    if total.factor == 0.0 and factor == 0.0:
-        return NOTHING
+    if factor == 0.0:
+        return total
     kept_factor = 1.0
     is_plain = total.factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
     stays_encoded = is_plain and may_stay_encoded and codec.item_size < memory.itemsize
@@ -150,8 +150,7 @@ def add_to_sum(
         into = TEMPORARY if total.is_encoded else _TOTAL
         operations = codec.reads_kept(into, _FIRST, _EXPONENTS) if total.is_encoded else ()
         operations += scale(into, total.factor)
-        if factor:
-            operations += codec.reads(GRADIENT, _PAYLOAD, factor) + add_scaled(into, GRADIENT)
+        operations += codec.reads(GRADIENT, _PAYLOAD, factor) + add_scaled(into, GRADIENT)
         if total.is_encoded:
             operations += (Operation(Code.COPY, _TOTAL, TEMPORARY),)
     first = codec.kept(memory) if total.is_encoded else ()
@@ -247,6 +246,8 @@ def close_step(
         divisor = 1.0
     elif total_factor == 0.0:  # a mean of one is that one, whatever its weight
         factor, divisor = 1.0, 1.0
+    elif factor == 0.0 and _is_power_of_two(total_factor / divisor):
+        total_factor, divisor = total_factor / divisor, 1.0
     elif not is_closed_alike and sample_total & (sample_total - 1) == 0:
         # Dividing by a power of two is exact beforehand.
         factor, total_factor, divisor = factor / divisor, total_factor / divisor, 1.0
@@ -376,10 +377,14 @@ def _mean_of(record: ChunkRecord, total: Operations) -> Operations:
     if record.sample_total == 0 or record.total_factor == 0.0:
         return (Operation(Code.FILL, GRADIENT, factor=0.0),)
     divisor = math.ldexp(record.sample_total, -record.shift)
-    if math.frexp(record.total_factor / divisor)[0] == 0.5:  # a mean of one is that one
+    if _is_power_of_two(record.total_factor / divisor):  # a mean of one is that one
         return (*total, *scale(GRADIENT, record.total_factor / divisor))
     return (
         *total,
         *scale(GRADIENT, record.total_factor),
         Operation(Code.MEAN, GRADIENT, divisor=divisor),
     )
+
+
+def _is_power_of_two(factor: float) -> bool:
+    return math.frexp(factor)[0] == 0.5

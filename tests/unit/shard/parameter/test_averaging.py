@@ -174,6 +174,27 @@ def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("sample_count", [1, 3, 7, 100, 2**24])
+@pytest.mark.parametrize("place", [(0, 1), (1, 0), (1, 1), (0, 2), (5, 0), (2, 3)])
+def test_a_mean_of_one_is_that_one(name: str, sample_count: int, place: tuple[int, int]) -> None:
+    """Whatever weighs nothing, before it and behind it, and however the step closes."""
+    values = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
+    values[:4] = 1e-38, -3e38, 1e-44, 0.0
+    given, counts = np.full_like(values, 9.0), [0] * place[0] + [sample_count] + [0] * place[1]
+    gradients = [values if count else given for count in counts]
+    received = decoded(name, *encoded(name, values))
+    assert stepped(name, gradients, counts).tobytes() == received.tobytes()
+    size_max, rule = len(counts) + 3, Average()
+    for may in (False, True) if name in NAMES else ():
+        few = [each[:SIZE] for each in gradients]
+        for found in closed_both_ways(
+            name, few, counts, rule, step_size_max=size_max, may_stay_encoded=may
+        ):
+            want = decoded(name, *encoded(name, values[:SIZE]))
+            assert found.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("worker_count", [1, 2, 3])
 def test_no_samples_make_a_mean_of_zero(name: str, worker_count: int) -> None:
     gradients = [np.full(10, 3.0, np.float32)] * worker_count
