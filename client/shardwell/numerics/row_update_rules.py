@@ -32,6 +32,7 @@ from shardwell.numerics.update_rules import (
     decay_add,
     follow_momentum,
     moments_of,
+    powers,
     rule_of,
     square_into,
 )
@@ -183,8 +184,8 @@ def _adam(spec: AnyAdam) -> _RowStep:
     def step(rows: _Rows, rate: float) -> None:
         rows.run(averages(rate))
         temporary = rows.temporary
-        corrections = 1.0 / np.sqrt(1.0 - np.power(spec.beta2, rows.counts))
-        rates = -rate / (1.0 - np.power(spec.beta1, rows.counts))
+        corrections = 1.0 / np.sqrt(1.0 - powers(spec.beta2, rows.counts))
+        rates = -rate / (1.0 - powers(spec.beta1, rows.counts))
         np.multiply(temporary, _column(corrections), out=temporary)
         np.add(temporary, np.float32(spec.epsilon), out=temporary)
         np.divide(rows.slots[0], temporary, out=temporary)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import (
@@ -263,12 +266,12 @@ def _adam(spec: AnyAdam) -> Step:
     )
 
     def step(count: int, rate: float) -> Operations:
-        correction = math.sqrt(1.0 - spec.beta2**count)
+        correction = math.sqrt(1.0 - power(spec.beta2, count))
         return (
             averages(rate)
             + scale(TEMPORARY, 1.0 / correction)
             + divides
-            + add_scaled(WEIGHTS, TEMPORARY, -rate / (1.0 - spec.beta1**count))
+            + add_scaled(WEIGHTS, TEMPORARY, -rate / (1.0 - power(spec.beta1, count)))
         )
 
     return step
@@ -286,3 +289,34 @@ def moments_of(spec: AnyAdam) -> Callable[[float], Operations]:
         return lambda rate: scale(WEIGHTS, 1.0 - rate * spec.weight_decay) + averages
     decayed = add_scaled(GRADIENT, WEIGHTS, spec.weight_decay) + averages
     return lambda rate: decayed
+
+
+def powers(base: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A number of 0 to 1 to the power of each count, which is at least 0.
+
+    The same bits everywhere, unlike those of pow: a product of one exact power, rounded once, for
+    each digit of a count to the base 256.
+    """
+    found, level = np.take(_powers_of_digits(base, 0), counts & 255), 0
+    while (counts := counts >> 8).any():
+        level += 1
+        found *= np.take(_powers_of_digits(base, level), counts & 255)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def power(base: float, count: int) -> float:
+    """As `powers` has it, of one count."""
+    return float(powers(base, np.array([count], np.int64))[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _powers_of_digits(base: float, level: int) -> npt.NDArray[np.float64]:
+    """By digit n: base to the power of n * 256^level, from integers, with 128 bits of fraction."""
+    numerator, denominator = base.as_integer_ratio()
+    one = 1 << 128
+    step = numerator * one // denominator
+    for _ in range(8 * level):
+        step = step * step // one
+    found = itertools.accumulate(range(255), lambda last, _: last * step // one, initial=one)
+    return np.array([each / one for each in found])

@@ -7,6 +7,8 @@ are compared with the whole bit by bit.
 from __future__ import annotations
 
 import dataclasses
+from decimal import Decimal, localcontext
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
 from shardwell import SGD, Adam, AdamW, Average, Optimizer, TensorGroup, TensorLayout
 from shardwell.numerics import elementwise
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
-from shardwell.numerics.update_rules import TensorRules, UpdateRule
+from shardwell.numerics.update_rules import TensorRules, UpdateRule, power, powers
 
 SIZE = 257
 STEP_COUNT = 60
@@ -219,3 +221,26 @@ def test_the_largest_decay_into_state_counts() -> None:
     assert TensorRules(Adam(weight_decay=0.5), layout).decay_into_state == 3.0
     assert TensorRules(Adam(weight_decay=5.0), layout).decay_into_state == 5.0
     assert TensorRules(AdamW(weight_decay=5.0), layout).decay_into_state == 0.0
+
+
+BASES = [0.0, 5e-324, 0.1, 0.5, 0.9, 0.98, 0.999, 0.9999, 1.0 - 2.0**-53]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_powers_are_those_of_exact_arithmetic(base: float) -> None:
+    """Rounded once below 256, and twice more with each digit to that base."""
+    for count in (*range(40), 63, 255):
+        want = Fraction(base) ** count
+        assert power(base, count) == float(want) or power(base, count) <= want < 2.0**-60
+    with localcontext(prec=80):
+        for count in (256, 257, 1000, 65_535, 65_536, 10**6 + 3, 2**40 + 12_345, 2**62):
+            exact = Decimal(base) ** count
+            error = abs(Decimal(power(base, count)) - exact)
+            assert error <= exact * Decimal(2) ** -49 + Decimal(2) ** -68
+
+
+def test_powers_of_many_counts_are_those_of_each() -> None:
+    counts = np.random.default_rng(1).integers(1, 10**6, 3000)
+    counts[::3] %= 300
+    for base in BASES:
+        assert powers(base, counts).tolist() == [power(base, count) for count in counts.tolist()]
