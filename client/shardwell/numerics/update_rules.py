@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ from shardwell.numerics.elementwise import (
 from shardwell.specs import optimizers
 from shardwell.specs.layout import TensorLayout
 from shardwell.specs.learning_rate import factors_of
+from shardwell.specs.parameter import block_size_of
 
 Slots: TypeAlias = tuple[Float32, ...]
 Step: TypeAlias = Callable[[int, float], Operations]
@@ -47,25 +48,63 @@ float32: rules add at most their squares, which are below half of what tells flo
 numbers apart."""
 
 _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
-_SQUARE_COUNT = 4096
-"""Squares of one piece, which stay in cache."""
+_SQUARE_COUNT = 32 * 1024
+"""Squares that are computed at a time, which stay in cache; whole blocks of any size."""
+_SUM_COUNT = 1024
+"""Sums of squares that wait for being added."""
 _CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
 
 
 def squared_norm(values: Float32) -> float:
-    """The sum of squares of a block, (n,) float32.
+    """The sum of squares of a whole parameter without frozen tensors, (n,) float32."""
+    block_size = block_size_of(values.size)
+    return math.fsum(squares_of_parts(values, [slice(0, values.size)], 0, block_size))
 
-    Products are exact in float64. NumPy adds those of a piece in an order that depends on their
-    number alone, where BLAS adds in that of the processor's vectors; pieces are added exactly.
+
+def squares_of_parts(
+    values: Float32, runs: Iterable[slice], offset: int, block_size: int
+) -> list[float]:
+    """Numbers that add up exactly to the sum of squares of runs of (n,) float32; see exact_sum.
+
+    A part is what a run has of a block of the parameter. Products are exact in float64. NumPy adds
+    those of a part in an order that depends on their number alone, where BLAS adds in that of the
+    processor's vectors; parts are added exactly. So cuts between blocks make no difference.
+
+    Args:
+        values: Values of the parameter, from an element on.
+        runs: The runs that count.
+        offset: The element.
+        block_size: The size that `block_size_of` returns.
     """
-    squares = np.empty(min(values.size, _SQUARE_COUNT), np.float64)
-    sums = []
-    for start in range(0, values.size, _SQUARE_COUNT):
-        part = values[start : start + _SQUARE_COUNT]
-        found = np.multiply(part, part, out=squares[: part.size], dtype=np.float64)
-        sums.append(float(np.add.reduce(found)))
-    return math.fsum(sums)
+    squares, sums = np.empty(min(values.size, _SQUARE_COUNT), np.float64), [0.0]
+    for each in runs:
+        start = each.start
+        while start < each.stop:
+            size = min(block_size - (offset + start) % block_size, each.stop - start)
+            is_whole = size == block_size
+            count = min(each.stop - start, _SQUARE_COUNT) // size if is_whole else 1
+            found = squares[: size * count]
+            np.copyto(found, values[start : start + found.size])
+            np.multiply(found, found, out=found)
+            sums += np.add.reduce(found.reshape(count, size), axis=1).tolist()
+            start += found.size
+            if len(sums) > _SUM_COUNT:
+                sums = exact_sum(sums)
+    return exact_sum(sums)
+
+
+def exact_sum(numbers: list[float]) -> list[float]:
+    """Numbers whose exact sum is the same, each the rounded sum of itself and those behind it.
+
+    At most 16 for squares of float32; one where the sum is 0, infinite or NaN.
+    """
+    found: list[float] = []
+    while rest := math.fsum([*numbers, *(-each for each in found)]):
+        if not math.isfinite(rest):
+            return [rest]
+        found.append(rest)
+    return found or [0.0]
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
@@ -139,10 +178,10 @@ class TensorRules:
                 rate *= by_group[group]
             yield part, rule.operations(update_count=update_count, learning_rate=rate)
 
-    def squared_norm(self, offset: int, gradient: Float32) -> float:
-        """The sum of squares of a block of a gradient, as far as it is trained."""
-        runs = self._trained(offset, gradient.size)
-        return math.fsum(squared_norm(gradient[run]) for run, *_ in runs)
+    def squares(self, offset: int, gradient: Float32, block_size: int) -> list[float]:
+        """As `squares_of_parts` has it, of what is trained of a gradient from an element on."""
+        runs = (run for run, *_ in self._trained(offset, gradient.size))
+        return squares_of_parts(gradient, runs, offset, block_size)
 
     def _trained(self, offset: int, size: int) -> Iterator[tuple[slice, UpdateRule, float, int]]:
         """The runs of a block that are not frozen: where in it, rule, rate's factor and group."""

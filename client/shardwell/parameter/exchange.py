@@ -56,6 +56,8 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec
 
+_SQUARES_MAX = 16
+"""Numbers of CloseStepResponse.squares: of 53 bits each, for sums of 2^-298 to below 2^310."""
 _SHORT_ELEMENT_COUNT = SHORT_BYTES // 4
 """Elements of a slice whose messages and answers, of up to 4 bytes an element, are short."""
 
@@ -313,9 +315,9 @@ class Transfer(StepTransfer[ShardSlice]):
         answers = self._ask_to_close(self.parts, step, None, attempts)
         norm = next((answer.norm for answer in answers if answer.HasField("norm")), None)
         if norm is None:
-            if not all(answer.HasField("squared_norm") for answer in answers):
+            if not all(answer.squares for answer in answers):
                 return  # all workers have gone on, so it is closed everywhere
-            norm = math.sqrt(math.fsum(answer.squared_norm for answer in answers))
+            norm = math.sqrt(math.fsum(each for answer in answers for each in answer.squares))
         first, *others = self.parts
         (decided,) = self._ask_to_close([first], step, norm, attempts)
         if decided.HasField("norm"):
@@ -350,7 +352,17 @@ class Transfer(StepTransfer[ShardSlice]):
                 f"was to close a step of {self._spec.name!r}, and answered something else; call "
                 "again",
             )
-        return channel.received(answer.closed, self._spec.name)
+        closed = channel.received(answer.closed, self._spec.name)
+        squares = closed.squares
+        is_bounded = len(squares) <= _SQUARES_MAX and all(abs(each) < 2.0**400 for each in squares)
+        is_alone = self._spec.allow_non_finite and list(map(str, squares)) in (["inf"], ["nan"])
+        if not (is_alone or (is_bounded and math.fsum(squares) >= 0.0)):
+            raise self._damaged(
+                channel,
+                f"said that squares of {self._spec.name!r} add up to the sum of {squares[:3]}; at "
+                f"most {_SQUARES_MAX} numbers with a sum of at least 0 are expected; call again",
+            )
+        return closed
 
     def exchange(
         self,

@@ -53,7 +53,7 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, block_size_of
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.threads.asking import ask_all
@@ -1131,7 +1131,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._transfer.check_finite(work)
         with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
             values: Float32 = work.values.whole().astype(np.float32, copy=False)
-            factor = clip_factor(math.sqrt(self._rules.squared_norm(0, values)), clip_norm)
+            squares = self._rules.squares(0, values, block_size_of(values.size))
+            factor = clip_factor(math.sqrt(math.fsum(squares)), clip_norm)
             if factor != 1.0:
                 work.values = Pieces(values * np.float32(factor))
         work.is_clipped = True

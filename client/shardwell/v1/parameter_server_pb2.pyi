@@ -362,14 +362,14 @@ class CloseStepRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., step: _Optional[int] = ..., norm: _Optional[float] = ..., wait_timeout_ms: _Optional[int] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class CloseStepResponse(_message.Message):
-    __slots__ = ("squared_norm", "norm", "crc32c")
-    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("squares", "norm", "crc32c")
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
-    squared_norm: float
+    squares: _containers.RepeatedScalarFieldContainer[float]
     norm: float
     crc32c: int
-    def __init__(self, squared_norm: _Optional[float] = ..., norm: _Optional[float] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, squares: _Optional[_Iterable[float]] = ..., norm: _Optional[float] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("shard", "parameter", "version", "wait_timeout_ms", "crc32c")

@@ -210,9 +210,10 @@ class ParameterServerServiceServicer(object):
         the step before, after its gradient was counted (PutGradient).
 
         First, without `norm`, on all shards with a slice: each waits until all workers have contributed to
-        all its chunks, and answers with `squared_norm`; or with `norm`, if it has heard it; or neither,
+        all its chunks, and answers with `squares`; or with `norm`, if it has heard it; or neither,
         if the step has long been closed everywhere: then nothing is left to do. The norm is the
-        root of the sum. Then, with it, on the first of these shards, whose answer has the norm that
+        root of the exact sum of all shards' `squares`, rounded once (as math.fsum of Python does), so that it
+        is the same on any number of shards. Then, with it, on the first of these shards, whose answer has the norm that
         counts: the first that it ever got. Then, with that one, on the others. Safe to repeat.
         Errors: DEADLINE_EXCEEDED (names who is missing), FAILED_PRECONDITION (with `norm`: not all have
         contributed), INVALID_ARGUMENT (the norm; a parameter that is not clipped so).

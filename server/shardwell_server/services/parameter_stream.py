@@ -72,16 +72,16 @@ class ParameterStream(StepStream[ParameterSlice]):
 
     def close_step(self, request: pb.CloseStepRequest) -> Handling:
         parameter = self._found(request, Right.CONTRIBUTE)
-        squared_norm = None
+        squares = None
         if request.HasField("norm"):
             norm = parameter.closing.close(request.step, request.norm)
         else:
             deadline = deadline_of(self._shard, self._call, request.wait_timeout_ms / 1000)
             measure = parameter.closing.measure
-            squared_norm, norm = yield from until(measure, request.step, deadline)
+            squares, norm = yield from until(measure, request.step, deadline)
         # The gradients of the norm, too, before a client closes a step with it.
         parameter.make_durable()
-        return checksum.seal(pb.CloseStepResponse(squared_norm=squared_norm, norm=norm))
+        return checksum.seal(pb.CloseStepResponse(squares=squares, norm=norm))
 
     def _found(
         self, request: pb.GetWeightsRequest | pb.CloseStepRequest, right: Right

@@ -17,6 +17,7 @@ from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import LocalCluster
+from shardwell_server.shard.parameter import clipping
 
 SIZE, CLIP, RATE = 150, 1.5, 0.1
 RULE = shardwell.SGD(RATE, clip_norm=CLIP)
@@ -92,6 +93,36 @@ def test_two_workers_train_as_one_that_clips(cluster, connect, how, shard_count)
     assert min(norms) < CLIP < max(norms)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(first, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("crew", [{"worker_count": 2}, {"members": shardwell.Elastic(min_count=2)}])
+def test_any_number_of_shards_and_any_chunks_give_the_same_bits(cluster, connect, crew) -> None:
+    """Of gradients that depend on the weights, whose squares differ by far in size."""
+    size, found = 30_720, {}
+    rule = shardwell.Adam(0.01, clip_norm=1.0)
+    tensors = {"a": (1000,), "b": (700,), "c": (size - 1700,)}
+    groups = [shardwell.TensorGroup("b", frozen=True)]
+    given_first = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
+    for shard_count, chunk_size in [(1, 1 << 20), (2, 1 << 12), (3, 1 << 14), (4, 1024), (5, 8192)]:
+        running = cluster(shard_count, chunk_size_bytes=chunk_size)
+        nets = [
+            connect(running, f"w{rank}").parameter(
+                "net", tensors=tensors, groups=groups, optimizer=rule, codec="fp32", **crew
+            )
+            for rank in range(2)
+        ]
+        together([lambda net=net: net.init(given_first) for net in nets])
+        for step in range(4):
+            random, weights = np.random.default_rng(step), nets[0].get_weights(min_version=step)
+            for rank, net in enumerate(nets):
+                gradient = {}
+                for name, each in weights.items():
+                    noise = random.standard_normal(each.size) * np.exp2(random.integers(-20, 3))
+                    gradient[name] = (noise + 0.1 * each).astype(np.float32)
+                net.put_gradient(gradient, sample_count=1 + rank)
+        weights = nets[1].get_weights(min_version=4)
+        found[shard_count] = b"".join(each.tobytes() for each in weights.values())
+    assert set(found.values()) == {found[1]}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -199,22 +230,37 @@ def test_the_first_norm_of_the_first_shard_counts(cluster, connect) -> None:
     client.parameter("net")
     for net, each in zip((first, second), gradients(8)[-1], strict=True):
         net.put_gradient(each)
-    measured = [close(client, shard, 0).squared_norm for shard in range(2)]
+    measured = [math.fsum(close(client, shard, 0).squares) for shard in range(2)]
     assert math.sqrt(sum(measured)) == pytest.approx(np.linalg.norm(gradients(8)[-1].mean(axis=0)))
     assert close(client, 0, 0, norm=3.0).norm == 3.0
     assert close(client, 0, 0, norm=4.0).norm == 3.0
-    assert close(client, 1, 0).squared_norm == measured[1]
+    assert math.fsum(close(client, 1, 0).squares) == measured[1]
     found = first.get_weights(min_version=1)
     mean = gradients(8)[-1].mean(axis=0)
     np.testing.assert_allclose(found, FIRST - RATE * mean * (CLIP / 3.0), rtol=1e-4, atol=1e-5)
     answer = close(client, 1, 0)
     assert answer.norm == 3.0
-    assert not answer.HasField("squared_norm")
+    assert not answer.squares
     first.put_gradient(gradients(1)[0, 0])
     second.exchange(gradients(1)[0, 1])
     answer = close(client, 0, 0)
     assert not answer.HasField("norm")  # it is long over
-    assert not answer.HasField("squared_norm")
+    assert not answer.squares
+
+
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.parametrize(
+    "squares",
+    [[-1.0], [1.0, -2.0], [1e300, 1e300], [1.0] * 17, [-math.inf], [1.0, math.nan]],
+    ids=str,
+)
+def test_squares_that_are_none_are_refused(cluster, connect, monkeypatch, allows, squares) -> None:
+    monkeypatch.setattr(clipping, "exact_sum", lambda _: squares)
+    first, second = pair(cluster(2), connect, allow_non_finite=allows)
+    for net, each in zip((first, second), gradients(1)[0], strict=True):
+        net.put_gradient(each)
+    with pytest.raises(shardwell.CorruptChunkError, match="at most 16 numbers with a sum of"):
+        first.get_weights(min_version=1, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +355,8 @@ def test_a_shard_that_is_killed_between_the_phases(tmp_path, connect) -> None:
             for net, each in zip(nets, given[step], strict=True):
                 net.put_gradient(each)
             if step == 1:  # it has closed, the other one has not heard of it
-                norm = math.sqrt(sum(close(client, shard, 1).squared_norm for shard in range(2)))
+                answers = [close(client, shard, 1) for shard in range(2)]
+                norm = math.sqrt(math.fsum(x for each in answers for x in each.squares))
                 close(client, 0, 1, norm)
             child = running.children[(step + 1) % 2]
             child.kill()

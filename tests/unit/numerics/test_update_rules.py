@@ -7,6 +7,13 @@ are compared with the whole bit by bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
+import operator
+import os
+import subprocess
+import sys
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
@@ -19,7 +26,14 @@ from harness.oracles.optimizers import OPTIMIZERS, Oracle, gradients_of, run
 from shardwell import SGD, Adam, AdamW, Average, Optimizer, TensorGroup, TensorLayout
 from shardwell.numerics import elementwise
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
-from shardwell.numerics.update_rules import TensorRules, UpdateRule, power, powers
+from shardwell.numerics.update_rules import (
+    TensorRules,
+    UpdateRule,
+    exact_sum,
+    power,
+    powers,
+)
+from shardwell.specs.parameter import block_size_of
 
 SIZE = 257
 STEP_COUNT = 60
@@ -244,3 +258,105 @@ def test_powers_of_many_counts_are_those_of_each() -> None:
     counts[::3] %= 300
     for base in BASES:
         assert powers(base, counts).tolist() == [power(base, count) for count in counts.tolist()]
+
+
+def sum_of_part(squares: list[float]) -> float:
+    """A sum in NumPy's order: eight sums of each eighth number, halves above 128."""
+    if len(squares) > 128:
+        half = len(squares) // 2 // 8 * 8
+        return sum_of_part(squares[:half]) + sum_of_part(squares[half:])
+    whole = len(squares) // 8 * 8
+    eighths = [functools.reduce(operator.add, squares[n:whole:8], 0.0) for n in range(8)]
+    a, b, c, d, e, f, g, h = eighths
+    return functools.reduce(
+        operator.add, squares[whole:], ((a + b) + (c + d)) + ((e + f) + (g + h))
+    )
+
+
+def exact(numbers: list[float]) -> Fraction:
+    return sum(map(Fraction, numbers), Fraction(0))
+
+
+def model_of(sizes: list[int]) -> TensorLayout:
+    """Runs of two tensors that are trained, two that are frozen, and one with another decay."""
+    shapes = {f"{'aabbc'[n % 5]}{n}": (size,) for n, size in enumerate(sizes)}
+    groups = [TensorGroup("b*", frozen=True), TensorGroup("c*", weight_decay=0.5)]
+    return TensorLayout.of(shapes).with_groups(groups)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(
+        st.sampled_from([1, 2, 7, 64, 255, 256, 257, 1000, 40_000]), min_size=5, max_size=9
+    ),
+    cuts=st.lists(st.floats(0, 1), max_size=7),
+    powers_of_two=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)
+def test_squares_are_the_same_for_all_cuts_between_blocks(
+    sizes: list[int], cuts: list[float], powers_of_two: int, seed: int
+) -> None:
+    """Exactly, and those of plain sums of parts, which are what a block has of a run of tensors."""
+    layout = model_of(sizes)
+    rules, size = TensorRules(Adam(), layout), layout.size
+    random = np.random.default_rng(seed)
+    scales = np.exp2(random.integers(-powers_of_two, powers_of_two + 1, size))
+    values = (random.standard_normal(size) * scales).astype(np.float32)
+    block = block_size_of(size)
+    found = rules.squares(0, values, block)
+    edges = sorted({0, size} | {int(cut * size) // block * block for cut in cuts})
+    by_slice = [rules.squares(a, values[a:b], block) for a, b in itertools.pairwise(edges)]
+    assert exact_sum([each for squares in by_slice for each in squares]) == found
+    assert all(len(squares) <= 16 for squares in by_slice)
+
+    sums = []
+    for letter, tensors in itertools.groupby(layout, lambda tensor: tensor.name[0]):
+        of_run = [(tensor.offset, tensor.stop) for tensor in tensors]
+        first, last = of_run[0][0], of_run[-1][1]
+        inner = range((first // block + 1) * block, last, block)
+        for start, end in itertools.pairwise([first, *inner, last]):
+            if letter != "b":
+                sums.append(sum_of_part([float(each) ** 2 for each in values[start:end].tolist()]))
+    assert exact(found) == exact(sums)
+    assert found[0] == math.fsum(sums)
+
+
+@pytest.mark.parametrize("numbers", [[], [0.0, 0.0], [1e308], [1.0, 2.0**-60, 2.0**-200, 3.0]])
+def test_an_exact_sum_is_that_of_few_numbers(numbers: list[float]) -> None:
+    found = exact_sum(numbers)
+    assert exact(found) == exact(numbers)
+    assert found[0] == math.fsum(numbers)
+    assert exact_sum([math.inf, 1.0]) == [math.inf]
+    assert str(exact_sum([math.inf, math.nan])) == "[nan]"
+
+
+_DIGEST = """
+import numpy as np
+from shardwell.numerics.update_rules import powers, squared_norm
+random = np.random.default_rng(0)
+for size in (1, 9, 300, 8191, 100_003):
+    print(squared_norm(random.standard_normal(size).astype(np.float32)).hex())
+print(powers(0.999, np.arange(1, 100_000)).sum().hex())
+"""
+
+
+def test_norms_and_powers_have_the_same_bits_with_other_kernels() -> None:
+    """As far as this processor has them: without native code, in NumPy, BLAS and libm of others."""
+    others: list[dict[str, str]] = [
+        {"SHARDWELL_NATIVE": "off"},
+        {"NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR"},
+        {"NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR X86_V3"},
+        {"OPENBLAS_CORETYPE": "Prescott", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA"},
+    ]
+    found = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _DIGEST],
+            env={**os.environ, **other},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for other in [{}, *others]
+    ]
+    assert found[0].count("\n") == 6
+    assert set(found) == {found[0]}

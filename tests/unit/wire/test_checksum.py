@@ -176,7 +176,7 @@ def test_names_do_not_run_into_one_another() -> None:
 MESSAGES = [
     pb.SetLearningRateRequest(parameter="wörter", learning_rate=0.1, from_step=0),
     pb.SetLearningRateRequest(parameter="wörter", learning_rate=0.1),
-    pb.CloseStepResponse(squared_norm=2.5),
+    pb.CloseStepResponse(squares=[2.5, -0.5]),
     pb.CloseStepResponse(norm=2.5),
     pb.ConfirmInitRequest(shard=types_pb2.ShardIdentity(shard_index=1), epoch=LARGE),
     pb.ClaimInitRequest(parameter="p", worker_id="w", wait_timeout_ms=3, above_epoch=2**62),

@@ -31,6 +31,7 @@ from shardwell.numerics.update_rules import (
     TEMPORARY,
     Slots,
     TensorRules,
+    exact_sum,
 )
 from shardwell_server.shard.parameter.image import ChunkImage
 from shardwell_server.store import ChunkChange, ChunkRecord
@@ -313,9 +314,11 @@ def _update(
 # Steps that are full, and close without another contribution: clipping.py.
 
 
-def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord) -> float:
-    """The sum of squares of a full step's mean, without frozen tensors."""
-    operations, squares = _mean_of(record, _IN_TOTAL), []
+def squares_of_mean(
+    chunk: ChunkState, rules: TensorRules, record: ChunkRecord, block_size: int
+) -> list[float]:
+    """The squares of a full step's mean, without frozen tensors: see `squares_of_parts`."""
+    operations, squares = _mean_of(record, _IN_TOTAL), [0.0]
     values = np.empty(min(chunk.weights.size, BLOCK_ELEMENT_COUNT), np.float32)
     for start, stop in blocks(chunk.weights.size):
         assert chunk.gradient_sum is not None
@@ -324,8 +327,8 @@ def squared_mean_norm(chunk: ChunkState, rules: TensorRules, record: ChunkRecord
         between = (None,) * (_TOTAL - GRADIENT - 1)
         arrays = (*before, mean, *between, chunk.gradient_sum[start:stop])
         run(operations, arrays, 0, stop - start)
-        squares.append(rules.squared_norm(chunk.offset + start, mean))
-    return math.fsum(squares)
+        squares += rules.squares(chunk.offset + start, mean, block_size)
+    return exact_sum(squares)
 
 
 def close_full_step(

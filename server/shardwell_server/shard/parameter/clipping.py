@@ -24,23 +24,27 @@ for a step, and then to the chunks, one by one. Invariants:
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 
 from shardwell.errors import ArgumentError, StepOrderError
-from shardwell.numerics.update_rules import clip_factor
+from shardwell.numerics.update_rules import clip_factor, exact_sum
 from shardwell.process.spans import now_ns
+from shardwell.specs.parameter import block_size_of
 from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import check_ended, workers_missing
-from shardwell_server.shard.parameter.averaging import close_full_step, squared_mean_norm
+from shardwell_server.shard.parameter.averaging import close_full_step, squares_of_mean
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.store import NO_SEAT, ChunkRecord, Transition
 
 NORM_SIZE_BYTES = 8
 """Bytes of a step's end in a journal: a float64."""
+Measured: TypeAlias = tuple[list[float] | None, float | None]
+"""The squares of a shard's part of a step's mean, and the norm of all."""
 
 
 class Closing:
@@ -95,8 +99,8 @@ class Closing:
             self._contributions.note(record.version, index, [each.worker_id for each in closed])
         self._times.closed(record.version)
 
-    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
-        """A step's norm: the square of this shard's part, and all of it.
+    def measure(self, step: int, deadline: RequestDeadline) -> Measured:
+        """A step's norm: the squares of this shard's part, as `exact_sum` has them, and all of it.
 
         The first is None once a chunk has closed the step; the second as long as the shard knows
         none, and again when the step is long over.
@@ -147,10 +151,10 @@ class ClosingByNorm(Closing):
         super().__init__(state)
         self._chunks = state.chunks
         self._spans = state.spans
-        self._squared_norms: list[tuple[int, float]] = [(-1, 0.0)] * len(state.chunks)
+        self._squares: list[tuple[int, list[float]]] = [(-1, [])] * len(state.chunks)
         """By chunk: the step, and its mean's."""
 
-    def measure(self, step: int, deadline: RequestDeadline) -> tuple[float | None, float | None]:
+    def measure(self, step: int, deadline: RequestDeadline) -> Measured:
         self._register.check_initialized()
         for index, chunk in enumerate(self._chunks):
             with chunk.changed.lock:
@@ -161,15 +165,14 @@ class ClosingByNorm(Closing):
                     look_s = check_ended(self._spec, self._tracker, index)
                     deadline.wait(chunk.changed, look_s=look_s)
                     raise workers_missing(self._spec, self._tracker, index, step + 1, deadline)
-                if self._squared_norms[index][0] != step:
+                if self._squares[index][0] != step:
                     chunk.verify()
+                    record, size = self._tracker.records[index], block_size_of(self._spec.size)
                     with np.errstate(all="ignore"):
-                        squared = squared_mean_norm(
-                            chunk.state, self._rules, self._tracker.records[index]
-                        )
-                    self._squared_norms[index] = (step, squared)
-        squared = math.fsum(squared for _, squared in self._squared_norms)
-        return squared, self._register.norm_of(step)
+                        squares = squares_of_mean(chunk.state, self._rules, record, size)
+                    self._squares[index] = (step, squares)
+        squares = exact_sum([each for _, squares in self._squares for each in squares])
+        return squares, self._register.norm_of(step)
 
     def close(self, step: int, norm: float) -> float | None:
         self._register.check_initialized()
