@@ -56,8 +56,15 @@ _CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
 
 
+def clip(values: Float32, clip_norm: float) -> None:
+    """Scales a gradient down to a norm, in place: a whole parameter, (n,), nothing of it frozen."""
+    factor = clip_factor(math.sqrt(squared_norm(values)), clip_norm)
+    with np.errstate(all="ignore"):
+        np.multiply(values, np.float32(factor), out=values)
+
+
 def squared_norm(values: Float32) -> float:
-    """The sum of squares of a whole parameter without frozen tensors, (n,) float32."""
+    """The sum of squares of a whole parameter, (n,) float32."""
     block_size = block_size_of(values.size)
     return math.fsum(squares_of_parts(values, [slice(0, values.size)], 0, block_size))
 

@@ -25,7 +25,7 @@ from shardwell.numerics.arguments import as_flat, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
-from shardwell.numerics.update_rules import UpdateRule
+from shardwell.numerics.update_rules import UpdateRule, clip
 from shardwell.process.html_table import html_table
 from shardwell.specs.checks import brief
 from shardwell.specs.optimizers import Average, Optimizer, check_learning_rate
@@ -147,7 +147,7 @@ class DataParallelTrainer:
         self._given_rank = rank
         if rank is not None:
             check_integer("rank", rank, 0, self.sync.worker_count - 1)
-        self._rule = UpdateRule(optimizer)
+        self._rule, self._clip_norm = UpdateRule(optimizer), optimizer.clip_norm
         self._slots = tuple(np.full_like(self._flat, value) for value in self._rule.initial_slots)
         self._learning_rate = float(self._rule.learning_rate or 0.0)
         self._synced = np.empty(self._flat.size + 1, np.float32)
@@ -337,6 +337,8 @@ class DataParallelTrainer:
 
     def _apply(self, gradient: Float32) -> None:
         """Updates the weights block by block; overwrites the gradient."""
+        if self._clip_norm:
+            clip(gradient, self._clip_norm)
         for start, stop in blocks(self._flat.size):
             self._rule.apply(
                 self._flat[start:stop],

@@ -8,6 +8,7 @@ shards; torch alone with the whole batches is the oracle. Skipped where torch is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -318,3 +319,20 @@ def test_prepare_keeps_an_optimizer_that_shards_lack(cluster, connect) -> None:
         shardwell.torch.prepare(
             model, make(model.parameters()), client=connect(running, "w2"), overlap=False
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_clipped_by_its_exact_norm(dtype: Any) -> None:
+    """Not by torch's, whose last bits depend on the device, its kernels and threads."""
+    sizes, generator = (1, 300, 70_001), torch.Generator().manual_seed(3)
+    tensors = [torch.zeros(size, dtype=dtype, requires_grad=True) for size in sizes]
+    given = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    optimizer = torch.optim.SGD(tensors, lr=1.0)
+    with shardwell.torch.mean_gradients(optimizer, shardwell.LocalSync(), clip_norm=0.5):
+        for tensor, gradient in zip(tensors, given, strict=True):
+            tensor.grad = gradient.clone()
+        optimizer.step()
+    norm = math.sqrt(math.fsum(each**2 for gradient in given for each in gradient.tolist()))
+    factor = torch.tensor(0.5 / (norm + 1e-6), dtype=torch.float32)
+    for tensor, gradient in zip(tensors, given, strict=True):
+        assert torch.equal(tensor, -(gradient.float() * factor).to(dtype))

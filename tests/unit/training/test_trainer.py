@@ -7,6 +7,7 @@ of threads (harness/group/thread_group.py).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,20 @@ def test_every_optimizer_is_applied_as_its_formula_says(name: str) -> None:
         oracle.update(gradients[index], rate)
     np.testing.assert_allclose(trainer.weights, oracle.weights, rtol=1e-4, atol=1e-5)
     assert trainer.next_step == 20
+
+
+def test_the_mean_is_clipped_by_its_norm() -> None:
+    """As torch's clip_grad_norm_ does; squares are added exactly."""
+    gradients = np.random.default_rng(1).standard_normal((2, 9000)).astype(np.float32)
+    gradients[1] *= 1e-3  # short enough
+    rule, first = shardwell.SGD(learning_rate=1.0, clip_norm=2.0), np.zeros(9000, np.float32)
+    trainer = DataParallelTrainer(lambda _, batch: (0.5, gradients[batch[0]]), first, rule)
+    want = first
+    for index, gradient in enumerate(gradients):
+        trainer.step([index])
+        norm = math.sqrt(math.fsum(float(each) ** 2 for each in gradient.tolist()))
+        want = want - gradient * np.float32(min(1.0, 2.0 / (norm + 1e-6)))
+        np.testing.assert_array_equal(trainer.weights, want)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, shardwell.Adam(), shardwell.Adagrad(learning_rate=0.1)])

@@ -23,6 +23,7 @@ from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.group.group import Group
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.update_rules import clip
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.connected import Connected
 from shardwell.specs.checks import check_number
@@ -286,6 +287,8 @@ class MeanGradients(Connected):
         array: Float32 = flat.numpy()
         self.sync.sync_gradients(array, sample_count=count)
         self._non_finite = bool(flags[-_EXTRA_COUNT] > 0)
+        if self._clip_norm and not self._non_finite:
+            clip(array[: -flags.numel()], self._clip_norm)
         for tensor, place, flag in zip(tensors, places, flags.tolist(), strict=False):
             if self._non_finite or flag <= 0:
                 tensor.grad = None
@@ -293,8 +296,6 @@ class MeanGradients(Connected):
                 tensor.grad = place.to(tensor.device, tensor.dtype, copy=True)
             else:
                 tensor.grad.copy_(place)
-        if self._clip_norm and not self._non_finite:
-            torch.nn.utils.clip_grad_norm_(tensors, self._clip_norm)
         return float(flags[-1])
 
 
