@@ -55,7 +55,7 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
                 f"{row_count - 1}"
             )
     if flat.dtype == np.int64 and flat.dtype.isnative:
-        return np.ascontiguousarray(flat), array.shape
+        return np.require(flat, None, ("C", "A", "E")), array.shape
     return flat.astype(np.int64), array.shape  # uint64 wraps: the same bits
 
 

@@ -39,7 +39,7 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
             f"{what} must be of shape {(*shape, dim)}: that of the ids, and dim; got {array.shape}"
         )
     with np.errstate(over="ignore"):  # what becomes infinite is found by the check
-        plain = np.ascontiguousarray(array, np.float32)
+        plain = np.require(array, np.float32, ("C", "A", "E"))
     return plain.reshape(-1, dim)
 
 

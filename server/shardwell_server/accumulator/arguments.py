@@ -67,7 +67,7 @@ def check_batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple
             f"row_ids must be from 0 to {row_count - 1}; got {flat[first]} at place {first}"
         )
     values = _finite("gradients", gradients, (flat.size, dim), "skip the batch, or mend it")
-    rows, merged = merge_repeats(flat.astype(np.int64, copy=False), values)
+    rows, merged = merge_repeats(np.require(flat, np.int64, ("C", "A", "E")), values)
     if merged is not values:
         bad = first_bad_cell(merged)
         if bad is not None:
@@ -89,7 +89,7 @@ def check_rows(rows: Any, row_count: int, dim: int) -> Float32:
 def _finite(what: str, values: Any, shape: tuple[int, int], remedy: str) -> Float32:
     flat = as_flat(what, values, shape[0] * shape[1])
     with np.errstate(over="ignore"):
-        floats: Float32 = np.ascontiguousarray(flat, np.float32).reshape(shape)
+        floats: Float32 = np.require(flat, np.float32, ("C", "A", "E")).reshape(shape)
     bad = first_bad_cell(floats)
     if bad is not None:
         index = bad.row * shape[1] + bad.column

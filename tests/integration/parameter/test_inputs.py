@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.data.memory import at_byte
 from harness.polling import PATIENCE_S
 
 SIZE = 60
@@ -29,12 +30,6 @@ def _strided(array: np.ndarray) -> np.ndarray:
     return wide[1::3]
 
 
-def _unaligned(array: np.ndarray) -> np.ndarray:
-    memory = np.zeros(array.nbytes + 1, np.uint8)
-    memory[1:] = np.frombuffer(array.tobytes(), np.uint8)
-    return memory[1:].view(array.dtype)
-
-
 ACCEPTED = {
     "float32": PLAIN,
     "float64": PLAIN.astype(np.float64),
@@ -45,7 +40,7 @@ ACCEPTED = {
     "strided float64": _strided(PLAIN.astype(np.float64)),
     "reversed": PLAIN[::-1].copy()[::-1],
     "read-only": _read_only(PLAIN),
-    "unaligned": _unaligned(PLAIN),
+    "unaligned": at_byte(1, PLAIN),
     "matrix": PLAIN.reshape(6, 10),
     "column-major": np.asfortranarray(PLAIN.reshape(6, 10)),
     "transposed": np.ascontiguousarray(PLAIN.reshape(6, 10).T).T,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.data.memory import at_byte
 from harness.data.nans import CANONICAL, ODD_NANS, nan_bits
 from harness.oracles.rows import OPTIMIZERS
 from shardwell_server.config import Limits
@@ -60,6 +61,15 @@ def test_ids(table, ids, match) -> None:
         with pytest.raises(shardwell.ArgumentError, match=match if ids is not None else "integers"):
             call()
     _nothing_was_sent(table)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_ids_and_gradients_at_odd_addresses(table, repeated: bool) -> None:
+    ids, gradients = np.array([4, 4 if repeated else 7]), np.ones((2, DIM), np.float32)
+    for number, call in enumerate((table.put_row_gradients, table.exchange_rows), 1):
+        call(at_byte(1, ids), at_byte(3, gradients))
+        found = table.get_rows(at_byte(5, ids))
+        assert (found == -0.5 * number * (1 + repeated)).all()
 
 
 @pytest.mark.parametrize(

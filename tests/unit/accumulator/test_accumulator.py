@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.data.memory import at_byte
 from harness.stories.images import in_memory
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError
 from shardwell_server import MmapGradientAccumulator
@@ -143,6 +144,15 @@ def test_any_integer_dtype_and_shape(make: Make, kind: Any) -> None:
     assert accumulator.touched_rows().tolist() == [0, 3, 100]
     accumulator.accumulate(np.uint64(0), np.ones(2, np.float32))
     assert accumulator.get_grad(0).tolist() == [11, 12]
+
+
+def test_arrays_at_odd_addresses(make: Make) -> None:
+    accumulator = make(2)
+    ids, gradients = np.array([3, 1, 3]), np.arange(6, dtype=np.float32).reshape(3, 2)
+    accumulator.accumulate_rows(at_byte(1, ids), at_byte(3, gradients))
+    accumulator.accumulate(1, at_byte(5, gradients[2]))
+    assert accumulator.get_grad(3).tolist() == [4, 6]
+    assert accumulator.get_grad(1).tolist() == [6, 8]
 
 
 @pytest.mark.parametrize("ids", [[], np.zeros(0, np.int32), np.zeros((0, 4), np.uint8)])
