@@ -5,8 +5,9 @@ Not for arrays that travel: those are reduced chunk by chunk as they come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -38,17 +39,28 @@ def reduce_block(
                 _mean(buffers, weights, total)
             case "sum":
                 _fold(np.add, buffers, total)
-            case "max":
-                _fold(np.maximum, buffers, total)
-            case "min":
-                _fold(np.minimum, buffers, total)
+            case "max" | "min":
+                _fold(partial(pick, reduction), buffers, total)
             case _:
                 raise AssertionError(reduction)
     for buffer in buffers:
         np.copyto(buffer, total)
 
 
-def _fold(function: np.ufunc, buffers: Sequence[Float32], total: Float32) -> None:
+def pick(reduction: str, first: Float32, second: Float32, out: Float32) -> None:
+    """Writes the larger or smaller of two arrays' elements; `out` may be one of them.
+
+    0 is larger than -0, of which NumPy takes the one or the other, as the processor has it.
+    """
+    is_max = reduction == "max"
+    are_equal = first == second
+    both = np.bitwise_and if is_max else np.bitwise_or
+    signed = both(first.view(np.uint32), second.view(np.uint32)).view(np.float32)
+    (np.maximum if is_max else np.minimum)(first, second, out=out)
+    np.copyto(out, signed, where=are_equal)
+
+
+def _fold(function: Callable[..., Any], buffers: Sequence[Float32], total: Float32) -> None:
     first, *others = buffers
     if not others:
         np.copyto(total, first)

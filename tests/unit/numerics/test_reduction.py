@@ -45,6 +45,16 @@ def test_a_block_is_reduced_as_numpy_reduces(op: str, rank_count: int) -> None:
         np.testing.assert_allclose(buffer, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("op", "sign"), [("max", 0.0), ("min", -0.0)])
+def test_0_is_larger_than_minus_0_whatever_the_order(op: str, sign: float) -> None:
+    """NumPy takes the second one on x86-64, and this one on ARM."""
+    for first in itertools.product((0.0, -0.0), repeat=3):
+        buffers = [np.full(77, value, np.float32) for value in first]
+        reduce_block(buffers, op, MeanFactors([1] * 3), np.empty(77, np.float32))
+        expected = sign if len(set(map(str, first))) == 2 else first[0]
+        assert (np.signbit(buffers[0]) == np.signbit(expected)).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 5, BLOCK_ELEMENT_COUNT - 1, BLOCK_ELEMENT_COUNT + 3])
 def test_the_first_value_that_is_not_finite_is_found(bad: float, index: int) -> None:

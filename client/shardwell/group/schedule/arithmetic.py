@@ -16,6 +16,7 @@ import numpy as np
 from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
 from shardwell.numerics.elementwise import Code, Operation, add_scaled, scale
 from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.reduction import pick
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
 from shardwell.placement.slices import Slice
@@ -132,10 +133,9 @@ class ChunkArithmetic:
                 return Computed(operations, (stored, added), out)
             codec.decode_add(stored, 1.0, added, 1.0, out)
             return out
-        pick = np.maximum if self._reduction is Reduction.MAX else np.minimum
         values = np.empty(where.size, np.float32)
         codec.decode(stored, values)
-        pick(values, added, out=out)
+        pick(self._reduction.value, values, added, out)
         return out
 
     def partial(self, index: int, where: Slice, total: Total, room: Room | None = None) -> bytes:
