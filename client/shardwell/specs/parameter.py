@@ -231,7 +231,7 @@ class ParameterSpec(TrainingSpec):
     `members`, their max_count."""
     codec: CodecName = "fp16"
     """How chunks travel. fp16 halves the bytes and never overflows; it may lose values of at most
-    2^-19 of their chunk's largest, which bf16 and fp32 keep."""
+    2^-39 of their block's largest."""
     mode: ModeName = "sync"
     """`sync`: the mean of worker_count gradients a step; `async`: each gradient as it arrives."""
     allow_non_finite: bool = False
