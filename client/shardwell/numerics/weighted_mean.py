@@ -47,7 +47,8 @@ class MeanFactors:
         reduced = [count // divisor for count in sample_counts]
         total = sum(reduced)
         scale = 1 << max(total - 1, 0).bit_length()
-        self._factors = tuple(count / scale for count in reduced)
+        nothing = -0.0 if total else 0.0  # which changes no bit of what it is added to
+        self._factors = tuple(count / scale if count else nothing for count in reduced)
         self.divisor = total / scale if total else 1.0
         """In (0.5, 1]; 1.0 where nothing need be divided."""
 

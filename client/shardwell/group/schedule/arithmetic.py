@@ -86,10 +86,10 @@ class ChunkArithmetic:
         """The message with this rank's own values, as a partial sum; its payload in `room`."""
         own = self._own(where)
         total: Total = own
-        if self._factor != 1.0:
-            zeros = Operation(Code.FILL, _TOTAL, factor=0.0)  # whatever it holds, NaN included
-            weighted = (Operation(Code.COPY, _TOTAL, _STORED), *scale(_TOTAL, self._factor))
-            operations = weighted if self._factor else (zeros,)
+        if self._factor == 0.0:
+            total = self.begin(where, self._total)
+        elif self._factor != 1.0:
+            operations = (Operation(Code.COPY, _TOTAL, _STORED), *scale(_TOTAL, self._factor))
             total = Computed(operations, (own,), self._total[: where.size])
         return self._message(pb.STAGE_PARTIAL, index, where, total, room)
 
@@ -99,7 +99,7 @@ class ChunkArithmetic:
         if self._factor:
             np.multiply(self._own(where), np.float32(self._factor), out=total)
         else:
-            total.fill(0.0)  # whatever it holds, NaN included
+            total.fill(self._factor)  # whatever it holds, NaN included
         return total
 
     def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
