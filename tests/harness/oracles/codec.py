@@ -78,6 +78,22 @@ def fp16_value(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
     return sign * np.select([exponent == 0, exponent < 31], [subnormal, normal], special)
 
 
+def fp16_payload(values: Float32, block_size: int) -> Bytes:
+    """The payload of fp16 by the .proto, each value divided in float64 and rounded once."""
+    halves, exponents = np.zeros(values.size, np.float16), []
+    largest = np.float16(2.0**15 - 2.0**4)
+    for start in range(0, values.size, block_size):
+        block = values[start : start + block_size].astype(np.float64)
+        peak = np.abs(block[np.isfinite(block)]).max(initial=0.0)
+        exponents.append(max(int(np.frexp(peak)[1]) - 15, -126) if peak else 0)
+        with np.errstate(invalid="ignore"):
+            written = np.ldexp(block, -exponents[-1]).astype(np.float16)
+        if exponents[-1] == 113:
+            written = np.where(np.isfinite(block), np.clip(written, -largest, largest), written)
+        halves[start : start + block_size] = written
+    return np.concatenate([halves.view(np.uint8), np.array(exponents, np.int8).view(np.uint8)])
+
+
 def bf16_bits(values: Float32) -> npt.NDArray[np.uint16]:
     """Finite float32 to bfloat16: nearest, ties to even, the largest finite one at most."""
     bits = values.view(np.uint32).astype(np.uint64)

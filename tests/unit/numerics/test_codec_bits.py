@@ -15,15 +15,15 @@ from fastcrc import crc32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_value
+from harness.oracles.codec import bf16_bits, decoded, encoded, fp16_payload, fp16_value
 from shardwell.numerics.codec import (
     CODECS,
-    GUESS_ELEMENT_COUNT,
+    GROUP_BLOCK_SIZE,
     SUMMED_CODECS,
     NonFiniteValueError,
-    peak_of,
 )
-from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, Scratch
+from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
+from shardwell.specs.parameter import block_size_of
 
 NAMES = sorted(SUMMED_CODECS)
 ALL_NAMES = sorted(CODECS)
@@ -36,38 +36,101 @@ def some_values(count: int, dtype: str = "float32") -> np.ndarray:
     return (random.standard_normal(count) * scale).astype(np.float16).astype(dtype)
 
 
-@pytest.mark.parametrize("exponent", [0, 1, -1, 100, 112, -100, -126])
+BLOCK_SIZES = [1, 2, 16, 48, 256, 1000]
+
+
+def check_fp16(values: np.ndarray, block_size: int) -> None:
+    """The payload is the oracle's; of NaN, that it is one."""
+    found = encoded("fp16", values, allow_non_finite=True, block_size=block_size)
+    wanted = fp16_payload(values, block_size)
+    end = 2 * values.size
+    assert found[end:].tobytes() == wanted[end:].tobytes()
+    halves, oracles = found[:end].view(np.uint16), wanted[:end].view(np.uint16)
+    is_nan = np.isnan(values)
+    np.testing.assert_array_equal(halves[~is_nan], oracles[~is_nan])
+    assert np.isnan(halves[is_nan].view(np.float16)).all()
+
+
+@pytest.mark.parametrize("exponent", [0, 1, -1, 100, 112, 127, -100, -126, -127, -128])
 def test_every_fp16_pattern_decodes(exponent: int) -> None:
-    values = decoded("fp16", PATTERNS.view(np.uint8), exponent)
-    want = np.ldexp(fp16_value(PATTERNS), exponent).astype(np.float32)
+    exponents = np.full(2**16 // 256, exponent, np.int8)
+    payload = np.concatenate([PATTERNS.view(np.uint8), exponents.view(np.uint8)])
+    values = decoded("fp16", payload)
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = np.ldexp(fp16_value(PATTERNS), exponent).astype(np.float32)
     np.testing.assert_array_equal(values, want)
     kept = ~np.isnan(want)
     assert (np.signbit(values) == np.signbit(want))[kept].all()
 
 
-def test_every_fp16_value_is_written_as_itself() -> None:
-    finite = PATTERNS[np.isfinite(fp16_value(PATTERNS))]
-    payload, exponent = encoded("fp16", np.append(fp16_value(finite), 1.0).astype(np.float32))
-    back = np.ldexp(fp16_value(payload.view(np.uint16)), exponent)
-    unscaled = np.ldexp(fp16_value(finite), -exponent)
-    assert (back[:-1] == np.ldexp(unscaled.astype(np.float16).astype(np.float64), exponent)).all()
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_every_fp16_value_is_written_as_the_proto_says(block_size: int) -> None:
+    check_fp16(fp16_value(PATTERNS).astype(np.float32), block_size)
 
 
-@pytest.mark.parametrize("exponent", [-140, -126, -60, -1, 0, 1, 13, 60, 126])
-def test_fp16_is_rounded_to_nearest_even(exponent: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("exponent", [-140, -126, -112, -60, -1, 0, 1, 13, 60, 126, 127])
+def test_fp16_is_rounded_to_nearest_even(exponent: int, block_size: int) -> None:
     random = np.random.default_rng(5)
     ties = (np.arange(1, 4000) * 0.5 + 1024) / 4096
     values = np.concatenate(
         [ties, -ties, random.uniform(-1, 1, 4000), random.uniform(-1e-6, 1e-6, 99)]
     )
-    values = np.ldexp(values, exponent).astype(np.float32)
-    payload, scale = encoded("fp16", values)
-    want = np.ldexp(values.astype(np.float64), -scale).astype(np.float16)
-    assert (payload.view(np.uint16) == want.view(np.uint16)).all()
+    check_fp16(np.ldexp(values, exponent).astype(np.float32), block_size)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50),
+    st.sampled_from(BLOCK_SIZES),
+)
+def test_fp16_of_any_bits(bits: list[int], block_size: int) -> None:
+    check_fp16(np.array(bits, np.uint32).view(np.float32), block_size)
+
+
+@pytest.mark.parametrize("odd", [0.0, 1e30, 1e-30, 3.4028235e38, -3.4e38, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_an_odd_value_concerns_its_block_alone(odd: float, block_size: int) -> None:
+    for place in (0, 255, 256, 4095, 4999):
+        values = some_values(5000)
+        values[place] = odd
+        check_fp16(values, block_size)
+
+
+def test_the_example_of_the_proto() -> None:
+    """The last five elements of a parameter of 69, in blocks of 2, alone and with the others."""
+    values = np.ones(69, np.float32)
+    values[64:] = (0.75, -(2.0**-20), 0.0, 0.0, 3.0)
+    payload = encoded("fp16", values[64:], block_size=2)
+    assert payload.tobytes() == bytes.fromhex("007600a8000000000076f100f3")
+    whole = encoded("fp16", values, block_size=block_size_of(69))
+    assert whole[2 * 64 : 2 * 69].tobytes() + whole[-3:].tobytes() == payload.tobytes()
+    assert decoded("fp16", payload, block_size=2).tolist() == values[64:].tolist()
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_parts_cut_at_blocks_have_the_bits_of_the_whole(name: str, block_size: int) -> None:
+    codec = CODECS[name].in_blocks_of(block_size)
+    unit = {"fp16": block_size, "int8": 4096}.get(name, 1)
+    values = np.concatenate([some_values(9000) * np.float32(factor) for factor in (1, 1e-9, 1e9)])
+    whole = encoded(name, values, block_size=block_size)
+    back = decoded(name, whole, block_size=block_size)
+    for cut in (unit, 8192 // unit * unit, 26000 // unit * unit):
+        parts = [
+            encoded(name, part, block_size=block_size) for part in (values[:cut], values[cut:])
+        ]
+        read = [decoded(name, part, block_size=block_size) for part in parts]
+        assert np.concatenate(read).tobytes() == back.tobytes()
+        ends = [codec.item_size * count for count in (cut, values.size - cut)]
+        if name == "int8":
+            ends = [part.size - end for part, end in zip(parts, ends, strict=True)]
+        heads, tails = zip(*(np.split(part, [e]) for part, e in zip(parts, ends)), strict=True)
+        assert np.concatenate([*heads, *tails]).tobytes() == whole.tobytes()
 
 
 def test_every_bf16_pattern_decodes() -> None:
-    values = decoded("bf16", PATTERNS.view(np.uint8), 0)
+    values = decoded("bf16", PATTERNS.view(np.uint8))
     want = (PATTERNS.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(values, want)
     assert (values.view(np.uint32) == want.view(np.uint32))[~np.isnan(want)].all()
@@ -78,8 +141,7 @@ def test_bf16_is_rounded_to_nearest_even(low: int) -> None:
     bits = (PATTERNS.astype(np.uint32) << 16) | np.uint32(low)
     values = bits.view(np.float32)
     values = values[np.isfinite(values)]
-    payload, exponent = encoded("bf16", values)
-    assert exponent == 0
+    payload = encoded("bf16", values)
     assert (payload.view(np.uint16) == bf16_bits(values)).all()
 
 
@@ -88,14 +150,13 @@ def test_bf16_is_rounded_to_nearest_even(low: int) -> None:
 def test_bf16_of_any_bits(bits: list[int]) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
     values = np.append(values[np.isfinite(values)], np.float32(1.0))
-    payload, _ = encoded("bf16", values)
+    payload = encoded("bf16", values)
     assert (payload.view(np.uint16) == bf16_bits(values)).all()
 
 
 def test_fp32_is_the_bytes_themselves() -> None:
     values = some_values(1000)
-    payload, exponent = encoded("fp32", values)
-    assert (payload.tobytes(), exponent) == (values.astype("<f4").tobytes(), 0)
+    assert encoded("fp32", values).tobytes() == values.astype("<f4").tobytes()
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="views below assume a little-endian host")
@@ -121,47 +182,31 @@ def test_layouts_and_dtypes_give_the_same_bits(name: str, count: int, scale: flo
         layouts["big-endian float16"] = values.astype(">f2")
     for layout, array in layouts.items():
         before = array.tobytes()
-        payload, exponent = encoded(name, array)
-        assert exponent == want[1], layout
-        assert payload.tobytes() == want[0].tobytes(), layout
+        assert encoded(name, array).tobytes() == want.tobytes(), layout
         assert array.tobytes() == before, layout
 
 
 def test_float64_is_rounded_once_to_float32() -> None:
     values = np.random.default_rng(1).standard_normal(500)
-    payload, _ = encoded("fp32", values)
-    assert payload.tobytes() == values.astype(np.float32).tobytes()
+    assert encoded("fp32", values).tobytes() == values.astype(np.float32).tobytes()
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_same_values_are_always_written_with_the_same_bits(name: str) -> None:
-    codec, scratch = CODECS[name], Scratch()
     values = np.concatenate([some_values(BLOCK_ELEMENT_COUNT) * np.float32(1e-9), some_values(99)])
     others = some_values(5000)[::-1] * np.float32(1e30)
     first = encoded(name, values)
     for _ in range(3):
-        payload = np.empty(codec.encoded_bytes(values.size), np.uint8)
-        codec.encode(others, np.empty(codec.encoded_bytes(others.size), np.uint8), scratch)
-        exponent = codec.encode(values, payload, scratch).exponent
-        assert (payload.tobytes(), exponent) == (first[0].tobytes(), first[1])
+        encoded(name, others)
+        assert encoded(name, values).tobytes() == first.tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_what_was_decoded_changes_nothing_more(name: str) -> None:
     values = np.random.default_rng(9).standard_normal(5000).astype(np.float32)
-    once = decoded(name, *encoded(name, values))
-    twice = decoded(name, *encoded(name, once))
+    once = decoded(name, encoded(name, values))
+    twice = decoded(name, encoded(name, once))
     assert once.tobytes() == twice.tobytes()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_reading_a_part_is_reading_the_whole(name: str) -> None:
-    codec = SUMMED_CODECS[name]
-    payload, exponent = encoded(name, some_values(1000) * np.float32(1e-20))
-    whole = decoded(name, payload, exponent)
-    part = np.empty(300, np.float32)
-    codec.decode(payload[150 * codec.item_size : 450 * codec.item_size], exponent, part)
-    assert part.tobytes() == whole[150:450].tobytes()
 
 
 KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -182,26 +227,18 @@ KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 2 * BLOCK_ELEMENT_COUNT + 77])
 def test_a_look_in_the_same_pass_changes_no_bits(name: str, kind: str, count: int) -> None:
-    """Exactly what is written where the peak was looked for before; and the CRC of that."""
-    codec, scratch = CODECS[name], Scratch()
+    """Exactly what is written without; and the CRC of that."""
+    codec = CODECS[name]
     with np.errstate(over="ignore"):
         values = KINDS[kind](some_values(count)) if count else np.empty(0, np.float32)
         values[~np.isfinite(values)] = 1.0
-        peak = float(np.abs(values).astype(np.float32).max(initial=0.0))
-    expected = np.zeros(codec.encoded_bytes(values.size), np.uint8)
-    before = codec.encode(values, expected, scratch, peak=peak)
-    payload = np.zeros_like(expected)
-    starts = {}
-
-    def start(exponent: int) -> int:
-        starts[exponent] = 1000 + exponent
-        return starts[exponent]
-
-    written = codec.encode(values, payload, scratch, is_exact=True, start=start)
-    assert written.exponent == before.exponent
+    expected, payload = encoded(name, values), np.zeros(codec.encoded_bytes(values.size), np.uint8)
+    crc = codec.encode(values, payload, crc=1000)
     assert payload.tobytes() == expected.tobytes()
-    assert written.crc == crc32.iscsi(payload.tobytes(), starts[written.exponent])
-    assert len(starts) <= 2
+    assert crc == crc32.iscsi(payload.tobytes(), 1000)
+    if name == "fp16":
+        plain = values.astype(np.float32)
+        assert payload.tobytes() == fp16_payload(plain, GROUP_BLOCK_SIZE).tobytes()
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
@@ -213,27 +250,4 @@ def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index:
     values[index + 1] = np.nan
     payload = np.empty(codec.encoded_bytes(values.size), np.uint8)
     with pytest.raises(NonFiniteValueError, match=f"element {index} "):
-        codec.encode(values, payload, Scratch(), is_exact=True)
-
-
-@pytest.mark.parametrize("name", ALL_NAMES)
-@pytest.mark.parametrize("count", [1, 4096, 4097, GUESS_ELEMENT_COUNT, GUESS_ELEMENT_COUNT + 5000])
-@pytest.mark.parametrize("odd", [None, 0.0, 1e30, 1e-30, 3.4e38, np.inf, np.nan])
-def test_what_is_known_of_the_first_values_changes_nothing(name, count, odd) -> None:
-    """Wherever the odd one is: among the first values, or behind them."""
-    for place in {0, count // 2, count - 1}:
-        values = np.full(count, 0.3, np.float32) if odd != 0.0 else np.zeros(count, np.float32)
-        if odd:
-            values[place] = odd
-        first_peak = peak_of(values[:GUESS_ELEMENT_COUNT])
-        for allowed in (False, True):
-            results: list[object] = []
-            for known in (None, first_peak):
-                payload = np.zeros(CODECS[name].encoded_bytes(count), np.uint8)
-                options = {"allow_non_finite": allowed, "first_peak": known}
-                try:
-                    found = CODECS[name].encode(values, payload, Scratch(), **options)
-                    results.append((found.exponent, payload.tobytes()))
-                except NonFiniteValueError as error:
-                    results.append(error.index)
-            assert results[0] == results[1]
+        codec.encode(values, payload, crc=0)

@@ -10,15 +10,18 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.oracles.codec import FLOAT32_MAX, decoded, encoded, fp16_value, roundtrip
-from shardwell.errors import ArgumentError
+from shardwell.numerics import native
 from shardwell.numerics.codec import CODECS, SUMMED_CODECS, NonFiniteValueError
+from shardwell.numerics.elementwise import add_scaled, run
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 
 NAMES = sorted(SUMMED_CODECS)
@@ -91,52 +94,60 @@ def test_allowed_infinity_does_not_draw_finite_values_with_it(name: str) -> None
 def test_first_non_finite_finds_what_came(name: str) -> None:
     codec = SUMMED_CODECS[name]
     values = np.ones(500, np.float32)
-    payload, exponent = encoded(name, values)
-    assert codec.first_non_finite(payload, exponent) is None
+    assert codec.first_non_finite(encoded(name, values)) is None
     for bad in BAD:
         for place in (499, 321, 0):
             values = np.ones(500, np.float32)
             values[place::50] = bad
-            payload, exponent = encoded(name, values, allow_non_finite=True)
-            assert codec.first_non_finite(payload, exponent) == place
+            payload = encoded(name, values, allow_non_finite=True)
+            assert codec.first_non_finite(payload) == place
+
+
+def in_blocks_of_2(bits: list[int], exponents: list[int]) -> np.ndarray:
+    """A payload of fp16 that no writer writes."""
+    halves = np.array(bits, np.uint16).view(np.uint8)
+    return np.concatenate([halves, np.array(exponents, np.int8).view(np.uint8)])
 
 
 def test_first_non_finite_counts_an_overflow_of_the_scale() -> None:
-    codec, exponent = SUMMED_CODECS["fp16"], 119
+    codec = SUMMED_CODECS["fp16"].in_blocks_of(2)
     for value, finite in ((511.75, True), (512.0, False), (-512.0, False), (65504.0, False)):
-        written = np.array([1.0, 0.0, value, 600.0 if not finite else 2.0], np.float16)
-        found = codec.first_non_finite(written.view(np.uint8), exponent)
-        assert found == (None if finite else 2)
+        written = np.array([1.0, 65504.0, value, 600.0 if not finite else 2.0], np.float16)
+        payload = in_blocks_of_2(written.view(np.uint16).tolist(), [0, 119])
+        assert codec.first_non_finite(payload) == (None if finite else 2)
+        assert (codec.peak(payload) == math.inf) is not finite
 
 
 @settings(deadline=None)
 @given(
     bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=30),
-    exponent=st.integers(-126, 119),
+    exponents=st.lists(st.integers(-128, 127), min_size=15, max_size=15),
 )
-def test_first_non_finite_of_any_fp16_chunk(bits: list[int], exponent: int) -> None:
-    written = np.array(bits, np.uint16)
-    with np.errstate(over="ignore"):
-        values = np.ldexp(fp16_value(written), exponent).astype(np.float32)
+def test_first_non_finite_of_any_fp16_payload(bits: list[int], exponents: list[int]) -> None:
+    """And the peak, and what a look in the pass that reads says, with the payload's CRC."""
+    exponents = exponents[: -(-len(bits) // 2)]
+    payload = in_blocks_of_2(bits, exponents)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.repeat(exponents, 2)[: len(bits)]
+        values = np.ldexp(fp16_value(np.array(bits, np.uint16)), powers).astype(np.float32)
     bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
-    found = SUMMED_CODECS["fp16"].first_non_finite(written.view(np.uint8), exponent)
-    assert found == (bad[0] if bad else None)
+    codec, found = SUMMED_CODECS["fp16"].in_blocks_of(2), np.zeros(len(bits), np.float32)
+    assert codec.first_non_finite(payload) == (bad[0] if bad else None)
+    peak = math.inf if bad else float(np.abs(values).max())
+    assert codec.peak(payload) == peak
+    looked, crc = codec.decode_looked(payload, found, 7)
+    assert (codec.peak_of_bits(looked), crc) == (peak, crc32.iscsi(payload.tobytes(), 7))
+    assert codec.take(payload, None, 7) == (looked, crc)
+    np.testing.assert_array_equal(found, values)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("exponent", [-127, -1, 1, 119])
-def test_only_fp16_has_a_scale(name: str, exponent: int) -> None:
-    CODECS[name].check_exponent(0)
-    with pytest.raises(ArgumentError, match="scale_exponent must be 0"):
-        CODECS[name].check_exponent(exponent)
-
-
-@pytest.mark.parametrize("exponent", [-(2**31), -127, 120, 2**31 - 1])
-def test_fp16s_scale_has_a_range(exponent: int) -> None:
-    for good in (-126, 0, 119):
-        SUMMED_CODECS["fp16"].check_exponent(good)
-    with pytest.raises(ArgumentError, match=f"from -126 to 119.*got {exponent}"):
-        SUMMED_CODECS["fp16"].check_exponent(exponent)
+def test_each_size_of_a_payload_has_one_number_of_elements_or_none() -> None:
+    for block_size in (1, 2, 16, 48, 256, 1000):
+        codec = CODECS["fp16"].in_blocks_of(block_size)
+        sizes = {2 * n + math.ceil(n / block_size): n for n in range(2100)}
+        for size in range(max(sizes) + 1):
+            assert codec.element_count(size) == sizes.get(size, -1)
+        assert all(codec.encoded_bytes(count) == size for size, count in sizes.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,14 +160,13 @@ def test_decode_add_is_a_weighted_sum(
     random = np.random.default_rng(2)
     values = (random.standard_normal(COUNT) * scale).astype(np.float32)
     total = (random.standard_normal(COUNT) * scale).astype(np.float32)
-    payload, exponent = encoded(name, values)
-    received = decoded(name, payload, exponent).astype(np.float64)
+    payload = encoded(name, values)
+    received = decoded(name, payload).astype(np.float64)
     parts = weight * received, total_factor * total.astype(np.float64)
     out = np.empty(COUNT, np.float32)
-    factor = math.ldexp(weight, exponent)
-    SUMMED_CODECS[name].decode_add(payload, factor, total, total_factor, out)
+    SUMMED_CODECS[name].decode_add(payload, weight, total, total_factor, out)
     assert (np.abs(out - sum(parts)) <= 2.0**-22 * sum(map(np.abs, parts)) + 2.0**-148).all()
-    SUMMED_CODECS[name].decode_add(payload, factor, total, total_factor, total)
+    SUMMED_CODECS[name].decode_add(payload, weight, total, total_factor, total)
     assert total.tobytes() == out.tobytes()
 
 
@@ -164,13 +174,8 @@ def test_decode_add_is_a_weighted_sum(
 def test_decode_add_of_integers_is_exact(name: str) -> None:
     values = np.arange(-100, 101).astype(np.float32)
     total = np.arange(201).astype(np.float32)
-    payload, exponent = encoded(name, values)
-    factor, part = math.ldexp(1024.0, exponent), np.empty(101, np.float32)
-    codec = SUMMED_CODECS[name]
-    middle = payload[50 * codec.item_size : 151 * codec.item_size]
-    codec.decode_add(middle, factor, total[50:151], 1000.0, part)
-    assert (part == 1000 * total[50:151] + 1024 * values[50:151]).all()
-    SUMMED_CODECS[name].decode_add(payload, factor, total, 1000.0, total)
+    payload = encoded(name, values)
+    SUMMED_CODECS[name].decode_add(payload, 1024.0, total, 1000.0, total)
     assert (total == 1000 * np.arange(201) + 1024 * values).all()
 
 
@@ -186,7 +191,7 @@ def test_every_kind_of_nan_is_found_and_stays_one(name: str, bits: int, count: i
     with pytest.raises(NonFiniteValueError) as caught:
         encoded(name, values)
     assert caught.value.index == count - 2
-    received = decoded(name, *encoded(name, values, allow_non_finite=True))
+    received = decoded(name, encoded(name, values, allow_non_finite=True))
     np.testing.assert_array_equal(received, values)
 
 
@@ -211,3 +216,69 @@ def test_a_sum_does_not_depend_on_where_it_is_cut(native: str) -> None:
     """On a processor without AVX-512, too, whose kernels end otherwise than they go on."""
     environment = {**os.environ, "SHARDWELL_NATIVE": native}
     subprocess.run([sys.executable, "-c", CUT_ANYWHERE], env=environment, check=True)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 5000])
+def test_what_is_kept_is_read_while_a_sum_is_written_over_it(name: str, count: int) -> None:
+    """As a shard does with the first contribution of a step, some blocks after another."""
+    codec = CODECS[name].summed
+    values, other = np.random.default_rng(count).standard_normal((2, count)).astype(np.float32)
+    payload = encoded(codec.name, values)
+    memory = np.full(count, np.nan, np.float32)
+    codec.keep(payload, memory)
+    stored, exponents = codec.kept(memory)
+    if count:
+        assert np.shares_memory(stored, memory)
+    operations = codec.reads_kept(0, 2, 3) + add_scaled(0, 1, 0.5)
+    for start in range(0, count, 512):
+        run(operations, (memory, other, stored, exponents), start, min(start + 512, count))
+    wanted = decoded(codec.name, payload)
+    wanted = wanted + np.float32(0.5) * other
+    assert memory.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("exponent", [-126, -3, 0, 119])
+@pytest.mark.parametrize("block_size", [1, 2, 16, 256])
+def test_a_payload_of_an_earlier_version_has_the_same_values(
+    exponent: int, block_size: int
+) -> None:
+    codec = CODECS["fp16"].in_blocks_of(block_size)
+    halves = np.random.default_rng(1).standard_normal(1001).astype(np.float16)
+    before = halves.view(np.uint8)
+    found = decoded("fp16", codec.upgraded(before, exponent, 1001), block_size=block_size)
+    assert found.tobytes() == np.ldexp(halves.astype(np.float32), exponent).tobytes()
+    payload = encoded("fp16", found, block_size=block_size)
+    assert codec.upgraded(payload, exponent, 1001) is payload
+    for name in ("fp32", "bf16", "int8"):
+        payload = encoded(name, found)
+        assert CODECS[name].upgraded(payload, 0, 1001) is payload
+
+
+@pytest.mark.parametrize("native_code", [True, False])
+@pytest.mark.parametrize("count", [1, 256, 2049, 4096, 5000, 300_000])
+def test_exponents_that_change_after_they_were_checked_are_not_used(
+    count: int, native_code: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the payload once more reads other exponents: the values are of the checked."""
+    codec, values = CODECS["fp16"], np.ones(count, np.float32)
+    if not native_code:
+        monkeypatch.setattr(native, "LIBRARY", None)
+    payload, found = encoded("fp16", values), np.empty(count, np.float32)
+    crc = codec.decode_checked(payload, found, 5, may_change=False)
+    assert crc == crc32.iscsi(payload.tobytes(), 5)
+    memory, is_over = payload.copy(), threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            memory[2 * count :] ^= 0x11
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            if codec.decode_checked(memory, found, 5, may_change=True) == crc:
+                assert (found == 1.0).all()
+    finally:
+        is_over.set()
+        writer.join()

@@ -14,10 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwell.errors import ArgumentError
 from shardwell.numerics import int8
-from shardwell.numerics.codec import CODECS, NonFiniteValueError, block_codec, peak_of
-from shardwell.numerics.scratch import Scratch
+from shardwell.numerics.codec import CODECS, NonFiniteValueError, block_codec
 
 BLOCK = 4096
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -35,13 +33,13 @@ def some_values(count: int, seed: int = 3) -> np.ndarray:
 
 def written(values: np.ndarray) -> np.ndarray:
     payload = np.full(CODEC.encoded_bytes(values.size), 0xA5, np.uint8)
-    assert CODEC.encode(values, payload, Scratch()).exponent == 0
+    CODEC.encode(values, payload)
     return payload
 
 
 def read(payload: np.ndarray) -> np.ndarray:
     values = np.full(CODEC.element_count(payload.size), np.nan, np.float32)
-    CODEC.decode(payload, 0, values)
+    CODEC.decode(payload, values)
     return values
 
 
@@ -243,10 +241,10 @@ def test_the_residual_is_what_reading_lacks(count: int) -> None:
 @pytest.mark.parametrize("count", SIZES)
 def test_the_peak_is_that_of_what_is_read(count: int) -> None:
     payload = written(some_values(count))
-    assert CODEC.peak(payload, 0) == peak_of(read(payload))
+    assert CODEC.peak(payload) == float(np.abs(read(payload)).max())
     bits, _ = CODEC.take(payload, None, 0)
-    assert CODEC.peak_of_bits(bits, 0) == CODEC.peak(payload, 0)
-    assert CODEC.first_non_finite(payload, 0) is None
+    assert CODEC.peak_of_bits(bits) == CODEC.peak(payload)
+    assert CODEC.first_non_finite(payload) is None
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
@@ -258,11 +256,11 @@ def test_a_scale_that_is_not_finite_is_found(block: int, level: int, scale: floa
     payload = written(np.ones(count, np.float32))
     payload[:12].view("<f4")[block] = scale
     payload[12:].view(np.int8)[block * BLOCK : (block + 1) * BLOCK] = level
-    assert CODEC.peak(payload, 0) == math.inf
-    assert CODEC.first_non_finite(payload, 0) == block * BLOCK
+    assert CODEC.peak(payload) == math.inf
+    assert CODEC.first_non_finite(payload) == block * BLOCK
     values = np.empty(count, np.float32)
-    bits, crc = CODEC.decode_looked(payload, 0, values, 0)
-    assert (CODEC.peak_of_bits(bits, 0), crc) == (math.inf, CODEC.take(payload, None, 0)[1])
+    bits, crc = CODEC.decode_looked(payload, values, 0)
+    assert (CODEC.peak_of_bits(bits), crc) == (math.inf, CODEC.take(payload, None, 0)[1])
 
 
 @pytest.mark.parametrize("level", [127, -127, -128])
@@ -271,10 +269,10 @@ def test_a_value_that_overflows_is_found(level: int) -> None:
     payload[:8].view("<f4")[1] = FLOAT32_MAX / 100
     levels = payload[8:].view(np.int8)
     levels[BLOCK:] = 1
-    assert CODEC.peak(payload, 0) == np.float32(FLOAT32_MAX / 100)
+    assert CODEC.peak(payload) == np.float32(FLOAT32_MAX / 100)
     levels[BLOCK + 7] = level
-    assert CODEC.peak(payload, 0) == math.inf
-    assert CODEC.first_non_finite(payload, 0) == BLOCK + 7
+    assert CODEC.peak(payload) == math.inf
+    assert CODEC.first_non_finite(payload) == BLOCK + 7
 
 
 def test_what_no_writer_writes_is_read_as_it_says() -> None:
@@ -283,7 +281,7 @@ def test_what_no_writer_writes_is_read_as_it_says() -> None:
     payload[:4].view("<f4")[0] = -0.5
     payload[4:].view(np.int8)[:3] = (-128, 127, 1)
     assert read(payload)[:3].tolist() == [64.0, -63.5, -0.5]
-    assert CODEC.peak(payload, 0) == 64.0
+    assert CODEC.peak(payload) == 64.0
 
 
 @settings(deadline=None)
@@ -295,28 +293,21 @@ def test_the_peak_of_any_bytes_covers_their_values(stored: bytes) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         wanted = [abs(float(np.float32(np.float64(scale) * level))) for level in levels]
     is_finite = math.isfinite(scale) and all(map(math.isfinite, wanted))
-    assert CODEC.peak(payload, 0) == (max(wanted) if is_finite else math.inf)
+    assert CODEC.peak(payload) == (max(wanted) if is_finite else math.inf)
     bad = [place for place, value in enumerate(wanted) if not math.isfinite(value)]
-    assert CODEC.first_non_finite(payload, 0) == (bad[0] if bad else None)
-
-
-@pytest.mark.parametrize("exponent", [-127, -1, 1, 119])
-def test_it_has_no_scale_of_a_chunk(exponent: int) -> None:
-    CODEC.check_exponent(0)
-    with pytest.raises(ArgumentError, match="scale_exponent must be 0"):
-        CODEC.check_exponent(exponent)
+    assert CODEC.first_non_finite(payload) == (bad[0] if bad else None)
 
 
 def test_a_payload_that_may_change_is_read_from_a_copy() -> None:
     values = some_values(5000)
     payload, copies = written(values), [np.empty(CODEC.encoded_bytes(5000), np.uint8)]
     back = np.empty(5000, np.float32)
-    CODEC.decode(payload, 0, back, copies)
+    CODEC.decode(payload, back, copies)
     assert copies[0].tobytes() == payload.tobytes()
     into = np.empty_like(payload)
     _, crc = CODEC.take(payload, into, 99)
     assert into.tobytes() == payload.tobytes()
     for may_change in (False, True):
         again = np.empty(5000, np.float32)
-        assert CODEC.decode_checked(payload, 0, again, 99, may_change=may_change) == crc
+        assert CODEC.decode_checked(payload, again, 99, may_change=may_change) == crc
         assert again.tobytes() == back.tobytes()

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.native_library import library_of
+from harness.oracles.codec import decoded, encoded
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native, row_batches
 from shardwell.numerics.codec import SUMMED_CODECS
@@ -277,25 +279,17 @@ def test_rows_are_spread_to_all_their_places(way: str, name: str, dim: int) -> N
     if not row_batches.can_spread():
         assert way == "NumPy"
         return
-    codec, random = SUMMED_CODECS[name], np.random.default_rng(dim)
+    codec, random = SUMMED_CODECS[name].in_blocks_of(dim), np.random.default_rng(dim)
     places, starts = _some_groups(random, [1, 3, 1, 1, 9, 2, *[1] * 40])
     first, stop = 2, 40
     values = random.standard_normal((stop - first) * dim).astype(np.float32)
-    payload = np.zeros(values.size * codec.item_size, np.uint8)
-    exponent = 3 if name == "fp16" else 0
-    dtype = {"fp32": np.float32, "fp16": np.float16}.get(name)
-    if dtype is None:
-        payload.view(np.uint16)[:] = values.view(np.uint32) >> 16
-        values = (payload.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        payload.view(dtype)[:] = values
-        values = payload.view(dtype).astype(np.float32)
-    into = np.full((places.size, dim), np.nan, np.float32)
-    reads = codec.reads(0, 1, 2.0**exponent)
+    values *= np.exp2(random.integers(-30, 30, stop - first)).astype(np.float32).repeat(dim)
+    payload = encoded(name, values, block_size=dim)
+    into, reads = np.full((places.size, dim), np.nan, np.float32), codec.reads(0, 1, 1.0)
     crc = row_batches.spread(reads, payload, places, starts, first, stop, into, 7)
-    assert crc == codec.take(payload, None, 7)[1]
+    assert crc == crc32.iscsi(payload.tobytes(), 7)
     expected = np.full_like(into, np.nan)
-    for number, row in enumerate(values.reshape(-1, dim) * np.float32(2.0**exponent)):
+    for number, row in enumerate(decoded(name, payload, block_size=dim).reshape(-1, dim)):
         expected[places[starts[first + number] : starts[first + number + 1]]] = row
     np.testing.assert_array_equal(into, expected)
 
@@ -379,16 +373,18 @@ MISFITS: dict[str, tuple[str, tuple[Any, ...]]] = {
         (_FLOATS, 8, _INTS[0] + 1, _INTS[1], _FLOATS.copy(), np.empty((12, 8), np.float32)),
     ),
 }
-_READS = SUMMED_CODECS["fp16"].reads(0, 1, 1.0)
-_HALVES = np.zeros(64, np.uint8)
+_READS = SUMMED_CODECS["fp16"].in_blocks_of(8).reads(0, 1, 1.0)
+_HALVES = np.zeros(68, np.uint8)
 SPREADS: dict[str, tuple[Any, ...]] = {
-    "a payload of another size": (_HALVES[:62], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),
+    "a payload of another size": (_HALVES[:66], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),
+    "no exponents": (_HALVES[:64], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),
+    "blocks that are no rows": (_HALVES[:36], 4, _INTS[0], _INTS[2], 0, 4, _FLOATS[:2].copy()),
     "more rows than there are": (_HALVES, 8, _INTS[0], _INTS[2], 1, 5, _FLOATS.copy()),
     "backwards": (_HALVES[:0], 8, _INTS[0], _INTS[2], 3, 2, _FLOATS.copy()),
     "a place too far": (_HALVES, 8, _INTS[0] + 1, _INTS[2], 0, 4, _FLOATS.copy()),
     "too little room": (_HALVES, 8, _INTS[0], _INTS[2], 0, 4, _FLOATS[:3].copy()),
     "a start below none": (_HALVES, 8, _INTS[0], _INTS[2] - 1, 0, 4, _FLOATS.copy()),
-    "not aligned": (np.zeros(65, np.uint8)[1:], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),
+    "not aligned": (np.zeros(69, np.uint8)[1:], 8, _INTS[0], _INTS[2], 0, 4, _FLOATS.copy()),
     "read-only": (_HALVES, 8, _INTS[0], _INTS[2], 0, 4, _read_only(_FLOATS)),
 }
 
@@ -414,7 +410,7 @@ def test_an_operation_that_reads_nothing_is_refused() -> None:
     if not row_batches.can_spread():
         return
     assert native.LIBRARY is not None
-    for code in (6, 8, 22, 255):
+    for code in (6, 8, 22, len(Code), 255):
         packed = bytes([code, 0, 1, 0]) + bytes(12)
         into = _FLOATS.copy()
         arguments = (packed, _HALVES, 8, _INTS[0], _INTS[2], 0, 4, into, 0)
