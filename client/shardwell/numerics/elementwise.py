@@ -274,9 +274,9 @@ def _run_by_numpy(
 ) -> tuple[int, int]:
     largest, unit, places = 0, 1, list(arrays)
     for each in operations:
-        if each.code is Code.WRITE_FP16:
+        if each.code in (Code.WRITE_FP16, Code.COPY_FP16):
             unit = int(each.divisor)
-        elif each.code is Code.COPY_FP16 and places[each.to] is None:
+        if each.code is Code.COPY_FP16 and places[each.to] is None:
             places[each.to] = np.empty_like(places[each.source])
     step = max(BLOCK_ELEMENT_COUNT // unit, 1) * unit
     with np.errstate(all="ignore"):

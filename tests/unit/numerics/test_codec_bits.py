@@ -125,7 +125,8 @@ def test_parts_cut_at_blocks_have_the_bits_of_the_whole(name: str, block_size: i
         ends = [codec.item_size * count for count in (cut, values.size - cut)]
         if name == "int8":
             ends = [part.size - end for part, end in zip(parts, ends, strict=True)]
-        heads, tails = zip(*(np.split(part, [e]) for part, e in zip(parts, ends)), strict=True)
+        cuts = [np.split(part, [end]) for part, end in zip(parts, ends, strict=True)]
+        heads, tails = zip(*cuts, strict=True)
         assert np.concatenate([*heads, *tails]).tobytes() == whole.tobytes()
 
 

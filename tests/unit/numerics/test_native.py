@@ -15,12 +15,15 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 
 from harness.native_library import ROOT, builder, built, library_of
+from harness.oracles.codec import decoded, encoded
 from harness.oracles.optimizers import OPTIMIZERS
 from shardwell import SGD, Adagrad
 from shardwell.numerics import elementwise, native
@@ -29,7 +32,12 @@ from shardwell.numerics.elementwise import Code, Operation, Operations
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import UpdateRule
 
-HALF = (Code.READ_FP16, Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
+IN_BLOCKS = (
+    *(Code.READ_FP16, Code.WRITE_FP16, Code.LOOK_FP16, Code.COPY_FP16, Code.CHECK_FP16),
+)
+OTHERS = [code for code in Code if code not in IN_BLOCKS]
+BLOCK_SIZES = [1, 2, 16, 48, 256, 1000]
+HALF = (Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
 FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
 
@@ -56,11 +64,16 @@ def some_values(count: int, seed: int = 0) -> np.ndarray:
     return values
 
 
-def arrays_of(count: int, seed: int) -> list[np.ndarray | None]:
-    """Places 0 to 3: float32; 4 and 5: payloads; 6: a temporary."""
+def arrays_of(count: int, seed: int, block_size: int) -> list[np.ndarray | None]:
+    """Places 0 to 3: float32; 4 and 5: payloads; 6: a temporary; 7: exponents."""
     values: list[np.ndarray | None] = [some_values(count, seed + place) for place in range(4)]
-    patterns = np.random.default_rng(seed).integers(0, 2**16, count, np.uint16)
-    return [*values, patterns.view(np.uint8), np.zeros(4 * count, np.uint8), None]
+    random, ends = np.random.default_rng(seed), (0, 2 * count)
+    stored = random.integers(0, 256, 2 * count, np.uint8)
+    exponents = random.integers(0, 256, count + 1, np.uint8)
+    if block_size:
+        stored = np.append(stored, exponents[: -(-count // block_size)])
+        ends = (0, stored.size - 2 * count)
+    return [*values, stored, np.zeros(2 * count + ends[1], np.uint8), None, exponents[::-1].copy()]
 
 
 def same(found: np.ndarray, expected: np.ndarray, dtype: type) -> None:
@@ -78,7 +91,8 @@ def check(
     library: native.Library, operations: Operations, count: int, start: int = 0, seed: int = 1
 ) -> None:
     """Both ways on elements [start, count) of arrays that are a little longer."""
-    one, other = arrays_of(count + 3, seed), arrays_of(count + 3, seed)
+    sizes = [int(each.divisor) for each in operations if each.code in IN_BLOCKS]
+    one, other = (arrays_of(count + 3, seed, max(sizes, default=0)) for _ in range(2))
     natively = elementwise._run_natively(library, operations, tuple(one), start, count)
     by_numpy = elementwise._run_by_numpy(operations, tuple(other), start, count)
     assert natively == by_numpy
@@ -86,39 +100,86 @@ def check(
         assert found is not None
         assert expected is not None
         is_payload = place > 3
-        same(found, expected, np.uint16 if is_payload else np.float32)
+        same(found, expected, np.uint8 if is_payload else np.float32)
 
 
 def operations_of(code: Code, factor: float) -> Operations:
     match code:
         case Code.READ_FP32 | Code.LOOK_32 | Code.CHECK_32 | Code.COPY_32:
             source = 1
-        case _ if code in HALF:
+        case _ if code in HALF or code in IN_BLOCKS and code is not Code.WRITE_FP16:
             source = 4
         case _:
             source = 2
-    written = (Code.WRITE_FP32, Code.WRITE_FP16, Code.WRITE_BF16, Code.COPY_32, Code.COPY_16)
+    written = (Code.WRITE_FP32, Code.WRITE_BF16, Code.COPY_32, Code.COPY_16)
+    written += (Code.WRITE_FP16, Code.COPY_FP16)
     to = 5 if code in written else 0
     factor = abs(factor) if code is Code.CLIP else factor
     return (Operation(code, to, source, 3, factor, divisor=abs(factor)),)
 
 
-@pytest.mark.parametrize("code", list(Code))
+@pytest.mark.parametrize("code", OTHERS)
 @pytest.mark.parametrize("factor", FACTORS)
 def test_an_operation_has_numpys_bits(library: native.Library, code: Code, factor: float) -> None:
     for count in LENGTHS:
         for start in {0, min(3, count)}:
-            if code in (Code.WRITE_FP16, Code.WRITE_BF16) or code in HALF or start == 0:
+            if code is Code.WRITE_BF16 or code in HALF or start == 0:
                 check(library, operations_of(code, factor), count, start)
+
+
+@pytest.mark.parametrize("code", IN_BLOCKS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_an_operation_on_blocks_has_numpys_bits(
+    library: native.Library, code: Code, block_size: int
+) -> None:
+    """From a block on and within one; READ_FP16 with each factor, and with exponents elsewhere."""
+    size = float(block_size)
+    for count in LENGTHS:
+        starts = {0, 3, block_size, 2 * block_size, block_size + 1, 2 * block_size - 1, count}
+        for start in sorted(start for start in starts if start <= count):
+            if code is Code.WRITE_FP16 and start % block_size:
+                continue
+            (plain,) = operations_of(code, 1.0)
+            check(library, (plain._replace(divisor=size),), count, start)
+            if code is Code.READ_FP16:
+                elsewhere = plain._replace(divisor=size, other=7)
+                check(library, (elsewhere,), count, start)
+                for factor in FACTORS[1:]:
+                    check(library, (elsewhere._replace(factor=factor),), count, start)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("count", [1, 47, 2048, 2**20 // 4 + 77])
+def test_runs_on_blocks_have_numpys_bits(
+    library: native.Library, count: int, block_size: int
+) -> None:
+    """What is computed is written; what was written is read; a copy is what is looked at."""
+    size = float(block_size)
+    write = Operation(Code.WRITE_FP16, 5, 0, divisor=size)
+    check_it = Operation(Code.CHECK_FP16, 0, 5, divisor=size)
+    reads = Operation(Code.READ_FP16, 1, 5, divisor=size)
+    copy = Operation(Code.COPY_FP16, 5, 4, divisor=size)
+    add = Operation(Code.ADD_SCALED, 0, 1, factor=0.5)
+    for operations in (
+        (add, write, check_it),
+        (write, reads, add),
+        (copy, check_it, Operation(Code.LOOK_FP16, 0, 5, divisor=size), reads),
+        (reads._replace(to=6, source=4), add._replace(source=6), write, check_it),
+        (reads._replace(source=4), reads._replace(source=4, to=2), add),
+    ):
+        check(library, operations, count)
 
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_much_that_is_only_written_has_numpys_bits(library: native.Library, start: int) -> None:
     """A payload's copy, and its values; the same memory read by another operation is as it is."""
     copies = (Operation(Code.COPY_16, 5, 4), Operation(Code.CHECK_16, 0, 4))
+    halves = Operation(Code.READ_FP16, 0, 4, divisor=256.0)
     for operations in (
-        (*copies, Operation(Code.READ_FP16, 0, 4, factor=0.5)),
-        (Operation(Code.READ_FP16, 0, 4), Operation(Code.ADD_SCALED, 1, 0)),
+        (*copies, Operation(Code.READ_BF16, 0, 4, factor=0.5)),
+        (Operation(Code.COPY_FP16, 5, 4, divisor=256.0), halves),
+        (halves._replace(factor=0.5),),
+        (halves, Operation(Code.ADD_SCALED, 1, 0)),
     ):
         check(library, operations, 2**20 // 2 + 77, start)
 
@@ -163,9 +224,10 @@ def test_every_rounding_has_numpys_bits(library: native.Library, code: Code) -> 
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     upper = np.arange(2**16, dtype=np.uint32) << 16
     bits = (upper[:, None] | np.array(lower, np.uint32)).reshape(-1)
-    for sign in (1.0, 0.5):
-        written = [np.zeros(2 * bits.size, np.uint8) for _ in range(2)]
-        writes = (Operation(code, 1, 0, factor=sign),)
+    for block_size in (1, 3) if code is Code.WRITE_FP16 else (bits.size,):
+        size = elementwise.half_bytes(bits.size, block_size) - (code is Code.WRITE_BF16)
+        written = [np.zeros(size, np.uint8) for _ in range(2)]
+        writes = (Operation(code, 1, 0, divisor=float(block_size)),)
         values = bits.view(np.float32)
         elementwise._run_natively(library, writes, (values, written[0]), 0, bits.size)
         elementwise._run_by_numpy(writes, (values, written[1]), 0, bits.size)
@@ -219,22 +281,26 @@ def test_crcs_are_those_of_the_polynomial(library: native.Library, start: int) -
         assert found == expected
 
 
-def test_what_is_checked_is_what_was_copied_and_read(library: native.Library) -> None:
+@pytest.mark.parametrize("block_size", [2, 48, 256])
+def test_what_is_checked_is_what_was_copied_and_read(
+    library: native.Library, block_size: int
+) -> None:
     """A payload by way of a temporary, in one run: copied, looked at, checked, and read."""
-    halves = np.random.default_rng(3).standard_normal(5000).astype(np.float16)
+    values, size = np.random.default_rng(3).standard_normal(5000), float(block_size)
+    payload = encoded("fp16", values, block_size=block_size)
     operations = (
-        Operation(Code.COPY_16, 1, 2),
-        Operation(Code.LOOK_16, 1, 1),
-        Operation(Code.CHECK_16, 1, 1),
-        Operation(Code.READ_FP16, 0, 1, factor=4.0),
+        Operation(Code.COPY_FP16, 1, 2, divisor=size),
+        Operation(Code.LOOK_FP16, 1, 1, divisor=size),
+        Operation(Code.CHECK_FP16, 1, 1, divisor=size),
+        Operation(Code.READ_FP16, 0, 1, factor=4.0, divisor=size),
     )
-    results = []
+    wanted = decoded("fp16", payload, block_size=block_size)
     for run in (partial(elementwise._run_natively, library), elementwise._run_by_numpy):
-        values = np.zeros(5000, np.float32)
-        results.append(run(operations, (values, None, halves.view(np.uint8)), 0, 5000, 7))
-        np.testing.assert_array_equal(values, halves.astype(np.float32) * 4)
-    assert results[0] == results[1]
-    assert results[0][0] == int(np.abs(halves).max().view(np.uint16))
+        found = np.zeros(5000, np.float32)
+        looked, crc = run(operations, (found, None, payload), 0, 5000, 7)
+        np.testing.assert_array_equal(found, wanted * 4)
+        assert looked == int(np.abs(wanted).max().view(np.uint32))
+        assert crc == crc32.iscsi(payload.tobytes(), 7)
 
 
 # What it refuses.
@@ -264,6 +330,78 @@ def test_what_does_not_fit_is_refused_untouched(library: native.Library, name: s
     with pytest.raises(ValueError, match="do not fit"):
         elementwise._run_natively(library, operations, tuple(arrays), start, stop)
     assert all((array == 1.0).all() for array in arrays)
+
+
+READS = Operation(Code.READ_FP16, 0, 1, divisor=16.0)
+WRITES = Operation(Code.WRITE_FP16, 1, 0, divisor=16.0)
+COPIES = Operation(Code.COPY_FP16, 2, 1, divisor=16.0)
+CHECKS = Operation(Code.CHECK_FP16, 0, 1, divisor=16.0)
+LOOKS = Operation(Code.LOOK_FP16, 0, 1, divisor=16.0)
+BLOCK_MISFITS: dict[str, tuple[Operations, tuple[int | None, ...], int, int]] = {
+    **{
+        f"{each.code.name} {name}": ((each,), (400, size, 207), 0, stop)
+        for each in (READS, WRITES, COPIES, CHECKS, LOOKS)
+        for name, size, stop in (
+            ("without exponents", 200, 100),
+            ("with one too few", 206, 100),
+            ("with one too many", 208, 100),
+            ("of an odd number of bytes", 205, 96),
+            ("of fewer elements", 205, 99),
+            ("of more", 207, 101),
+        )
+    },
+    "a copy to less": ((COPIES,), (400, 207, 204), 0, 100),
+    "a write that begins within a block": ((WRITES,), (400, 207), 8, 100),
+    "exponents elsewhere, too few": ((READS._replace(other=2),), (400, 200, 6), 0, 100),
+    "exponents of nothing": ((READS._replace(other=2),), (400, 200, None), 0, 100),
+    "exponents at a place of none": ((READS._replace(other=9),), (400, 200), 0, 100),
+    "a temporary without exponents": ((READS,), (400, None), 0, 100),
+    "a write to a temporary": ((WRITES,), (400, None), 0, 100),
+    **{
+        f"blocks of {size}": ((READS._replace(divisor=size),), (400, 207), 0, 100)
+        for size in (0.0, 0.5, -16.0, 2.0**32, float("inf"), float("nan"))
+    },
+    "two sizes of blocks": (
+        (READS._replace(divisor=1.0), READS._replace(divisor=48.0)),
+        (400, 207),
+        0,
+        68,
+    ),
+    "exponents here and elsewhere": ((READS, READS._replace(other=2)), (400, 207, 7), 0, 100),
+    "two sizes of a temporary's blocks": (
+        (COPIES._replace(to=3), READS._replace(source=3, divisor=1.0)),
+        (400, 207),
+        0,
+        100,
+    ),
+    "two copies to temporaries": (
+        (COPIES._replace(to=3), COPIES._replace(to=4)),
+        (400, 207),
+        0,
+        100,
+    ),
+    "a copy of more blocks than there is room for": (
+        (COPIES._replace(to=3, divisor=1.0),),
+        (400, 3 * 4097),
+        0,
+        100,
+    ),
+    "a block that is larger than a temporary": (
+        (Operation(Code.COPY, 3, 0), WRITES._replace(source=3, divisor=4096.0)),
+        (400, 201),
+        0,
+        100,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_MISFITS)
+def test_blocks_that_do_not_fit_are_refused_untouched(library: native.Library, name: str) -> None:
+    operations, sizes, start, stop = BLOCK_MISFITS[name]
+    arrays = [None if size is None else np.full(size, 7, np.uint8) for size in sizes]
+    with pytest.raises(ValueError, match="do not fit"):
+        elementwise._run_natively(library, operations, tuple(arrays), start, stop)
+    assert all((array == 7).all() for array in arrays if array is not None)
 
 
 def test_what_may_not_be_written_is_not(library: native.Library) -> None:
@@ -307,10 +445,10 @@ def test_threads_with_little_stack_can_run_it() -> None:
     code = """
 import threading, numpy as np
 from shardwell.numerics.codec import SUMMED_CODECS
-from shardwell.numerics.scratch import Scratch
 threading.stack_size(64 * 1024)
-values, payload = np.ones(10_000, np.float32), np.empty(20_000, np.uint8)
-one = threading.Thread(target=lambda: SUMMED_CODECS["fp16"].encode(values, payload, Scratch()))
+codec, values = SUMMED_CODECS["fp16"], np.ones(10_000, np.float32)
+payload = np.empty(codec.encoded_bytes(values.size), np.uint8)
+one = threading.Thread(target=lambda: codec.encode(values, payload))
 one.start()
 one.join()
 """
@@ -437,28 +575,66 @@ def _under_sanitizers(path: str, *, overruns: bool) -> None:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     for code in Code:
-        for count in LENGTHS:
-            operations = operations_of(code, 0.5)
-            sizes = [4 * count] * 4 + [
-                2 * count,
-                (4 if code in (Code.WRITE_FP32, Code.COPY_32) else 2) * count,
-            ]
+        for count, block_size in product(LENGTHS, BLOCK_SIZES if code in IN_BLOCKS else [1]):
+            (each,) = operations_of(code, 0.5)
+            in_blocks = elementwise.half_bytes(count, block_size)
+            wide = code in (Code.WRITE_FP32, Code.COPY_32)
+            sizes = [4 * count] * 4 + [2 * count, (4 if wide else 2) * count]
+            if code in IN_BLOCKS:
+                each = each._replace(divisor=float(block_size))
+                sizes[4:] = [in_blocks, in_blocks]
+                overruns_at = elementwise.half_bytes(count + 8, block_size) - in_blocks
             places = [libc.malloc(max(size, 1)) for size in sizes]
             for place, size in zip(places, sizes, strict=True):
                 ctypes.memset(place, 0, size)
+            more = overruns_at if code in IN_BLOCKS else 64
             arrays = [
-                (ctypes.c_char * (size + 64 * overruns)).from_address(place)
-                for place, size in zip(places, sizes, strict=True)
+                (ctypes.c_char * (size + (more if place > 3 else 64) * overruns)).from_address(at)
+                for place, (at, size) in enumerate(zip(places, sizes, strict=True))
             ]
-            packed, stop = elementwise.packed(operations), count + 8 * overruns
+            packed, stop = elementwise.packed((each,)), count + 8 * overruns
             assert library.run(packed, 1, tuple(arrays), 0, stop, 0) >= 0
             for place in places:
                 libc.free(place)
+    _any_operations_under_sanitizers(library, libc)
     for count in (1, 2, 63, 64, 600, 5000):
         _rows_under_sanitizers(library, libc, count, overruns=overruns)
     for count in (1, 2, 7, 300):
         _tensors_under_sanitizers(library, libc, count)
     print("done")
+
+
+def _any_operations_under_sanitizers(library: native.Library, libc: ctypes.CDLL) -> None:
+    """Runs of any operations on arrays of any sizes: they are refused, or stay in their memory."""
+    random, done = np.random.default_rng(1), 0
+    for _ in range(30_000):
+        count, block_size = int(random.integers(0, 40)) ** 2, int(random.choice(BLOCK_SIZES))
+        in_blocks = elementwise.half_bytes(count, block_size)
+        kinds = [4 * count, 2 * count, in_blocks, -(-count // block_size), in_blocks + 1]
+        sizes = [int(random.choice(kinds, p=[0.4, 0.1, 0.4, 0.05, 0.05])) for _ in range(7)]
+        taken = [libc.malloc(max(size, 1)) for size in sizes]
+        arrays = [
+            None if random.random() < 0.1 else (ctypes.c_char * size).from_address(place)
+            for place, size in zip(taken, sizes, strict=True)
+        ]
+        for place, size in zip(taken, sizes, strict=True):
+            ctypes.memset(place, int(random.integers(0, 256)), size)
+        operations = tuple(
+            Operation(
+                Code(random.choice(IN_BLOCKS if random.random() < 0.7 else list(Code))),
+                *(int(place) for place in random.integers(0, 9, 2)),
+                int(random.integers(0, 9) * (random.random() < 0.2)),
+                divisor=float(block_size if random.random() < 0.9 else random.choice(BLOCK_SIZES)),
+            )
+            for _ in range(int(random.integers(1, 4)))
+        )
+        start = int(random.choice([0, 0, block_size, 3]))
+        packed = b"".join(map(elementwise._packed_one, operations))
+        stop = max(start, count - int(random.integers(0, 3)))
+        done += library.run(packed, len(operations), tuple(arrays), start, stop, 0) >= 0
+        for place in taken:
+            libc.free(place)
+    assert done > 1000, done
 
 
 def _rows_under_sanitizers(
@@ -508,8 +684,9 @@ def _rows_under_sanitizers(
         every = [memory(rows) for _ in range(5)]
         arguments = (code, len(operations), every[0], places, dim, *every[1:3], has_slots)
         assert library.update(*arguments, *every[3:5]) == 0
-    for codec in SUMMED_CODECS.values() if library.checks else ():
-        payload = memory(np.zeros(group_count * dim * codec.item_size, np.uint8))
+    for each in SUMMED_CODECS.values() if library.checks else ():
+        codec = each.in_blocks_of(dim)
+        payload = memory(np.zeros(codec.encoded_bytes(group_count * dim), np.uint8))
         code = elementwise.packed(codec.reads(0, 1, 1.0))
         into = memory(rows)
         assert library.spread(code, payload, dim, places, starts, 0, group_count, into, 0) >= 0

@@ -144,21 +144,33 @@ static int writes_exponents(uint8_t code) { return code == WRITE_FP16 || code ==
 struct tails {
   int8_t *first[ARRAY_COUNT];
   uint64_t elements[ARRAY_COUNT]; /* of the payload */
-  int8_t *own; /* room for those of a payload that is copied to a temporary */
+  uint64_t block[ARRAY_COUNT];
+  int8_t *own; /* room for those of a payload that is copied to a temporary: of one */
+  int is_own_taken;
 };
 enum { OWN_TAIL = 2 * BLOCK };
+
+/* Sets a place's exponents; 0: another operation has others. */
+static int set_tail(struct tails *tails, uint8_t place, int8_t *first, uint64_t elements, uint64_t block) {
+  const int is_new = tails->first[place] == NULL;
+  if (!is_new && (tails->first[place] != first || tails->block[place] != block)) return 0;
+  tails->first[place] = first;
+  tails->elements[place] = elements;
+  tails->block[place] = block;
+  return 1;
+}
 
 /* Finds the exponents of a payload; 0: it is none of whole blocks, or has no elements up to `stop`. */
 static int find_tail(struct tails *tails, const struct arrays *arrays, uint8_t place, uint64_t block,
                      uint64_t stop) {
-  if (arrays->address[place] != NULL) {
+  uint8_t *address = arrays->address[place];
+  if (address != NULL) {
     const uint64_t bytes = arrays->bytes[place], whole = 2 * block + 1;
     const uint64_t count = (bytes - bytes / whole - (bytes % whole != 0)) / 2;
     if (2 * count + (count + block - 1) / block != bytes) return 0;
-    tails->elements[place] = count;
-    tails->first[place] = (int8_t *)arrays->address[place] + 2 * count;
+    if (!set_tail(tails, place, (int8_t *)address + 2 * count, count, block)) return 0;
   }
-  return tails->first[place] != NULL && stop <= tails->elements[place];
+  return tails->first[place] != NULL && tails->block[place] == block && stop <= tails->elements[place];
 }
 
 /* 0: the payloads of an operation do not fit it. */
@@ -168,19 +180,18 @@ static int find_tails(struct tails *tails, const struct operation *each, const s
   if (!(each->divisor >= 1 && each->divisor <= (double)UINT32_MAX)) return 0;
   const uint64_t block = (uint64_t)each->divisor;
   if (each->code == READ_FP16 && each->by != 0) { /* whose exponents lie elsewhere */
-    tails->first[each->from] = (int8_t *)arrays->address[each->by];
-    return arrays->address[each->by] != NULL && stop <= arrays->bytes[each->by] * block;
+    int8_t *first = (int8_t *)arrays->address[each->by];
+    return first != NULL && stop <= arrays->bytes[each->by] * block && set_tail(tails, each->from, first, 0, block);
   }
   if (each->code != WRITE_FP16 && !find_tail(tails, arrays, each->from, block, stop)) return 0;
   if (each->code == COPY_FP16 && arrays->address[each->to] == NULL) {
-    const uint64_t count = (tails->elements[each->from] + block - 1) / block;
-    if (count > OWN_TAIL || tails->first[each->to] != NULL) return 0;
+    const uint64_t elements = tails->elements[each->from], count = (elements + block - 1) / block;
+    if (count > OWN_TAIL || tails->is_own_taken) return 0;
+    tails->is_own_taken = 1;
     memcpy(tails->own, tails->first[each->from], count);
-    tails->first[each->to] = tails->own;
-    tails->elements[each->to] = tails->elements[each->from];
-  } else if (writes_exponents(each->code) && !find_tail(tails, arrays, each->to, block, stop)) {
-    return 0;
+    return set_tail(tails, each->to, tails->own, elements, block);
   }
+  if (writes_exponents(each->code) && !find_tail(tails, arrays, each->to, block, stop)) return 0;
   return each->code != WRITE_FP16 || start % block == 0;
 }
 
@@ -353,7 +364,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   int own_count = 0, checks = 0;
   uint64_t unit = 1; /* elements that are written at once */
   int8_t own_tail[OWN_TAIL];
-  struct tails tails = {{NULL}, {0}, own_tail};
+  struct tails tails = {{NULL}, {0}, {0}, own_tail, 0};
   run_block *run = VARIANTS[chosen()];
   if (run == NULL || operation_count > OPERATION_COUNT || start > stop) return MISFIT;
   memcpy(operations, packed, operation_count * sizeof operations[0]);
