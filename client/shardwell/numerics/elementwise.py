@@ -256,7 +256,7 @@ class _Part(NamedTuple):
         payload, size = self.arrays[place], int(block_size)
         assert payload is not None
         if exponents_place:
-            values, exponents = payload, self.arrays[exponents_place]
+            values, exponents = payload[: 2 * self.stop], self.arrays[exponents_place]
         else:
             count = half_count(payload.size, size)
             values, exponents = payload[: 2 * count], payload[2 * count :]

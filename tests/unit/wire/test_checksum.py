@@ -28,10 +28,8 @@ from shardwell.wire import checksum
 
 LARGE = 2**64 - 1
 PAYLOAD = np.frombuffer(b"payload", np.uint8)
-CHUNK = types_pb2.Chunk(
-    chunk_index=7, element_offset=LARGE, element_count=2**32 - 1, scale_exponent=-126, lz4=True
-)
-ROWS = table_pb2.Rows(row_count=2**32 - 1, scale_exponent=-1, lz4=True)
+CHUNK = types_pb2.Chunk(chunk_index=7, element_offset=LARGE, element_count=2**32 - 1, lz4=True)
+ROWS = table_pb2.Rows(row_count=2**32 - 1, lz4=True)
 CALL = peer_pb2.CollectiveCall(
     call_index=3,
     operation=peer_pb2.OPERATION_ALL_REDUCE,

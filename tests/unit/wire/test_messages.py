@@ -37,7 +37,6 @@ chunks = st.builds(
     chunk_index=uint32s,
     element_offset=uint64s,
     element_count=uint32s,
-    scale_exponent=st.integers(-(2**31), 2**31 - 1),
     crc32c=uint32s,
     lz4=st.booleans(),
 )
@@ -141,7 +140,6 @@ def test_a_header_may_be_completed_after_the_payload_was_reserved() -> None:
         )
         message = framing.OutgoingMessage(header, 40)
         message.payload[:] = 7
-        header.gradient.chunk.scale_exponent = -126
         header.gradient.chunk.crc32c = 2**32 - 1
         header.gradient.chunk.lz4 = True
         whole = pb.ExchangeRequest.FromString(message.seal())
