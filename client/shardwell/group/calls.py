@@ -22,7 +22,7 @@ from shardwell.group.engine import Call, plan_of
 from shardwell.group.schedule.arithmetic import Reduction
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.numerics.arguments import as_writable, check_integer, finite_peak
+from shardwell.numerics.arguments import as_writable, check_finite, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
 from shardwell.specs.deadlines import check_timeout, wait_milliseconds
@@ -186,7 +186,7 @@ class CallMaker:
     def _look_at(self, call: Call, plan: Plan, index: int) -> None:
         """Looks at one chunk, on any thread."""
         where, _, _ = plan.chunks[index]
-        finite_peak(
+        check_finite(
             f"array of {plan.operation.value}",
             call.array[where.offset : where.stop],
             None,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.finite import find_peak
+from shardwell.numerics.finite import first_non_finite
 
 _FLOAT32 = np.dtype(np.float32)
 _ACCEPTED = (np.float32, np.float64, np.float16)
@@ -149,19 +149,19 @@ REFUSED_STEP = "abandon_step() ends the step; or open the {} with allow_non_fini
 """The SDK's addition to the text of a shard that refused a part, for the caller that opened it."""
 
 
-def finite_peak(
+def check_finite(
     what: str,
     values: npt.NDArray[Any],
     parameter: str | None,
     offset: int = 0,
     remedy: str = OF_PARAMETER,
     name_of: Callable[[int], str] = "element {}".format,
-) -> float:
-    """Largest magnitude of values as float32; `offset` is the first one's index for messages.
+) -> None:
+    """Refuses values that are no finite float32; `offset` is the first one's index for messages.
 
     NonFiniteError: one is NaN or infinite; `name_of` names it from its index.
     """
-    peak, index = find_peak(values)
+    index = first_non_finite(values)
     if index is not None:
         element = name_of(offset + index)
         raise NonFiniteError(
@@ -169,7 +169,6 @@ def finite_peak(
             element_index=offset + index,
             parameter=parameter,
         )
-    return peak
 
 
 def check_integer(what: str, value: Any, low: int, high: int) -> int:

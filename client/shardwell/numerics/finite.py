@@ -1,4 +1,4 @@
-"""A look at an array for values that are not finite, and for the largest. Pure."""
+"""A look at an array for values that are not finite. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ _BLOCK_ELEMENT_COUNT = 256 * 1024
 """1 MiB of float32: fetched from memory once, read twice."""
 
 
-def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
-    """Largest magnitude as float32 and None; or infinity and the index of a NaN or infinity."""
-    if is_plain(values):
-        peak = peak_of(values)
-        if math.isfinite(peak):
-            return peak, None
-    peak = 0.0
+def first_non_finite(values: npt.NDArray[Any]) -> int | None:
+    """Index of the first of (n,) values that is no finite float32; None if all are."""
+    if is_plain(values) and math.isfinite(peak_of(values)):
+        return None
     for first in range(0, values.size, _BLOCK_ELEMENT_COUNT):
         block = values[first : first + _BLOCK_ELEMENT_COUNT]
         if block.dtype.itemsize > 4:
@@ -32,14 +29,8 @@ def find_peak(values: npt.NDArray[Any]) -> tuple[float, int | None]:
         # Two reductions without a temporary; NaN and infinity survive one of them.
         low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
         if not (math.isfinite(low) and math.isfinite(high)):
-            return math.inf, first + int(np.argmin(np.isfinite(block)))
-        peak = max(peak, -low, high)
-    return peak, None
-
-
-def first_non_finite(values: npt.NDArray[Any]) -> int | None:
-    """Index of the first NaN or infinity of (n,) values; None if all are finite."""
-    return find_peak(values)[1]
+            return first + int(np.argmin(np.isfinite(block)))
+    return None
 
 
 def canonical_nans(values: npt.NDArray[np.float32]) -> bool:

@@ -143,26 +143,17 @@ def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
     return places, int(np.count_nonzero(places < 0))
 
 
-def gather(
-    array: Array, places: Ids, into: Array, look_count: int = 0, *, may_wait: bool = False
-) -> int:
+def gather(array: Array, places: Ids, into: Array, *, may_wait: bool = False) -> None:
     """Copies rows of an array to the beginning of `into`, of one dtype, C-contiguous.
 
-    Rows of places at -1 have no meaning. Up to `look_count` float32 values that were copied are
-    looked at: returns their largest magnitude, as bits (`elementwise.run`). With `may_wait` the
-    array may have to come from a disk, so that the GIL is let go of.
+    Rows of places at -1 have no meaning. With `may_wait` the array may have to come from a disk, so
+    that the GIL is let go of.
     """
     library = native.LIBRARY
     if library is not None:
-        stride = array.strides[0]
-        return _checked(library.gather(array, stride, places, into, look_count, may_wait))
-    part = into[: places.size]
-    if places.size:
-        np.take(array, places, axis=0, out=part, mode="clip")  # unlike "raise", unbuffered
-    if not look_count or not part.size:
-        return 0
-    values = part.reshape(-1)[:look_count]
-    return run(_LOOKS, (values,), 0, values.size)
+        _checked(library.gather(array, array.strides[0], places, into, may_wait))
+    elif places.size:  # "clip", unlike "raise", is unbuffered
+        np.take(array, places, axis=0, out=into[: places.size], mode="clip")
 
 
 def scatter(array: Array, places: Ids, rows: Array) -> None:

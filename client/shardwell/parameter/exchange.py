@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from typing_extensions import override
 
 from shardwell.errors import NonFiniteError, ShardwellError
-from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, finite_peak
+from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, check_finite
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.parameter.image import Image
 from shardwell.parameter.pieces import Pieces
@@ -269,7 +269,7 @@ class Transfer(StepTransfer[ShardSlice]):
         for index, where in enumerate(part.chunks[first:stop], first):
             number = part.first_chunk + index
             if number not in work.looked_at:
-                finite_peak(
+                check_finite(
                     f"gradient of {self._spec.name!r}",
                     work.values.read(where.offset, where.stop),
                     self._spec.name,

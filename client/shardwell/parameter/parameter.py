@@ -32,7 +32,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     StepOrderError,
 )
-from shardwell.numerics.arguments import check_integer, finite_peak
+from shardwell.numerics.arguments import check_finite, check_integer
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules, clip_factor
 from shardwell.parameter.exchange import Gradient, Progress, ShardSlice, Transfer
@@ -308,7 +308,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         what = f"first weights of {self.name!r}"
         values: Float32 = self._values.pieces(what, given).whole()
         if is_weights and not self.spec.allow_non_finite:
-            finite_peak(
+            check_finite(
                 what, values, self.name, remedy="mend them first", name_of=self.spec.element
             )
         return values

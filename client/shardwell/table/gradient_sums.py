@@ -15,7 +15,7 @@ from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_floats
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import INFINITY_BITS
-from shardwell.numerics.finite import find_peak
+from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.row_batches import add_up, gather
 from shardwell.table.batch import RowBatch, Span
 
@@ -105,7 +105,7 @@ class RowSums:
     def _check(self, gradients: Float32) -> None:
         """Refuses what is not finite."""
         flat = gradients.reshape(-1)
-        _, index = find_peak(flat)
+        index = first_non_finite(flat)
         if index is not None:
             place, column = divmod(index, gradients.shape[1])
             raise NonFiniteError(

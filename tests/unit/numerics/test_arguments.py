@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_flat, as_output, as_writable, finite_peak
+from shardwell.numerics.arguments import as_flat, as_output, as_writable, check_finite
 from shardwell.table.batch import as_ids
 from shardwell.table.gradient_sums import as_gradients
 
@@ -212,19 +212,14 @@ def test_other_outputs_are_refused(out: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", ">f4"])
 @pytest.mark.parametrize("size", [0, 1, LARGE])
 def test_finite_values_pass(dtype: str, size: int) -> None:
-    peak = 1e4 if size else 0.0
-    assert finite_peak("gradient", np.full(size, -1e4).astype(dtype), "m") == peak
-    assert finite_peak("gradient", np.repeat(np.ones(size).astype(dtype), 2)[::2], "m") <= 1
-
-
-def test_the_peak_is_the_largest_magnitude() -> None:
-    assert finite_peak("gradient", np.array([1, -3, 2, -7, 5], np.float32), "m") == 7.0
+    check_finite("gradient", np.full(size, -1e4).astype(dtype), "m")
+    check_finite("gradient", np.repeat(np.ones(size).astype(dtype), 2)[::2], "m")
 
 
 def test_an_element_is_named_by_its_index_in_the_whole() -> None:
     values = np.array([1, math.nan], np.float32)
     with pytest.raises(NonFiniteError, match="gradient: element 41 is nan") as caught:
-        finite_peak("gradient", values, "m", 40)
+        check_finite("gradient", values, "m", 40)
     assert caught.value.element_index == 41
 
 
@@ -236,15 +231,15 @@ def test_the_first_bad_value_is_named(dtype: str, bad: float, place: int) -> Non
     values[place] = bad
     values[-1] = math.nan if place < values.size - 1 else bad
     with pytest.raises(NonFiniteError, match=f"gradient: element {place} is {bad}") as caught:
-        finite_peak("gradient", values, "m")
+        check_finite("gradient", values, "m")
     assert caught.value.element_index == place
     assert caught.value.parameter == "m"
 
 
 def test_a_float64_must_be_finite_as_float32() -> None:
     largest = float(np.finfo(np.float32).max)
-    finite_peak("gradient", np.array([largest, -largest]), "m")
+    check_finite("gradient", np.array([largest, -largest]), "m")
     for value in (1e39, -1e300, largest * (1 + 2**-24)):
         with pytest.raises(NonFiniteError, match=r"element 1 is .*float32") as caught:
-            finite_peak("gradient", np.array([1.0, value]), "m")
+            check_finite("gradient", np.array([1.0, value]), "m")
         assert caught.value.element_index == 1

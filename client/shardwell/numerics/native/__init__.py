@@ -48,7 +48,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "check_ids": (_OBJECT, _NUMBER, _NUMBER, _NUMBER),
     "find": (_OBJECT, _NUMBER, _OBJECT, _NUMBER, _OBJECT),
     "sort_ids": (_OBJECT, _NUMBER, _NUMBER, _OBJECT),
-    "gather": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER, _NUMBER),
+    "gather": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
     "scatter": (_OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER),
     "spread": (
         *(ctypes.c_char_p, _OBJECT, _NUMBER, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _CRC),

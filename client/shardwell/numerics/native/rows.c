@@ -239,10 +239,10 @@ PUBLIC int64_t shardwell_sort_ids(void *ids_object, uint64_t row_count, uint64_t
 /* Rows. */
 
 /* Copies the rows of an array that are at `places` to the beginning of `into`; where a place is -1,
-   nothing. Returns the largest magnitude of its first `look_count` float32, as bits. With `may_wait`
+   nothing. Returns 0. With `may_wait`
    the array may have to come from a disk. */
 PUBLIC int64_t shardwell_gather(void *array_object, uint64_t stride, void *places_object,
-                                void *into_object, uint64_t look_count, uint64_t may_wait) {
+                                void *into_object, uint64_t may_wait) {
   struct objects objects = {.count = 0};
   uint64_t row_count, count, size;
   const uint8_t *array = memory_of(&objects, array_object, stride, 0, &row_count);
@@ -253,12 +253,9 @@ PUBLIC int64_t shardwell_gather(void *array_object, uint64_t stride, void *place
   if (into == NULL) return ended(&objects, RAISED);
   run_block *run = shardwell_chosen();
   if (run == NULL || !fits(count, stride, size) || !is_aligned(places, 8) ||
-      (look_count > 0 && (stride % 4 != 0 || !is_aligned(into, 4))) ||
       !are_below(places, count, row_count, -1))
     return ended(&objects, MISFIT);
   void *state = begun(count * stride, may_wait != 0);
-  uint32_t largest = 0;
-  uint64_t looked = look_count < count * stride / 4 ? look_count : count * stride / 4;
   const int is_number = stride == 8 && is_aligned(array, 8) && is_aligned(into, 8);
   for (uint64_t i = 0; is_number && i < count; i++)
     if (places[i] >= 0) ((uint64_t *)into)[i] = ((const uint64_t *)array)[places[i]];
@@ -268,10 +265,8 @@ PUBLIC int64_t shardwell_gather(void *array_object, uint64_t stride, void *place
     if (places[i] < 0) continue;
     memcpy(into + i * stride, array + (uint64_t)places[i] * stride, stride);
   }
-  for (uint64_t i = 0; i < looked; i += BLOCK)
-    largest = larger(largest, look(run, into + 4 * i, looked - i < BLOCK ? looked - i : BLOCK));
   over(state);
-  return ended(&objects, largest);
+  return ended(&objects, 0);
 }
 
 /* Copies rows to `places` of an array; places are distinct. With `swaps`, the rows are then what was
