@@ -28,8 +28,8 @@ from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell_server import LocalCluster
 
 STATUS = "/shardwell.v1.ParameterServerService/GetStatus"
-OLD = r"a version before 3 of the wire contract \(shardwell 0\.2\.0( or earlier)?\)"
-NOW = rf"3 \(shardwell {shardwell.__version__}\): install one version of shardwell everywhere"
+OLD = r"a version before 4 of the wire contract \(shardwell 0\.2\.0( or earlier)?\)"
+NOW = rf"4 \(shardwell {shardwell.__version__}\): install one version of shardwell everywhere"
 MEETINGS = {
     STATUS: pb.GetStatusRequest(identity_only=True),
     "/shardwell.v1.SessionService/Attend": session_pb2.AttendRequest(worker_id="w0", session=5),
@@ -73,7 +73,7 @@ def test_a_caller_of_another_version(cluster: LocalCluster, path: str) -> None:
         status, code, text = refusal(cluster.target, path, request)
         assert (status, code) == ("FAILED_PRECONDITION", "WRONG_SHARD")
         assert re.fullmatch(f"the client speaks {OLD}, and the server {NOW}", text), text
-    for number in (2, 4):  # whatever else its messages have
+    for number in (3, 5):  # whatever else its messages have
         request = kind(wire_version=version_word(number), crc32c=7)
         status, code, text = refusal(cluster.target, path, request)
         assert (status, code) == ("FAILED_PRECONDITION", "VERSION_MISMATCH")

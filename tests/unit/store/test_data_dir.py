@@ -37,7 +37,7 @@ def test_a_new_directory_is_made_and_marked(tmp_path: Path) -> None:
         assert data_dir.path == path
         found = json.loads((path / "shard.json").read_text())
     fields = {
-        "format_version": 2,
+        "format_version": 3,
         "shardwell_version": shardwell.__version__,
         "cluster_id": "mine",
         "shard_index": 1,
@@ -81,11 +81,11 @@ def test_another_shards_directory_is_refused_and_left_alone(
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     DataDir(tmp_path, MINE).close()
     path = tmp_path / "shard.json"
-    found = json.loads(path.read_text()) | {"format_version": 3, "shardwell_version": "9.1.0"}
+    found = json.loads(path.read_text()) | {"format_version": 4, "shardwell_version": "9.1.0"}
     del found["crc32c"]
     path.write_text(json.dumps(found | {"crc32c": crc32.iscsi(json.dumps(found).encode())}))
     told = (
-        r"shard\.json has format 3, written by shardwell 9\.1\.0; shardwell .* reads format 1 to 2"
+        r"shard\.json has format 4, written by shardwell 9\.1\.0; shardwell .* reads format 1 to 3"
     )
     with pytest.raises(DataDirError, match=told):
         DataDir(tmp_path, MINE)
@@ -101,7 +101,7 @@ def test_an_older_format_has_the_newest_number_from_then_on(
     path.write_text(json.dumps(checked))
     for log_count in (1, 1):
         DataDir(tmp_path, MINE).close()
-        assert json.loads(path.read_text())["format_version"] == 2
+        assert json.loads(path.read_text())["format_version"] == 3
         assert len(caplog.records) == log_count
     path.write_text(json.dumps(checked))
     with pytest.raises(DataDirError, match="belongs to another shard"):
