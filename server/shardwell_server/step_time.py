@@ -47,8 +47,9 @@ from dataclasses import dataclass, field
 from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import Ring, Strategy, Tree
 from shardwell.numerics.codec import CODECS
+from shardwell.placement.slices import slice_of
 from shardwell.specs.optimizers import Average, Optimizer
-from shardwell.specs.parameter import BLOCK_SIZES, GROUP_CODECS
+from shardwell.specs.parameter import BLOCK_SIZES, GROUP_CODECS, block_size_of
 from shardwell.wire import images
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
@@ -256,7 +257,8 @@ def shard_bytes(job: Job) -> int:
     With int8 the image, too, and what changed it last. The process itself (about 70 MB) and buffers
     of messages come to it.
     """
-    slice_size = math.ceil(job.element_count / job.shard_count)
+    block_size = BLOCK_SIZES.get(job.codec) or block_size_of(job.element_count)
+    slice_size = slice_of(job.element_count, 0, job.shard_count, block_size).size
     array_count = 2 + len(job.optimizer.slot_names) + (job.codec in BLOCK_SIZES)  # with an image
     return _FLOAT32_BYTES * slice_size * array_count + images.kept_bytes(job.codec, slice_size)
 

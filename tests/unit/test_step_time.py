@@ -174,6 +174,8 @@ def test_memory_of_the_longest_slice(optimizer, arrays) -> None:
     job = _job(element_count=10, shard_count=3, optimizer=optimizer)
     assert step_time.shard_bytes(job) == 4 * 4 * arrays
     assert step_time.ring(job).worker_state_bytes == 4 * 10 * (arrays - 2)
+    blocks = _job(element_count=3001, shard_count=2, optimizer=optimizer)  # 47 of 64
+    assert step_time.shard_bytes(blocks) == 4 * 24 * 64 * arrays
 
 
 @pytest.mark.parametrize(
