@@ -27,7 +27,7 @@ from rich.table import Table
 
 from shardwell import SGD, Adam
 from shardwell.numerics import native
-from shardwell.numerics.codec import CODECS, peak_of
+from shardwell.numerics.codec import CODECS, GROUP_BLOCK_SIZE
 from shardwell.numerics.elementwise import (
     Code,
     Operation,
@@ -36,7 +36,6 @@ from shardwell.numerics.elementwise import (
     run,
     run_checked,
 )
-from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import GRADIENT, SECOND_SLOT, TEMPORARY, UpdateRule
 
 ELEMENT_COUNT = 512 * 1024
@@ -53,10 +52,12 @@ def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
     first, second = (
         [np.ones(ELEMENT_COUNT, np.float32) for _ in range(chunk_count)] for _ in range(2)
     )
-    payloads = [np.zeros(2 * ELEMENT_COUNT, np.uint8) for _ in range(chunk_count)]
-    codec, scratch = CODECS["fp16"], Scratch()
+    codec = CODECS["fp16"]
+    narrow = codec.encoded_bytes(ELEMENT_COUNT)
+    payloads = [np.zeros(narrow, np.uint8) for _ in range(chunk_count)]
     for value, payload in zip(values, payloads, strict=True):
-        codec.encode(value, payload, scratch)
+        codec.encode(value, payload)
+    looks = (Operation(Code.LOOK_32, 0, 0),)
 
     def close(rule: UpdateRule) -> Callable[[int], object]:
         mean = codec.reads(GRADIENT, PAYLOAD, 0.5) + add_scaled(GRADIENT, TOTAL, 0.5)
@@ -69,41 +70,37 @@ def work(chunk_count: int) -> dict[str, Callable[[int], object]]:
 
         return act
 
-    copies = np.zeros(2 * ELEMENT_COUNT, np.uint8)
+    copies = np.zeros(narrow, np.uint8)
 
     def crc(payload: np.ndarray) -> int:
         return int(crc32.iscsi(payload.data, 0))
 
     def gives_in_turns(index: int) -> object:
-        peak = peak_of(values[index])
-        return codec.encode(values[index], payloads[index], scratch, peak=peak), crc(
-            payloads[index]
-        )
+        run(looks, (values[index],), 0, ELEMENT_COUNT)
+        return codec.encode(values[index], payloads[index]), crc(payloads[index])
 
     def takes_in_turns(index: int) -> object:
         np.copyto(copies, payloads[index])
-        return crc(copies), codec.peak(copies, 0)
+        return crc(copies), codec.peak(copies)
 
     def reads_in_turns(index: int) -> object:
         np.copyto(copies, payloads[index])
         crc(copies)
-        return codec.decode(copies, 0, total[index])
+        return codec.decode(copies, total[index])
 
     return {
         "give, one after the other": gives_in_turns,
-        "give, in one pass": lambda k: codec.encode(
-            values[k], payloads[k], scratch, is_exact=True, start=lambda _: 0
-        ),
+        "give, in one pass": lambda k: codec.encode(values[k], payloads[k], crc=0),
         "take, one after the other": takes_in_turns,
         "take, in one pass": lambda k: codec.take(payloads[k], copies, 0),
         "read, one after the other": reads_in_turns,
         "read, in one pass": lambda k: codec.decode_checked(
-            payloads[k], 0, total[k], 0, may_change=True
+            payloads[k], total[k], 0, may_change=True
         ),
-        "look for NaN": lambda k: peak_of(values[k]),
-        "encode": lambda k: codec.encode(values[k], payloads[k], scratch),
-        "look at a payload": lambda k: codec.peak(payloads[k], 0),
-        "decode": lambda k: codec.decode(payloads[k], 0, values[k]),
+        "look for NaN": lambda k: run(looks, (values[k],), 0, ELEMENT_COUNT),
+        "encode": lambda k: codec.encode(values[k], payloads[k]),
+        "look at a payload": lambda k: codec.peak(payloads[k]),
+        "decode": lambda k: codec.decode(payloads[k], values[k]),
         "decode and add": lambda k: codec.decode_add(payloads[k], 3.0, total[k], 1.0, total[k]),
         "close, SGD": close(UpdateRule(SGD(learning_rate=1e-3))),
         "close, Adam": close(UpdateRule(Adam(learning_rate=1e-3))),
@@ -124,31 +121,26 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
     weights = arrays(ELEMENT_COUNT)
     shared = [[each.view(np.uint8) for each in arrays(ELEMENT_COUNT)] for _ in range(2)]
     copies = [np.empty(4 * ELEMENT_COUNT, np.uint8) for _ in range(2)]
-    answer, narrow = np.empty(2 * ELEMENT_COUNT, np.uint8), 2 * ELEMENT_COUNT
+    codec = CODECS["fp16"]
+    narrow = codec.encoded_bytes(ELEMENT_COUNT)
+    answer = np.empty(narrow, np.uint8)
     firsts = [np.zeros(narrow, np.uint8) for _ in range(chunk_count)]
-    codec, scratch = CODECS["fp16"], Scratch()
     update = UpdateRule(SGD(learning_rate=1e-3)).operations(update_count=9, learning_rate=1e-3)
     mean = codec.reads(GRADIENT, PAYLOAD, 0.5) + codec.reads(TEMPORARY, TOTAL, 1.0)
     mean += add_scaled(GRADIENT, TEMPORARY, 0.5)
 
     def narrow_step(index: int) -> None:
         for rank in range(2):
-            codec.encode(
-                gradients[rank][index],
-                shared[rank][index][:narrow],
-                scratch,
-                is_exact=True,
-                start=lambda _: 0,
-            )
+            codec.encode(gradients[rank][index], shared[rank][index][:narrow], crc=0)
             codec.take(shared[rank][index][:narrow], copies[rank][:narrow], 0)
         run(codec.copies(0, 1), (firsts[index], copies[0][:narrow]), 0, ELEMENT_COUNT)
         places = (weights[index], *(None,) * (PAYLOAD - 1), copies[1][:narrow], firsts[index])
         run(mean + update, places, 0, ELEMENT_COUNT)
-        codec.encode(weights[index], answer, scratch, start=lambda _: 0)
+        codec.encode(weights[index], answer, crc=0)
         for rank in range(2):
             shared[rank][index][:narrow] = answer
             codec.decode_checked(
-                shared[rank][index][:narrow], 0, results[rank][index], 0, may_change=True
+                shared[rank][index][:narrow], results[rank][index], 0, may_change=True
             )
 
     look, copy, check = (
@@ -159,7 +151,8 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
     given, first, second, other = 2, 3, 4, 5
 
     def rounded(to: int, source: int, through: int) -> Operations:
-        return (Operation(Code.WRITE_FP16, through, source), *codec.reads(to, through, 1.0))
+        writes = Operation(Code.WRITE_FP16, through, source, divisor=float(GROUP_BLOCK_SIZE))
+        return (writes, *codec.reads(to, through, 1.0))
 
     combined = (
         *rounded(GRADIENT, first, other),
@@ -182,7 +175,7 @@ def steps(chunk_count: int) -> dict[str, Callable[[int], object]]:
             run_checked((copy, check), (None, copies[rank], memory), 0, ELEMENT_COUNT, 0)
         answers = [shared[rank][index].view(np.float32) for rank in range(2)]
         read = [each.view(np.float32) for each in copies]
-        places = (weights[index], None, None, *read, None, *answers)
+        places = (weights[index], None, None, *read, answer, *answers)
         run_checked(combined, places, 0, ELEMENT_COUNT, 0)
         for rank in range(2):
             memory, mine = shared[rank][index], results[rank][index].view(np.uint8)

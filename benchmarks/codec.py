@@ -14,7 +14,6 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import SUMMED_CODECS
-from shardwell.numerics.scratch import Scratch
 
 CHUNK = 512 * 1024
 
@@ -35,7 +34,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=64)
     size = parser.parse_args().megabytes * 2**20 // 4
     rng = np.random.default_rng(0)
-    scratch = Scratch()
     total = np.zeros(size, np.float32)
     half = np.empty(size, np.float16)
     rows: dict[str, float] = {}
@@ -58,28 +56,27 @@ def main() -> None:
     for magnitude in (1.0, 1e-5):
         values = source * np.float32(magnitude)
         for codec in SUMMED_CODECS.values():
-            payload = np.empty(size * codec.item_size, np.uint8)
-            step = CHUNK * codec.item_size
-            exponents = []
             pairs = [
-                (values[i : i + CHUNK], payload[i * codec.item_size :][:step], total[i : i + CHUNK])
+                (part, np.empty(codec.encoded_bytes(part.size), np.uint8), total[i : i + CHUNK])
                 for i in range(0, size, CHUNK)
+                for part in (values[i : i + CHUNK],)
             ]
 
-            def encode(codec=codec, pairs=pairs, exponents=exponents) -> None:
-                exponents[:] = [codec.encode(v, p, scratch) for v, p, _ in pairs]
+            def encode(codec=codec, pairs=pairs) -> None:
+                for v, p, _ in pairs:
+                    codec.encode(v, p)
 
-            def decode(codec=codec, pairs=pairs, exponents=exponents) -> None:
-                for (_, p, t), e in zip(pairs, exponents, strict=True):
-                    codec.decode(p, e, t)
+            def decode(codec=codec, pairs=pairs) -> None:
+                for _, p, t in pairs:
+                    codec.decode(p, t)
 
-            def add(codec=codec, pairs=pairs, exponents=exponents) -> None:
-                for (_, p, t), e in zip(pairs, exponents, strict=True):
-                    codec.decode_add(p, 32.0 * 2.0**e, t, 1.0, t)
+            def add(codec=codec, pairs=pairs) -> None:
+                for _, p, t in pairs:
+                    codec.decode_add(p, 32.0, t, 1.0, t)
 
-            def check(codec=codec, pairs=pairs, exponents=exponents) -> None:
-                for (_, p, _), e in zip(pairs, exponents, strict=True):
-                    codec.first_non_finite(p, e)
+            def check(codec=codec, pairs=pairs) -> None:
+                for _, p, _ in pairs:
+                    codec.first_non_finite(p)
 
             name = f"{codec.name} (values of {magnitude:g})"
             rows[f"encode {name}"] = speed(encode, size * 4)

@@ -147,8 +147,6 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     "offset of 64 bits": (with_header(element_offset=2**64 - 1), "covers elements"),
     "other count": (with_header(element_count=2), "covers elements"),
     "no elements": (with_header(element_count=0), "covers elements"),
-    "scale": (with_header(scale_exponent=2**31 - 1), "scale_exponent must be"),
-    "negative scale": (with_header(scale_exponent=-(2**31)), "scale_exponent must be"),
     "compressed": (with_header(lz4=True), "compressed"),
     "another call's": (of_another_call, "CRC32C"),
     "a stranger's": (from_stranger, "none is due from it"),

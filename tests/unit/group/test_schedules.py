@@ -38,7 +38,7 @@ class Symbol(NamedTuple):
 
 
 def to_arrival(source: int, symbol: Symbol) -> Arrival:
-    chunk = SimpleNamespace(chunk_index=symbol.index, scale_exponent=symbol.index)
+    chunk = SimpleNamespace(chunk_index=symbol.index)
     header: Any = SimpleNamespace(stage=symbol.stage, chunk=chunk, call_index=0)
     payload: Any = symbol.ranks
     message: Any = symbol
@@ -73,9 +73,7 @@ class Symbols:
     def kept(self, ranks: int) -> int:
         return ranks
 
-    def combine(
-        self, exponent: int, ranks: int, where: Slice, total: list[int] | None = None
-    ) -> list[int]:
+    def combine(self, ranks: int, where: Slice, total: list[int] | None = None) -> list[int]:
         total = [self.own] if total is None else total
         assert not total[0] & ranks, "a contribution was added twice"
         total[0] |= ranks
@@ -97,7 +95,7 @@ class Symbols:
     ) -> list[Symbol]:
         return [message for _ in rooms]
 
-    def store(self, exponent: int, ranks: int, where: Slice, rooms: list[None]) -> None:
+    def store(self, ranks: int, where: Slice, rooms: list[None]) -> None:
         self._write(where, ranks)
 
     def _write(self, where: Slice, ranks: int) -> None:

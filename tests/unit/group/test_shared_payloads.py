@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fastcrc import crc32
 
+from harness.oracles.codec import encoded
 from harness.oracles.reductions import bits, normal
 from shardwell.errors import CorruptChunkError
 from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
@@ -17,7 +19,6 @@ from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.numerics.codec import SUMMED_CODECS, Bytes, Computed, Float32
 from shardwell.numerics.elementwise import add_scaled
-from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing
@@ -145,26 +146,17 @@ def test_what_changes_after_it_was_checked_is_not_used() -> None:
 def test_what_is_computed_is_written_as_from_an_array(
     codec_name: str, size: int, where: int, spoiled: float | None
 ) -> None:
-    codec, scratch = SUMMED_CODECS[codec_name], thread_scratch()
+    codec = SUMMED_CODECS[codec_name]
     first, second = normal(2, size)
     if spoiled is not None:
         first[where % size] = spoiled
-    payload = np.empty(size * codec.item_size, np.uint8)
-    exponent = codec.encode(first, payload, scratch, allow_non_finite=True).exponent
-    operations = codec.reads(0, 2, 2.0**exponent) + add_scaled(0, 3, 0.5)
+    payload = encoded(codec_name, first, allow_non_finite=True)
+    operations = codec.reads(0, 2, 1.0) + add_scaled(0, 3, 0.5)
     computed = Computed(operations, (payload, second), np.empty(size, np.float32))
-    found = np.empty_like(payload)
-    written = codec.encode_computed(computed, found, lambda exponent: exponent & 0xFF)
-    expected = np.empty_like(payload)
-    wanted = codec.encode(
-        computed.values(),
-        expected,
-        scratch,
-        allow_non_finite=True,
-        start=lambda exponent: exponent & 0xFF,
-    )
-    if written is None:
-        assert size <= 4096 or spoiled is not None
-        return
-    assert (written.exponent, written.crc) == (wanted.exponent, wanted.crc)
-    np.testing.assert_array_equal(found, expected)
+    found = [np.zeros_like(payload) for _ in range(2)]
+    crcs = [
+        codec.encode(values, to, allow_non_finite=True, crc=7)
+        for values, to in zip((computed, computed.values()), found, strict=True)
+    ]
+    assert crcs[0] == crcs[1] == crc32.iscsi(found[0].tobytes(), 7)
+    np.testing.assert_array_equal(*found)

@@ -300,7 +300,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "a mean of weights": {"form": 4, "payload": bytes(CHANGE_BYTES)},
     "all of nothing": {"form": 1},
     "all, as a change is written": {"form": 1, "payload": bytes(CHANGE_BYTES)},
-    "all, with a scale": {"form": 1, "payload": bytes(4 * SIZE), "scale_exponent": 1},
     "all, elsewhere": {"form": 1, "payload": bytes(4 * SIZE), "element_offset": BLOCK},
     "all, compressed": {"form": 1, "payload": bytes(40), "lz4": True},
     "a change of nothing": {"form": 2},

@@ -305,7 +305,7 @@ class MembersMachine(RuleBasedStateMachine):
         total, samples, change = NOTHING, 0, NoStorage()
         shift = shift_for(5, self.spec.step_size_max)
         for each in given:
-            contribution = Contribution(each.values.view(np.uint8), 0, each.sample_count)
+            contribution = Contribution(each.values.view(np.uint8), each.sample_count)
             total = add_to_sum(
                 contribution, codec, memory, total, change, shift=shift, may_stay_encoded=False
             )

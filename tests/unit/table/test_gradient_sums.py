@@ -94,25 +94,12 @@ def test_rows_of_a_span_are_the_callers_own() -> None:
     sums.rows(Span(0, 2))[:] = 9
     assert sums.rows(Span(0, 2)).tolist() == [[1.0], [2.0]]
     assert sums.rows(Span(1, 1)).shape == (0, 1)
-    assert sums.peak == 2.0
 
 
 def test_no_rows_at_all() -> None:
     batch = _batch([], 3)
     sums = RowSums(batch, as_gradients(np.zeros((0, 4)), (0,), 4, "t"), "t", allow_non_finite=False)
-    assert sums.peak == 0.0
     assert sums.rows(Span(0, 0)).shape == (0, 4)
-
-
-def test_the_peak_covers_sums_and_single_gradients() -> None:
-    for values in ([3.0, 4.0, 1.0], [-3.0, -4.0, 1.0], [1.0, 1.0, -9.0]):
-        sums = RowSums(
-            _batch([5, 5, 6]),
-            np.array(values, np.float32)[:, np.newaxis],
-            "t",
-            allow_non_finite=False,
-        )
-        assert sums.peak == max(abs(values[0] + values[1]), *map(abs, values))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", ">f8"])

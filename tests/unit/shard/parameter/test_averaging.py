@@ -40,8 +40,7 @@ CHANGE = MemoryStore().create(LAYOUT).change(0, Transition.CLOSE)
 
 
 def contribution(name: str, values: np.ndarray, sample_count: int) -> Contribution:
-    payload, exponent = encoded(name, values)
-    made, codec = Contribution(payload, exponent, sample_count), CODECS[name]
+    made, codec = Contribution(encoded(name, values), sample_count), CODECS[name]
     return made if codec.summed is codec else made.summed(codec)
 
 
@@ -274,8 +273,8 @@ def test_the_mean_of_the_largest_values_is_finite(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("counts", [(512, 511), (2**24, 2**24), (1, 2**24)])
 def test_zeros_with_the_largest_scale_stay_zeros(counts: tuple[int, int]) -> None:
-    payload = np.zeros(8, np.uint8)
-    first, last = (Contribution(payload, 119, count) for count in counts)
+    payload = np.array([0] * 8 + [127], np.uint8)
+    first, last = (Contribution(payload, count) for count in counts)
     state = ChunkState(0, np.zeros(4, np.float32), np.zeros(4, np.float32), ())
     shift = max(shift_for(count, 2) for count in counts)
     codec = SUMMED_CODECS["fp16"]

@@ -20,7 +20,6 @@ from shardwell.errors import (
     NotInitializedError,
     OtherIncarnationError,
 )
-from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans
@@ -92,7 +91,6 @@ def give(into: ParameterSlice, worker_id: str, step: int, *values: float) -> boo
         into.where,
         0,
         gradient,
-        Scratch(),
         start=checksum.gradient(
             checksum.gradient_context(into.spec.name, worker_id), header.gradient
         ),

@@ -23,7 +23,6 @@ from shardwell.errors import (
     StorageError,
     WorkersMissingError,
 )
-from shardwell.numerics.scratch import Scratch
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.slices import Slice
 from shardwell.process.spans import Spans
@@ -93,7 +92,6 @@ def train(into: ParameterSlice, step: int, *chunks: int) -> None:
             where,
             index,
             np.ones(where.size, np.float32),
-            Scratch(),
             start=checksum.gradient(
                 checksum.gradient_context(into.spec.name, "w0"), header.gradient
             ),
