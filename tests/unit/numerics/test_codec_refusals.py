@@ -260,7 +260,7 @@ def test_a_payload_of_an_earlier_version_has_the_same_values(
 def test_exponents_that_change_after_they_were_checked_are_not_used(
     count: int, native_code: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads the payload once more reads other exponents: the values are of the checked."""
+    """A second look at the payload finds other exponents: the values are of the checked."""
     codec, values = CODECS["fp16"], np.ones(count, np.float32)
     if not native_code:
         monkeypatch.setattr(native, "LIBRARY", None)

@@ -165,7 +165,7 @@ def test_an_operation_on_blocks_has_numpys_bits(
 def test_runs_on_blocks_have_numpys_bits(
     library: native.Library, count: int, block_size: int
 ) -> None:
-    """What is computed is written; what was written is read; a copy is what is looked at."""
+    """Computed values are written and read again, and a copy of the payload is looked at."""
     size = float(block_size)
     write = Operation(Code.WRITE_FP16, 5, 0, divisor=size)
     check_it = Operation(Code.CHECK_FP16, 0, 5, divisor=size)
