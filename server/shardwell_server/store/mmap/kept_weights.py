@@ -39,13 +39,15 @@ class KeptWeights:
     def __init__(self, file: MappedFile, layout: Layout, reached: Callable[[str], None]) -> None:
         self._file = file
         self._place_bytes = _place_bytes(layout)
-        self._size_max_bytes = layout.kept_size_bytes
+        self._size_max_bytes = self._place_bytes - _HEAD_BYTES
         self._words = file.words(0, file_size(layout) // 8)
         self._reached = reached
 
     def put(self, chunk_index: int, version: int, encoded: bytes) -> None:
-        assert len(encoded) <= self._size_max_bytes
         start = chunk_index * self._place_bytes
+        if len(encoded) > self._size_max_bytes:  # a place that 0.2.0 made may lack a few bytes
+            self._words[start // 8 + 1] = 0
+            return
         self._words[start // 8] = version
         self._words[start // 8 + 1] = len(encoded)
         self._reached("head of what is kept")
