@@ -256,10 +256,6 @@ def _too_many(messages: list[Any]) -> None:
     messages[1].rows.row_count = 2**20
 
 
-def _scaled(messages: list[Any]) -> None:
-    messages[1].rows.scale_exponent = 1
-
-
 def _packed(messages: list[Any]) -> None:
     messages[1].rows.lz4 = True
 
@@ -280,7 +276,6 @@ ATTACKS: list[Callable[[list[Any]], None]] = [
     _bad_rate,
     _payload_alone,
     _too_many,
-    _scaled,
     _packed,
     _twice,
     _nothing,

@@ -76,10 +76,6 @@ def _no_epoch(messages: list[Any]) -> None:
     messages[0].epoch = 0
 
 
-def _scaled(messages: list[Any]) -> None:
-    messages[1].chunk.scale_exponent = 1
-
-
 def _compressed(messages: list[Any]) -> None:
     messages[1].chunk.lz4 = True
 
@@ -103,7 +99,6 @@ ATTACKS: dict[Callable[[list[Any]], None], tuple[str, str]] = {
     _count_more: CORRUPT,
     _count_beyond: INVALID,
     _no_epoch: ("ABORTED", "INIT_SUPERSEDED"),
-    _scaled: INVALID,
     _compressed: INVALID,
     _nan: ("INVALID_ARGUMENT", "NON_FINITE"),
 }

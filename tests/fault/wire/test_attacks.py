@@ -15,7 +15,15 @@ import pytest
 
 from harness.polling import PATIENCE_S
 from harness.wire_client import crc as wire_crc
-from harness.wire_client.worker import WireParameter, WireWorker, encode, error_detail, sgd, spec
+from harness.wire_client.worker import (
+    WireParameter,
+    WireWorker,
+    block_of,
+    encode,
+    error_detail,
+    sgd,
+    spec,
+)
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 
@@ -134,9 +142,6 @@ BROKEN_CHUNKS: dict[str, tuple[Change, tuple[str, str]]] = {
     "largest offset": (_set(element_offset=2**64 - 1), INVALID),
     "wrong count": (_set(element_count=8), INVALID),
     "largest count": (_set(element_count=2**32 - 1), INVALID),
-    "exponent too large": (_set(scale_exponent=120), INVALID),
-    "exponent too small": (_set(scale_exponent=-127), INVALID),
-    "largest exponent": (_set(scale_exponent=2**31 - 1), INVALID),
     "compressed": (_set(lz4=True), INVALID),
     "too many samples": (_set_gradient(sample_count=2**24 + 1), INVALID),
     "most samples": (_set_gradient(sample_count=2**32 - 1), INVALID),
@@ -187,8 +192,7 @@ def test_values_that_are_not_finite(victim, method, value) -> None:
     chunk = messages[0].gradient.chunk
     values = OK_GRADIENT[: chunk.element_count].copy()
     values[5] = value
-    payload, _ = encode(values, victim.spec.codec)
-    chunk.scale_exponent = 0
+    payload = encode(values, victim.spec.codec, block_of(victim.spec.size))
     _rewrite(messages[0], payload)
     error = _send(victim, method, messages)
     _expect(error, "INVALID_ARGUMENT", "NON_FINITE")

@@ -260,7 +260,7 @@ def test_a_payload_of_an_earlier_version_has_the_same_values(
 def test_exponents_that_change_after_they_were_checked_are_not_used(
     count: int, native_code: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second look at the payload finds other exponents: the values are of the checked."""
+    """Another process writes to them: the values are those of the exponents that were checked."""
     codec, values = CODECS["fp16"], np.ones(count, np.float32)
     if not native_code:
         monkeypatch.setattr(native, "LIBRARY", None)

@@ -156,7 +156,7 @@ def test_the_mean_over_several_blocks(name: str, sample_counts: list[int]) -> No
     random = np.random.default_rng(6)
     size = 2 * BLOCK_ELEMENT_COUNT + 77
     gradients = [random.standard_normal(size).astype(np.float32) for _ in sample_counts]
-    received = [decoded(name, *encoded(name, each)).astype(np.float64) for each in gradients]
+    received = [decoded(name, encoded(name, each)).astype(np.float64) for each in gradients]
     weights = np.array(sample_counts, np.float64) / sum(sample_counts)
     want = sum(weight * each for weight, each in zip(weights, received, strict=True))
     found = stepped(name, gradients, sample_counts)
@@ -168,7 +168,7 @@ def test_the_mean_over_several_blocks(name: str, sample_counts: list[int]) -> No
 def test_a_single_contribution_is_itself(name: str, sample_count: int) -> None:
     values = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
     values[:4] = 1e-38, -3e38, 1e-44, 0.0
-    received = decoded(name, *encoded(name, values))
+    received = decoded(name, encoded(name, values))
     assert stepped(name, [values], [sample_count]).tobytes() == received.tobytes()
 
 
@@ -181,7 +181,7 @@ def test_a_mean_of_one_is_that_one(name: str, sample_count: int, place: tuple[in
     values[:4] = 1e-38, -3e38, 1e-44, 0.0
     given, counts = np.full_like(values, 9.0), [0] * place[0] + [sample_count] + [0] * place[1]
     gradients = [values if count else given for count in counts]
-    received = decoded(name, *encoded(name, values))
+    received = decoded(name, encoded(name, values))
     assert stepped(name, gradients, counts).tobytes() == received.tobytes()
     size_max, rule = len(counts) + 3, Average()
     for may in (False, True) if name in NAMES else ():
@@ -189,7 +189,7 @@ def test_a_mean_of_one_is_that_one(name: str, sample_count: int, place: tuple[in
         for found in closed_both_ways(
             name, few, counts, rule, step_size_max=size_max, may_stay_encoded=may
         ):
-            want = decoded(name, *encoded(name, values[:SIZE]))
+            want = decoded(name, encoded(name, values[:SIZE]))
             assert found.tobytes() == want.tobytes()
 
 
