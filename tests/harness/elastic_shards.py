@@ -14,7 +14,6 @@ import numpy as np
 
 from harness.data.sessions import session_of
 from shardwell import SGD, Elastic, ParameterSpec
-from shardwell.numerics.scratch import Scratch
 from shardwell.process.spans import Spans
 from shardwell.rpc.session import Session
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -115,7 +114,6 @@ def gradient_message(
         where,
         chunk_index,
         np.asarray(values, np.float32),
-        Scratch(),
         start=checksum.gradient(context, header.gradient),
     )
     message = pb.ExchangeRequest.FromString(sealed)

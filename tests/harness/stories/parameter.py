@@ -17,7 +17,6 @@ import numpy as np
 from harness.data.sessions import TENURE, applicant, contributor, session_of
 from shardwell import SGD, Adagrad, ParameterSpec
 from shardwell.numerics import elementwise
-from shardwell.numerics.scratch import Scratch
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
@@ -100,7 +99,6 @@ def contribute(
         where,
         chunk_index,
         gradient,
-        Scratch(),
         start=checksum.gradient(
             checksum.gradient_context(into.spec.name, worker_id), header.gradient
         ),
