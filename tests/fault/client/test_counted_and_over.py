@@ -23,7 +23,8 @@ from harness.polling import eventually
 from harness.threads import in_background
 from shardwell_server import LocalCluster
 
-SIZE = 3000
+SIZE = 3072
+"""Of which two shards have equal slices."""
 CHUNKS_OF_A_SHARD = -(-SIZE // 2 // 64)
 HASTY_S = 1.0
 """Of calls that are to fail."""

@@ -165,8 +165,9 @@ class TrainedParameter(Trained):
             return sum(each.counted_chunk_count for each in found if each.spec.name == "model")
 
     def sent(self, step_count: int, worker_count: int = 1) -> int:
-        # From its definition: a slice a shard, two bytes an element.
-        chunk_count = _SHARD_COUNT * -(-SIZE // _SHARD_COUNT // (CHUNK_SIZE_BYTES // 2))
+        # From its definition: blocks of 256 are dealt to the shards, two bytes an element.
+        dealt = np.array_split(range(-(-SIZE // 256)), _SHARD_COUNT)
+        chunk_count = sum(-(-len(blocks) // (CHUNK_SIZE_BYTES // 2 // 256)) for blocks in dealt)
         return step_count * worker_count * chunk_count
 
 
