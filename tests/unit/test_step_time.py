@@ -19,6 +19,9 @@ from shardwell_server import step_time
 from shardwell_server.step_time import Job, StepTime
 
 COUNTS = [1, 2, 3, 4, 5, 8, 13]
+BYTES_PER_ELEMENT = 2 + 1 / 256
+"""Of fp16, with its exponents."""
+ENCODED_BYTES = 16_000_000 * BYTES_PER_ELEMENT
 
 
 def _job(**changes: object) -> Job:
@@ -64,7 +67,7 @@ def _counted_server_bytes(job: Job, *, is_apart: bool) -> float:
     sent, received = [0.0] * (n + s), [0.0] * (n + s)
     for shard in range(s):
         host = n + shard if is_apart else shard % n
-        moved = slice_of(job.element_count, shard, s).size * 2  # fp16
+        moved = slice_of(job.element_count, shard, s).size * BYTES_PER_ELEMENT
         for worker in range(n):
             if worker != host:
                 for source, to in ((worker, host), (host, worker)):
@@ -86,13 +89,13 @@ def test_a_server_s_links_carry_what_goes_over_each(workers, shards) -> None:
 def test_nothing_is_below_the_bound_and_two_layouts_reach_it(n) -> None:
     assert step_time.least_share(n, 0) == pytest.approx(step_time.ring_share(n))
     co_located = step_time.co_located(_job(worker_count=n, shard_count=n))
-    assert co_located.link_bytes == pytest.approx(32e6 * step_time.least_share(n, 0))
+    assert co_located.link_bytes == pytest.approx(ENCODED_BYTES * step_time.least_share(n, 0))
     if n > 1:
         dedicated = step_time.dedicated(_job(worker_count=n, shard_count=n))
-        assert dedicated.link_bytes == pytest.approx(32e6 * step_time.least_share(n, n))
+        assert dedicated.link_bytes == pytest.approx(ENCODED_BYTES * step_time.least_share(n, n))
     for spare_count in range(1, 2 * n):
         dedicated = step_time.dedicated(_job(worker_count=n, shard_count=spare_count))
-        assert dedicated.link_bytes >= 32e6 * step_time.least_share(n, spare_count) - 1e-3
+        assert dedicated.link_bytes >= ENCODED_BYTES * step_time.least_share(n, spare_count) - 1e-3
 
 
 def test_two_spare_machines_beside_four_workers() -> None:
@@ -106,7 +109,7 @@ def test_one_worker_exchanges_nothing_in_a_group_or_with_a_shard_beside_it() -> 
         assert made.communication_s == 0.0
         assert made.step_s == made.overlapped_s == 0.5
     assert step_time.co_located(job).link_s == 0.0
-    assert step_time.dedicated(job).link_bytes == 32e6
+    assert step_time.dedicated(job).link_bytes == ENCODED_BYTES
     assert step_time.least_link_s(job) == 0.0
 
 

@@ -182,10 +182,10 @@ def _contribute(
 def _close(name: str, step: int, shard: Shard) -> bool:
     """As a client does that gets the norm, or learns that it is too late."""
     steps = shard.parameters.get(name).closing
-    squared, _ = steps.measure(step, deadline())
-    if squared is None:
+    squares, _ = steps.measure(step, deadline())
+    if squares is None:
         return False
-    return steps.close(step, math.sqrt(squared)) is not None
+    return steps.close(step, math.sqrt(math.fsum(squares))) is not None
 
 
 def story() -> list[Call]:

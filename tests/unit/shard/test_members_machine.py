@@ -664,7 +664,7 @@ class MembersMachine(RuleBasedStateMachine):
             known = [norm for _, norm in squares if norm is not None]
             norm = known[0] if known else self.norms[step]
         else:
-            norm = math.sqrt(math.fsum(squared for squared, _ in squares))
+            norm = math.sqrt(math.fsum(square for parts, _ in squares for square in parts))
         assert self.norms.setdefault(step, norm) == norm  # the sums are decided
         for index in range(SHARD_COUNT if is_told_to_all else 1):
             counted = self.call(
