@@ -116,10 +116,10 @@ def test_a_newer_format_is_refused(damage: Damage, story: StoredStory) -> None:
         if name.startswith(story.directory) and name.endswith(".json")
     )
     found = json.loads(damage.contents(name).decode().rpartition("}")[0] + "}")
-    for changed in ({**found, "format_version": 3}, {"format_version": 3, "new": 1}):
+    for changed in ({**found, "format_version": 4}, {"format_version": 4, "new": 1}):
         text = json.dumps(changed)
         contents = f"{text}\n{crc32.iscsi(text.encode()):08x}\n".encode()
-        message = damage.of(name, contents, "format 3")
+        message = damage.of(name, contents, "format 4")
         assert message is not None
-        assert "has format 3; shardwell" in message
+        assert "has format 4; shardwell" in message
         assert "run the version of shardwell that wrote it" in message

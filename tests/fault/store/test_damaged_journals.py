@@ -112,7 +112,7 @@ def test_what_is_behind_a_damaged_end_decides_nothing(tmp_path: Path) -> None:
 def entry(number: int) -> JournalEntry:
     payload = np.full(40 + number * 37 % 900, number % 251, np.uint8)
     rate = GroupedRate(0.5, [1.0, number]) if number % 2 else 0.5
-    return JournalEntry(number, 1, number + 1, 5, 3, 0, rate, payload)
+    return JournalEntry(number, 1, number + 1, 5, 3, rate, payload)
 
 
 def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
