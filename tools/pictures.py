@@ -105,7 +105,7 @@ def architecture() -> None:
         for other in (60, 420):
             offset = 40 if other == x else (60 if other > x else -60)
             picture.arrow(x + 140 + offset // 2, 80, other + 140 - offset // 2, 190, both=True)
-    picture.text(380, 312, "gradients in, weights out: fp16 with a scale a chunk, CRC32C", size=13)
+    picture.text(380, 312, "gradients in, weights out: fp16 with a scale a block, CRC32C", size=13)
     picture.save("architecture.svg")
 
 

@@ -159,7 +159,7 @@ class ShardConfig:
     listen: str = "127.0.0.1:0"
     """HOST:PORT; port 0 takes a free one. The default is reachable from this machine only."""
     chunk_size_bytes: int = 2**20
-    """Encoded size of a chunk: a multiple of 64, at most 1 MiB."""
+    """Encoded size of a chunk's values, down to whole blocks: a multiple of 64, at most 1 MiB."""
     grace_s: float = 5.0
     """How long streams may go on after SIGTERM."""
     session_lease_s: float = 30.0

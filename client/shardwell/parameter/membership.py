@@ -150,6 +150,10 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         )
 
     @override
+    def _first_spec(self) -> ParameterSpec:
+        return dataclasses.replace(self.spec, cuts_blocks=False)
+
+    @override
     def _learn(self, first: pb.CreateParameterResponse) -> None:
         if first.cuts_blocks != self.spec.cuts_blocks:
             self.spec = dataclasses.replace(self.spec, cuts_blocks=first.cuts_blocks)
@@ -198,6 +202,14 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
     ) -> ShardSlice:
+        if answer.cuts_blocks != self.spec.cuts_blocks:
+            raise OtherIncarnationError(
+                f"shard {channel.shard_index} has {self.spec.name!r} as an earlier version cut it, "
+                "and shard 0 does not: it lost its memory; delete the parameter (Client.delete, or "
+                "shardwell delete), then open it again",
+                shard_index=channel.shard_index,
+                parameter=self.spec.name,
+            )
         where = Slice(answer.slice_offset, answer.slice_size)
         bytes_ = CODECS[self.spec.codec_name].item_size * answer.chunk_element_count
         expected = slice_of(

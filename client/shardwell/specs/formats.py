@@ -66,7 +66,7 @@ CONTRIBUTIONS = Format(1, 1, "move it away, or give the log another name")
 
 WIRE = 4
 """The wire contract, protos/shardwell/v1. 1 and 2: 0.1.0 and 0.2.0, whose messages have no
-number. 4: slices and chunks are whole blocks."""
+number. 4: slices and chunks are whole blocks, which have exponents in fp16; `squares` of norms."""
 
 
 def software_version() -> str:

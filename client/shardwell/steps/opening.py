@@ -132,12 +132,14 @@ class Opening(Generic[SpecT, AnswerT]):
         method, request_type, response_type = self.calls.join
         takes_seat = tenure > 0
 
-        def join(channel: ShardChannel, *, incarnation: int, must_exist: bool) -> AnswerT:
+        def join(
+            channel: ShardChannel, spec: Any, *, incarnation: int, must_exist: bool
+        ) -> AnswerT:
             channel.has_seats |= takes_seat
             request = request_type(
                 shard=channel.identity,
                 worker_id=self._worker_id,
-                spec=self.spec.to_proto(),
+                spec=spec.to_proto(),
                 take_seat=takes_seat,
                 incarnation=incarnation,
                 must_exist=must_exist,
@@ -151,10 +153,17 @@ class Opening(Generic[SpecT, AnswerT]):
             )
 
         is_known = incarnation > 0 and not takes_seat
-        first = join(self._channels[0], incarnation=incarnation, must_exist=is_known)
+        asked = self._first_spec()
+        first = join(self._channels[0], asked, incarnation=incarnation, must_exist=is_known)
         self._learn(first)
-        others = partial(join, incarnation=first.incarnation, must_exist=first.begun)
+        others = partial(
+            join, spec=self.spec, incarnation=first.incarnation, must_exist=first.begun
+        )
         return [first, *ask_all(self._channels[1:], others)]
+
+    def _first_spec(self) -> SpecT:
+        """The spec without what shard 0 alone knows of it."""
+        return self.spec
 
     def _learn(self, first: AnswerT) -> None:
         """Takes over what shard 0 alone knows of the spec, before the others are asked."""

@@ -113,6 +113,7 @@ static const struct sizes SIZES[OWN_CODE_COUNT] = {
   [COPY_32] = {4, 4, 0}, [COPY_16] = {2, 2, 0}, [CHECK_32] = {0, 4, 0}, [CHECK_16] = {0, 2, 0},
   [COPY_32_AWAY] = {4, 4, 0}, [COPY_16_AWAY] = {2, 2, 0},
   [LOOK_FP16] = {0, 2, 0}, [COPY_FP16] = {2, 2, 0}, [CHECK_FP16] = {0, 2, 0},
+  [COPY_FP16_AWAY] = {2, 2, 0},
 };
 
 enum { OPERATION_COUNT = 32, OWN_COUNT = 3 };
@@ -135,10 +136,12 @@ static int is_fit(const struct arrays *arrays, uint8_t place, uint8_t size, uint
 
 static int has_exponents(uint8_t code) {
   return code == READ_FP16 || code == READ_FP16_AWAY || code == WRITE_FP16 || code == LOOK_FP16 ||
-         code == COPY_FP16 || code == CHECK_FP16;
+         code == COPY_FP16 || code == COPY_FP16_AWAY || code == CHECK_FP16;
 }
 
-static int writes_exponents(uint8_t code) { return code == WRITE_FP16 || code == COPY_FP16; }
+static int writes_exponents(uint8_t code) {
+  return code == WRITE_FP16 || code == COPY_FP16 || code == COPY_FP16_AWAY;
+}
 
 /* Exponents of the payloads of one run, by place. */
 struct tails {
@@ -173,9 +176,9 @@ static int find_tail(struct tails *tails, const struct arrays *arrays, uint8_t p
   return tails->first[place] != NULL && tails->block[place] == block && stop <= tails->elements[place];
 }
 
-/* 0: the payloads of an operation do not fit it. */
+/* 0: the payloads of an operation do not fit it. `written` are the places that the run writes to. */
 static int find_tails(struct tails *tails, const struct operation *each, const struct arrays *arrays,
-                      uint64_t start, uint64_t stop) {
+                      int written, uint64_t start, uint64_t stop) {
   if (!has_exponents(each->code)) return 1;
   if (!(each->divisor >= 1 && each->divisor <= (double)UINT32_MAX)) return 0;
   const uint64_t block = (uint64_t)each->divisor;
@@ -186,7 +189,7 @@ static int find_tails(struct tails *tails, const struct operation *each, const s
   if (each->code != WRITE_FP16 && !find_tail(tails, arrays, each->from, block, stop)) return 0;
   if (each->code == COPY_FP16 && arrays->address[each->to] == NULL) {
     const uint64_t elements = tails->elements[each->from], count = (elements + block - 1) / block;
-    if (count > OWN_TAIL || tails->is_own_taken) return 0;
+    if (count > OWN_TAIL || tails->is_own_taken || (written >> each->from & 1) != 0) return 0;
     tails->is_own_taken = 1;
     memcpy(tails->own, tails->first[each->from], count);
     return set_tail(tails, each->to, tails->own, elements, block);
@@ -283,6 +286,7 @@ static uint8_t away_of(uint8_t code) {
     FORMATS(AWAY_OF)
     case COPY_32: return COPY_32_AWAY;
     case COPY_16: return COPY_16_AWAY;
+    case COPY_FP16: return COPY_FP16_AWAY;
     default: return 0;
   }
 }
@@ -324,6 +328,9 @@ static void fence(void) {
 #endif
 }
 
+_Static_assert(ARRAY_COUNT <= sizeof((struct objects *)0)->buffers / sizeof(python_buffer),
+               "each array of a run takes a buffer");
+
 static float NOTHING; /* where an array without elements may lie */
 
 /* The memory of the arrays that are used: of float32 or bytes. 0, or why there is none. */
@@ -362,7 +369,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   struct places places = {&arrays, {NULL}};
   uint8_t bytes[ARRAY_COUNT] = {0}; /* of an element, by place */
   int own_count = 0, checks = 0;
-  uint64_t unit = 1; /* elements that are written at once */
+  uint64_t unit = 1, whole = 1; /* elements that are written at once; that had better be read so */
   int8_t own_tail[OWN_TAIL];
   struct tails tails = {{NULL}, {0}, {0}, own_tail, 0};
   run_block *run = VARIANTS[chosen()];
@@ -375,13 +382,14 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
     const struct operation *each = &operations[i];
     const struct sizes *sizes = &SIZES[each->code];
     checks |= each->code == CHECK_32 || each->code == CHECK_16 || each->code == CHECK_FP16;
-    if (!find_tails(&tails, each, &arrays, start, stop) || !is_fit(&arrays, each->to, sizes->to, stop) ||
+    if (!find_tails(&tails, each, &arrays, uses.written, start, stop) || !is_fit(&arrays, each->to, sizes->to, stop) ||
         !is_fit(&arrays, each->from, sizes->from, stop) || !is_fit(&arrays, each->by, sizes->by, stop) ||
         !takes_block(&arrays, owners, &own_count, each->to, sizes->to) ||
         !takes_block(&arrays, owners, &own_count, each->from, sizes->from) ||
         !takes_block(&arrays, owners, &own_count, each->by, sizes->by))
       return ended(&objects, MISFIT);
     if (each->code == WRITE_FP16) unit = (uint64_t)each->divisor;
+    if (has_exponents(each->code)) whole = (uint64_t)each->divisor;
     if (sizes->to != 0) bytes[each->to] = sizes->to;
     if (sizes->from != 0) bytes[each->from] = sizes->from;
     if (sizes->by != 0) bytes[each->by] = sizes->by;
@@ -390,6 +398,7 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   size_t block = checks ? checked_block(bytes, own_count) : BLOCK;
   if (block < unit && own_count > 0) return ended(&objects, MISFIT);
   block = block < unit ? (size_t)unit : (size_t)(block / unit * unit);
+  if (unit == 1 && whole <= block) block = (size_t)(block / whole * whole);
   for (int i = 0; i < own_count; i++) places.own[owners[i]] = own + i * block;
   const int is_away = write_away(operations, operation_count, &arrays, stop - start);
   void *state = begun((stop - start) * sizeof(float), 0);
@@ -414,8 +423,8 @@ PUBLIC int64_t shardwell_run(const void *packed, uint64_t operation_count, void 
   }
   for (uint64_t i = 0; i < operation_count; i++) { /* exponents come behind all values */
     const struct operation *each = &operations[i];
-    const uint64_t size = (uint64_t)each->divisor;
     if (each->code != CHECK_FP16 || stop != tails.elements[each->from]) continue;
+    const uint64_t size = (uint64_t)each->divisor;
     inside = chosen_crc()(inside, (const void *)tails.first[each->from], (stop + size - 1) / size);
   }
   if (is_away) fence();

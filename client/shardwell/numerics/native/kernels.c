@@ -253,15 +253,28 @@ static uint32_t write_fp16(uint16_t *to, const float *from, int8_t *exponents, s
   return largest;
 }
 
-#define READ_FP16_BY(NAME, READ_HALVES)                                                       \
-  static void NAME(float *to, const uint16_t *from, const int8_t *exponents, size_t block,    \
-                   size_t count) {                                                            \
-    for (size_t start = 0; start < count; start += block)                                     \
-      READ_HALVES(to + start, from + start, power_of_two(*exponents++),                       \
-                  count - start < block ? count - start : block);                             \
+static void read_fp16(float *to, const uint16_t *from, const int8_t *exponents, size_t block,
+                      size_t count) {
+  for (size_t start = 0; start < count; start += block)
+    read_halves(to + start, from + start, power_of_two(*exponents++),
+                count - start < block ? count - start : block);
+}
+
+static void read_fp16_away(float *to, const uint16_t *from, const int8_t *exponents, size_t block,
+                           size_t count) {
+  size_t start = 0;
+#if defined(HAS_AWAY)
+  const int has_lines = (uintptr_t)to % 64 == 0 && block % PART == 0;
+  for (; has_lines && start + block <= count; start += block) {
+    const float factor = power_of_two(*exponents++);
+    for (size_t i = start; i < start + block; i += PART)
+      store_away(to + i, times(halves_of(from + i), factor));
   }
-READ_FP16_BY(read_fp16, read_halves)
-READ_FP16_BY(read_fp16_away, read_halves_away)
+#endif
+  for (; start < count; start += block)
+    read_halves_away(to + start, from + start, power_of_two(*exponents++),
+                     count - start < block ? count - start : block);
+}
 
 static uint32_t look_fp16(const uint16_t *from, const int8_t *exponents, size_t block, size_t count) {
   uint32_t largest = 0;
@@ -322,7 +335,7 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
                  size_t count) {
   const float factor = operation->factor;
   const struct exponents *exponents = by; /* of fp16 */
-  const size_t block = (size_t)operation->divisor;
+  const size_t block = exponents == NULL ? 0 : (size_t)operation->divisor;
   switch (operation->code) {
     case READ_FP32: read_fp32(to, from, factor, count); return 0;
     case READ_BF16: read_bf16(to, from, factor, count); return 0;
@@ -337,8 +350,9 @@ uint32_t VARIANT(const struct operation *operation, void *to, const void *from, 
     case READ_BF16_AWAY: read_bf16_away(to, from, factor, count); return 0;
     case READ_FP16_AWAY: read_fp16_away(to, from, exponents->from, block, count); return 0;
     case LOOK_FP16: return look_fp16(from, exponents->from, block, count);
-    case COPY_FP16:
-      memmove(to, from, count * sizeof(uint16_t));
+    case COPY_FP16: case COPY_FP16_AWAY:
+      if (operation->code == COPY_FP16) memmove(to, from, count * sizeof(uint16_t));
+      else copy_16_away(to, from, count);
       memmove(exponents->to, exponents->from, (count + block - 1) / block);
       return 0;
     case LOOK_32: return look_32(from, count);

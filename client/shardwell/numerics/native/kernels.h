@@ -26,7 +26,7 @@ enum code {
   /* What dispatch.c makes of some of them: the same, past the caches. */
   LAST_CODE = CODE_COUNT - 1,
   FORMATS(AWAY_CODE)
-  COPY_32_AWAY, COPY_16_AWAY,
+  COPY_32_AWAY, COPY_16_AWAY, COPY_FP16_AWAY,
   OWN_CODE_COUNT
 };
 

@@ -43,7 +43,7 @@ extern struct python shardwell_python; /* The same whichever thread sets it. */
 
 /* The memory of a call's objects. */
 struct objects {
-  python_buffer buffers[8];
+  python_buffer buffers[9];
   int count;
 };
 

@@ -93,8 +93,6 @@ class ChunkState:
 
 
 _FLOATS = CODECS["fp32"]
-_FACTOR_MIN, _FACTOR_LIMIT = 2.0**-90, 2.0**127
-"""Factors that float32 holds exactly, also after they were scaled down for a heavier gradient."""
 
 
 def add_to_sum(
@@ -106,47 +104,26 @@ def add_to_sum(
     *,
     shift: int,
     may_stay_encoded: bool,
-    is_closed_alike: bool = False,
 ) -> Total:
     """Adds sample_count * gradient * 2^-shift to a sum.
 
     The first contribution is stored unweighted: its weight becomes the factor, which the next
-    addition applies at no cost. As it was written, if it may: that takes
-    half the memory traffic, and the sum is not needed before the next one comes.
+    addition applies at no cost. As it was written, if it may: that takes half the memory traffic,
+    and the sum is not needed before the next one comes.
 
-    Args:
-        contribution: The contribution to add.
-        codec: How it is written.
-        memory: The chunk's, for its sum.
-        total: The sum in `memory` so far.
-        change: Gives the blocks, one by one.
-        shift: See `weighted_mean.shift_for`.
-        may_stay_encoded: Whether all who read the sum know `Total.is_encoded`.
-        is_closed_alike: Whether a sum of one is to be that one, also where its weight would take it
-            below float32: see close_step.
-
-    Returns:
-        The sum in `memory` now.
+    `total` is the sum in `memory` so far; returns what it is now. Of `shift` see
+    `weighted_mean.shift_for`. With `may_stay_encoded` all who read the sum know that it may be.
     """
     factor = contribution.factor(shift)
     if factor == 0.0:
         return total
-    kept_factor = 1.0
-    is_plain = total.factor == 0.0 and _FACTOR_MIN <= factor < _FACTOR_LIMIT
-    stays_encoded = is_plain and may_stay_encoded and codec.item_size < memory.itemsize
-    if stays_encoded:
+    is_first = total.factor == 0.0
+    if is_first and may_stay_encoded and codec.item_size < memory.itemsize:
         for _ in change.blocks(memory.size):
             codec.keep(contribution.payload, memory)
         return Total(factor, is_encoded=True)
-    if is_plain:
+    if is_first:
         operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
-    elif total.factor == 0.0:
-        weight = math.ldexp(contribution.sample_count, -shift)
-        operations = codec.reads(_TOTAL, _PAYLOAD, 1.0)
-        if is_closed_alike:
-            kept_factor = weight
-        else:
-            operations += scale(_TOTAL, weight)
     else:
         into = TEMPORARY if total.is_encoded else _TOTAL
         operations = codec.reads_kept(into, _FIRST, _EXPONENTS) if total.is_encoded else ()
@@ -158,7 +135,7 @@ def add_to_sum(
     arrays = (*(None,) * _PAYLOAD, contribution.payload, memory, *first)
     for start, stop in change.blocks(memory.size):
         run(operations, arrays, start, stop)
-    return Total(factor if is_plain else kept_factor)
+    return Total(factor if is_first else 1.0)
 
 
 def state_overflow(
@@ -174,16 +151,7 @@ def state_overflow(
 
     On copies; nothing changes.
 
-    Args:
-        contribution: The gradient.
-        codec: How it is written.
-        chunk: Weights and state.
-        rules: The optimizer.
-        update_count: 1 at the first update.
-        learning_rate: The rate of that update.
-
-    Returns:
-        Which array, and the element; None: there is none.
+    Returns which array, and the element; None: there is none.
     """
     given = np.empty(chunk.weights.size, np.float32)
     codec.decode(contribution.payload, given)
@@ -343,14 +311,8 @@ def close_full_step(
 ) -> None:
     """Updates the weights with a full step's mean, scaled down. See close_step, also of no samples.
 
-    Args:
-        chunk: Weights and state, updated; the sum is read and then of no meaning.
-        codec: How contributions are written.
-        rules: The optimizer.
-        change: Gives the blocks, one by one.
-        record: Record of the chunk: its contributions.
-        clip_factor: What the mean is multiplied with.
-        learning_rate: Rate of this update.
+    Of the chunk's weights and state; its sum is read, and then of no meaning. The mean is multiplied
+    with `clip_factor`.
     """
     if record.sample_total == 0 and rules.learning_rate is not None:
         return

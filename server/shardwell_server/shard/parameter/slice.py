@@ -648,7 +648,6 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                     change,
                     shift=shift,
                     may_stay_encoded=self._may_stay_encoded,
-                    is_closed_alike=self.has_open_sets,
                 )
                 following = following._replace(
                     total_factor=total.factor, shift=shift, is_encoded=total.is_encoded

@@ -1,6 +1,7 @@
 """Each chunk's weights as they were encoded in the version before, for a worker that was restarted.
 
-A place a chunk, of `Layout.kept_size_bytes` and a head, each rounded up to a page:
+A place a chunk, of `Layout.kept_size_bytes` and a head, each rounded up to a page (where 0.2.0 cut
+the parameter, with room for the exponents that fp16 has since):
 
     word 0   version of the weights
     word 1   length of the encoding
@@ -13,24 +14,56 @@ again. A reader checks the CRC.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from shardwell_server.store.contract import Layout
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+from shardwell_server.store.files.mapped import (
+    PAGE_SIZE_BYTES,
+    MappedFile,
+    reserve,
+    storage_error,
+)
 
 _HEAD_BYTES = 16
+_VALUE_BYTES_PER_EXPONENT, _EXPONENTS_OF_SMALL_BYTES = 512, 64
 
 
 def _place_bytes(layout: Layout) -> int:
     size = _HEAD_BYTES + layout.kept_size_bytes
+    if _is_of_before(layout):
+        size += layout.kept_size_bytes // _VALUE_BYTES_PER_EXPONENT + _EXPONENTS_OF_SMALL_BYTES
     return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
 
 def file_size(layout: Layout) -> int:
     """Bytes of the file; 0 where nothing is kept."""
     return layout.chunk_count * _place_bytes(layout) if layout.kept_size_bytes else 0
+
+
+def _is_of_before(layout: Layout) -> bool:
+    return bool(layout.description.get("spec", {}).get("cutsBlocks"))
+
+
+def make_room(path: Path, layout: Layout) -> None:
+    """Makes the file of 0.2.0 anew, whose places are too small and hold what no worker reads.
+
+    StorageError: the disk is full, or fails.
+    """
+    size = file_size(layout)
+    if not _is_of_before(layout) or not path.exists() or path.stat().st_size >= size:
+        return
+    try:
+        file = os.open(path, os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC)
+        try:
+            reserve(file, size)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise storage_error(path, error, "enlarging it") from None
 
 
 class KeptWeights:
@@ -44,10 +77,8 @@ class KeptWeights:
         self._reached = reached
 
     def put(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        assert len(encoded) <= self._size_max_bytes
         start = chunk_index * self._place_bytes
-        if len(encoded) > self._size_max_bytes:  # a place that 0.2.0 made may lack a few bytes
-            self._words[start // 8 + 1] = 0
-            return
         self._words[start // 8] = version
         self._words[start // 8 + 1] = len(encoded)
         self._reached("head of what is kept")

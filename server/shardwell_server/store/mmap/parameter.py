@@ -140,6 +140,7 @@ class MmapParameter(MmapStorage):
         is_torn: bool = False,
     ) -> Self:
         has_image = is_torn and cls._restore_image(directory, reached)
+        kept_weights.make_room(directory / "kept", layout)
         made = cls(directory, layout, salt, MappedFile.open, reached)
         made.is_torn, made.has_image = is_torn, has_image
         made._records.read()

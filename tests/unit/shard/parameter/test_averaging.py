@@ -366,7 +366,6 @@ def closed_both_ways(
                     CHANGE,
                     shift=shift,
                     may_stay_encoded=may_stay_encoded,
-                    is_closed_alike=True,
                 )
         if not is_closed_by_last:
             record = ChunkRecord(
