@@ -160,6 +160,17 @@ def test_an_operation_on_blocks_has_numpys_bits(
                     check(library, (elsewhere._replace(factor=factor),), count, start)
 
 
+def test_a_run_takes_an_array_for_each_place(library: native.Library) -> None:
+    arrays = tuple(np.full(99, place, np.float32) for place in range(9))
+    operations = tuple(Operation(Code.ADD_SCALED, 0, place) for place in range(1, 9))
+    elementwise._run_natively(library, operations, arrays, 0, 99)
+    assert (arrays[0] == sum(range(9))).all()
+    with pytest.raises(ValueError, match="do not fit"):
+        elementwise._run_natively(
+            library, (Operation(Code.COPY, 0, 9),), (*arrays, arrays[8]), 0, 9
+        )
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("count", [1, 47, 2048, 2**20 // 4 + 77])
 def test_runs_on_blocks_have_numpys_bits(

@@ -309,10 +309,9 @@ def close_full_step(
     clip_factor: float = 1.0,
     learning_rate: float,
 ) -> None:
-    """Updates the weights with a full step's mean, scaled down. See close_step, also of no samples.
+    """Updates the weights with a full step's mean, times `clip_factor`; see close_step.
 
-    Of the chunk's weights and state; its sum is read, and then of no meaning. The mean is multiplied
-    with `clip_factor`.
+    The chunk's sum is read, and then of no meaning.
     """
     if record.sample_total == 0 and rules.learning_rate is not None:
         return
