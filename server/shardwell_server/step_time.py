@@ -109,7 +109,8 @@ class Job:
     @property
     def encoded_bytes(self) -> int:
         """Bytes of a gradient as it travels: M above."""
-        return CODECS[self.codec].encoded_bytes(self.element_count)
+        codec = CODECS[self.codec].in_blocks_of(block_size_of(self.element_count))
+        return codec.encoded_bytes(self.element_count)
 
 
 @dataclass(frozen=True, kw_only=True)

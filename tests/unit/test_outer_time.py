@@ -49,7 +49,7 @@ def _outer(**changes: object) -> OuterJob:
         ("int8", 4097, 4105),
         ("int8", 25_000_000, 25_024_416),  # 6,104 scales: 25e6 / 4096 is 6103.5
         ("fp32", 3, 12),
-        ("fp16", 3, 6),
+        ("fp16", 3, 9),
         ("bf16", 3, 6),
     ],
 )
@@ -61,7 +61,7 @@ def test_bytes_of_a_codec(codec, element_count, encoded) -> None:
 def test_bytes_of_an_outer_step_and_of_as_many_synchronous_ones() -> None:
     outer = _outer()
     assert outer.encoded_bytes == 4 * FRAGMENT == 4_198_400
-    assert outer.synchronous_bytes == 100 * 2 * 4 * 2**20 == 838_860_800
+    assert outer.synchronous_bytes == 100 * (2 * 4 * 2**20 + 2**14) == 840_499_200
     assert _outer(codec="fp32").encoded_bytes == 4 * 4 * 2**20
     assert _outer(element_count=10).encoded_bytes == 4 * (3 + 4)  # of 10 elements: 3 a fragment
 
@@ -77,8 +77,8 @@ def test_an_outer_step_on_a_link_that_hides_a_part() -> None:
     assert made.hidden_share == pytest.approx(0.2 / fragment_s)
     assert made.outer_step_s == pytest.approx(100 * 0.1 + 4 * waited_s)
     assert made.inner_step_s == pytest.approx(0.1499607, rel=1e-6)
-    # fp16: 2^23 bytes and a chunk; the forward pass, a third of computing, hides nothing.
-    synchronous_s = 0.1 / 3 + (2**23 + CHUNK) / PAYLOAD_BYTES_PER_S
+    # fp16: 2^23 bytes, 2^14 exponents and a chunk; the forward pass, a third, hides nothing.
+    synchronous_s = 0.1 / 3 + (2**23 + 2**14 + CHUNK) / PAYLOAD_BYTES_PER_S
     assert made.synchronous_step_s == pytest.approx(synchronous_s)
     assert made.gain == pytest.approx(synchronous_s / made.inner_step_s)
     with_headers = FRAGMENT * 1514 / 1448
