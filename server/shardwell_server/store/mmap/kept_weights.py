@@ -34,7 +34,7 @@ _VALUE_BYTES_PER_EXPONENT, _EXPONENTS_OF_SMALL_BYTES = 512, 64
 
 def _place_bytes(layout: Layout) -> int:
     size = _HEAD_BYTES + layout.kept_size_bytes
-    if _is_of_before(layout):
+    if _cuts_blocks(layout):
         size += layout.kept_size_bytes // _VALUE_BYTES_PER_EXPONENT + _EXPONENTS_OF_SMALL_BYTES
     return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
@@ -44,7 +44,7 @@ def file_size(layout: Layout) -> int:
     return layout.chunk_count * _place_bytes(layout) if layout.kept_size_bytes else 0
 
 
-def _is_of_before(layout: Layout) -> bool:
+def _cuts_blocks(layout: Layout) -> bool:
     return bool(layout.description.get("spec", {}).get("cutsBlocks"))
 
 
@@ -54,7 +54,7 @@ def make_room(path: Path, layout: Layout) -> None:
     StorageError: the disk is full, or fails.
     """
     size = file_size(layout)
-    if not _is_of_before(layout) or not path.exists() or path.stat().st_size >= size:
+    if not _cuts_blocks(layout) or not path.exists() or path.stat().st_size >= size:
         return
     try:
         file = os.open(path, os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC)
