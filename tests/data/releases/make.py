@@ -15,6 +15,9 @@ Run it with the code of the release, as its own tests do, and never again for th
 
     expected.json               what that release read before the open step, and after it
 
+`2026-11-27.tar.xz` was made so by a commit between two releases, the first whose directories have
+whole blocks and whose checkpoints are of format 3; its names have been renamed.
+
 Values are small integers, so that what plain SGD makes of them is exact. The program uses nothing
 but the release's package.
 """

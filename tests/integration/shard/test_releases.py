@@ -32,6 +32,11 @@ from shardwell_server.store.files.boot import kernel_boot_id
 
 MAKE = make()
 PACKED = sorted(RELEASES.glob("*.tar.xz"))
+WITHOUT_BLOCKS = [path for path in PACKED if path.name.startswith(("0.1.0.", "0.2.0."))]
+"""Releases that cut parameters anywhere; that of 2026-11-27 is a commit between two releases."""
+without_blocks = pytest.mark.parametrize(
+    "release", WITHOUT_BLOCKS, indirect=True, ids=lambda path: path.name.removesuffix(".tar.xz")
+)
 
 
 @pytest.fixture(params=PACKED, ids=lambda path: path.name.removesuffix(".tar.xz"))
@@ -113,6 +118,7 @@ with shardwell.connect(sys.argv[1], worker_id="w1") as client:
 CUT_ANYWHERE = [shardwell.Slice(0, 750), shardwell.Slice(750, 750)]
 
 
+@without_blocks
 def test_a_parameter_keeps_its_slices_through_kills(release: Path) -> None:
     for path in release.glob("process/shard-*/boot.json"):
         path.write_text(json.dumps({"boot_id": kernel_boot_id(), "state": "running"}))
@@ -148,6 +154,7 @@ def test_a_parameter_keeps_its_slices_through_kills(release: Path) -> None:
         np.testing.assert_array_equal(cluster.stored("sgd"), weights)
 
 
+@without_blocks
 def test_a_checkpoint_of_an_older_directory_is_cut_anew(release: Path, tmp_path: Path) -> None:
     names = ("sgd-renamed", "momentum", "adam")
     expected = expected_of(release)
@@ -221,6 +228,7 @@ def test_sums_of_an_accumulator_are_read(release: Path) -> None:
 
 def test_a_contribution_log_goes_on(release: Path) -> None:
     logs = sorted(release.glob("contributions-process/shard-*.jsonl"))
+    first = [json.loads(path.read_text().partition("\n")[0]).get("format") for path in logs]
     with (
         LocalCluster(2, contribution_dir=release / "contributions-process") as cluster,
         shardwell.connect(cluster.target, worker_id="w0") as client,
@@ -230,6 +238,6 @@ def test_a_contribution_log_goes_on(release: Path) -> None:
         )
         net.init(np.zeros(4))
         net.exchange(np.ones(4))
-    for path in logs:
+    for path, format_before in zip(logs, first, strict=True):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [line.get("format") for line in (lines[0], lines[-1])] == [None, 1]
+        assert [line.get("format") for line in (lines[0], lines[-1])] == [format_before, 1]
