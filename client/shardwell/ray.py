@@ -7,7 +7,7 @@ In the workers: `shardwell.connect(config["cluster"].target, worker_id=...)`. Sh
 service's matter, so this is the one module of the SDK that imports it; nothing imports this one.
 """
 
-from shardwell.process.installing import install_command
+from shardwell.process.environment import install_command
 
 try:
     import ray as _ray  # noqa: F401

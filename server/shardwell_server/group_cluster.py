@@ -20,7 +20,7 @@ import numpy as np
 from shardwell.errors import ShardUnavailableError
 from shardwell.group.group import Group
 from shardwell.group.join import listening_address
-from shardwell.process.owner import OwnerProcess
+from shardwell.process.connected import OwnerProcess
 from shardwell.specs.names import ADDRESS_LENGTH_MAX, format_ranks
 from shardwell_server import signals
 from shardwell_server.config import ShardConfig

@@ -25,10 +25,9 @@ from pathlib import Path
 from shardwell.connection.tls import Tls
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
-from shardwell.process.connected import Closing
+from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.html_table import Link, html_table
 from shardwell.process.local_paths import local_path
-from shardwell.process.owner import OwnerProcess
 from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
 from shardwell_server.server import ShardServer

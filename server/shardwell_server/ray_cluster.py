@@ -50,9 +50,8 @@ from shardwell.errors import (
 )
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
-from shardwell.process.connected import Closing
+from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.local_paths import local_path
-from shardwell.process.owner import OwnerProcess
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import SHARD_COUNT_MAX
 from shardwell_server.config import Durability, Limits, ShardConfig

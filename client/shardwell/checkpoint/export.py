@@ -24,7 +24,7 @@ from shardwell.checkpoint.tensor_files import RowsReader, file_error, layout_of
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.process.installing import install_command
+from shardwell.process.environment import install_command
 
 _BLOCK_ROW_COUNT = 2**16
 _NO_ROWS: Float32 = np.empty((0, 0), np.float32)

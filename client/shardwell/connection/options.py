@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from shardwell.errors import ForkedError
-from shardwell.process.owner import OwnerProcess
+from shardwell.process.connected import OwnerProcess
 from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 

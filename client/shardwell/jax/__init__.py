@@ -11,7 +11,7 @@ for batch in batches:
     weights = train_step(weights, batch)
 """
 
-from shardwell.process.installing import install_command
+from shardwell.process.environment import install_command
 
 try:
     import jax as _jax  # noqa: F401

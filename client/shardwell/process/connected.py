@@ -1,12 +1,37 @@
-"""A holder of connections and threads of its process: it is closed, never copied or pickled."""
+"""Holders of connections and threads of one process, which are closed and never copied.
+
+A fork copies the objects, and not the threads that serve them, nor what locks they held.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn, Self
 
 from typing_extensions import override
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, ForkedError
+
+
+class OwnerProcess:
+    """The process that this was made in; `what` belongs to it, in messages."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.process_id = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """True in that process."""
+        return os.getpid() == self.process_id
+
+    def check(self) -> None:
+        """Raises ForkedError in a process that was forked from the one that made it."""
+        if os.getpid() != self.process_id:
+            raise ForkedError(
+                f"this {self._what} was made in process {self.process_id} and can't be used in "
+                f"process {os.getpid()}, which was forked from it; make one in this process"
+            )
 
 
 class Connected:

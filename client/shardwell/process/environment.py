@@ -1,4 +1,4 @@
-"""The surroundings of this process: variables, and the machine's name."""
+"""The surroundings of this process: variables, its machine, its identity there, its Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import difflib
 import logging
 import os
 import re
+import shlex
 import socket
+import sys
 from functools import cache
 
 _LOG = logging.getLogger("shardwell")
@@ -32,6 +34,10 @@ _OF_OTHERS = re.compile(r"(TEST|SOAK|WHEEL)_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT.
 """Those of this project's tests, and those that Kubernetes sets for a service called shardwell."""
 _NEAR = 0.65
 """Similarity of a slip of the pen; a name that resembles none is the user's own."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_PROCESS_NAMESPACE = "/proc/self/ns/pid"
+_STARTED_FIELD = 19
+"""Of /proc/PID/stat behind the name: when the process started, in ticks since the machine did."""
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -68,3 +74,44 @@ def host_name() -> str:
 def host_id() -> str:
     """The machine's name as a part of an id: what no id has is replaced by a hyphen."""
     return _NOT_IN_IDS.sub("-", host_name()).strip("._-") or "host"
+
+
+def install_command(*arguments: str) -> str:
+    """A shell's line with pip of this Python; no extra of Shardwell's, for which pip would look."""
+    return shlex.join([sys.executable or "python3", "-m", "pip", "install", *arguments])
+
+
+def own_identity() -> str:
+    """Words by which a process of this machine can look this one up; "" where there are none."""
+    try:
+        return f"{_surroundings()} {os.getpid()} {_state_of(os.getpid())[1]}"
+    except (OSError, ValueError):
+        return ""
+
+
+def has_ended(identity: str) -> bool:
+    """True if the process of an `own_identity` is known to have ended."""
+    try:
+        surroundings, pid, started = identity.rsplit(" ", 2)
+        if surroundings != _surroundings():
+            return False
+        if int(pid) <= 0:  # which would be a group
+            return False
+        os.kill(int(pid), 0)
+        state, found = _state_of(int(pid))
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):  # not for this user to know
+        return False
+    return state in ("Z", "X") or found != started
+
+
+def _surroundings() -> str:
+    with open(_BOOT_ID, encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink(_PROCESS_NAMESPACE)}"
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return fields[0], fields[_STARTED_FIELD]

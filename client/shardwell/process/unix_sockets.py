@@ -1,17 +1,22 @@
-"""Sockets between processes of one machine, which only processes of one user may use."""
+"""Sockets between processes of one machine and one user, and the descriptors that are left."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import stat
 import struct
+
+from shardwell.errors import LimitError
 
 _BACKLOG = 64
 _MODE = 0o600
 """Mode of a socket in a directory; the peers' user is checked besides."""
 _CREDENTIALS = struct.Struct("3i")
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE)
 
 
 def socket_path(address: str) -> str:
@@ -91,3 +96,25 @@ def _forget(address: str, kind: socket.SocketKind) -> None:
             connection.connect(address)
         except ConnectionRefusedError:
             os.unlink(address)
+
+
+def check_descriptors(count: int, what: str) -> None:
+    """Raises LimitError if `count` files, which `what` needs, could not be opened now.
+
+    Without this check gRPC blames the server, or aborts.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.dup(opened[0]) if opened else os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno not in _OWN_LIMITS:
+            return
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise LimitError(
+            f"{what} needs {count} descriptors, and this process has {len(opened)} left of the "
+            f"{most} that it may have open; close files, or raise the limit (ulimit -n)"
+        ) from None
+    finally:
+        for file in opened:
+            os.close(file)

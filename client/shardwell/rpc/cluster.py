@@ -24,8 +24,8 @@ from shardwell.errors import (
     ShardwellError,
     WrongShardError,
 )
-from shardwell.process.descriptors import check_descriptors
 from shardwell.process.spans import Spans
+from shardwell.process.unix_sockets import check_descriptors
 from shardwell.rpc.heartbeat import Heartbeats
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import new_session

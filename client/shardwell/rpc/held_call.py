@@ -24,7 +24,7 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.process.owner import OwnerProcess
+from shardwell.process.connected import OwnerProcess
 
 _LIFE_S_MIN = 1.0
 """A call that ended sooner is made again after so long, so that no shard is asked in a loop."""

@@ -10,8 +10,7 @@ import os
 import secrets
 from typing import NamedTuple
 
-from shardwell.process.environment import host_id, host_name
-from shardwell.process.identity import own_identity
+from shardwell.process.environment import host_id, host_name, own_identity
 
 HOST_LENGTH_MAX = 255
 PROCESS_LENGTH_MAX = 255

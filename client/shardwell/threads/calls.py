@@ -40,8 +40,8 @@ from shardwell.errors import (
     LimitError,
     ShardwellError,
 )
+from shardwell.process.connected import OwnerProcess
 from shardwell.process.ending import closed_text, named
-from shardwell.process.owner import OwnerProcess
 
 _LOG = logging.getLogger("shardwell")
 _LONG_PART = 0.1

@@ -13,7 +13,7 @@ Once it is imported, `torch.distributed.init_process_group("shardwell")` finds i
 import importlib
 import typing
 
-from shardwell.process.installing import install_command
+from shardwell.process.environment import install_command
 
 try:
     import torch.distributed as _distributed

@@ -20,14 +20,13 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import ShardwellError
-from shardwell.process.descriptors import check_descriptors
 from shardwell.process.shared_memory import (
     IS_SUPPORTED,
     SharedMemory,
     SharedMemoryError,
     received_memory,
 )
-from shardwell.process.unix_sockets import check_same_user, listening
+from shardwell.process.unix_sockets import check_descriptors, check_same_user, listening
 from shardwell.transport.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BYTES
 from shardwell.v1 import arena_pb2
 

@@ -28,8 +28,7 @@ from shardwell.errors import (
     LimitError,
     ShardwellError,
 )
-from shardwell.process.descriptors import check_descriptors
-from shardwell.process.unix_sockets import connected
+from shardwell.process.unix_sockets import check_descriptors, connected
 from shardwell.transport.arena import Arenas
 from shardwell.transport.neighbour import Neighbour
 from shardwell.transport.unix_call import UnixCall, UnixCalls

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 
 from shardwell.connection.error_codes import ERROR_DETAIL_KEY
 from shardwell.errors import CorruptChunkError
-from shardwell.process.owner import OwnerProcess
+from shardwell.process.connected import OwnerProcess
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.checksum import WIRE_VERSION
 from shardwell.wire.frames import FrameKind, FrameReader, head

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardwell.errors import CorruptChunkError
-from shardwell.process.owner import OwnerProcess
+from shardwell.process.connected import OwnerProcess
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.neighbour import PAUSE_S
 from shardwell.transport.unix_call import CallEndedError, ending_of, write_all

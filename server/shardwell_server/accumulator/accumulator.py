@@ -16,9 +16,8 @@ import numpy as np
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, StorageError
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
-from shardwell.process.connected import Closing
+from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.local_paths import local_path
-from shardwell.process.owner import OwnerProcess
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.table import DIM_MAX
 from shardwell_server.accumulator.arguments import (

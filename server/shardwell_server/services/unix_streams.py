@@ -23,8 +23,7 @@ from google.protobuf.message import DecodeError
 from shardwell.connection.credentials import AUTHORIZATION_KEY
 from shardwell.connection.error_codes import ERROR_DETAIL_KEY, to_status
 from shardwell.errors import CorruptChunkError, LimitError, VersionMismatchError, WrongShardError
-from shardwell.process.descriptors import check_descriptors
-from shardwell.process.unix_sockets import check_same_user, listening
+from shardwell.process.unix_sockets import check_descriptors, check_same_user, listening
 from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
 from shardwell.wire.checksum import check_version
 from shardwell.wire.frames import FrameKind, FrameReader, head

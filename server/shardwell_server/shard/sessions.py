@@ -23,7 +23,7 @@ from shardwell.errors import (
     SessionUnknownError,
     ShardUnavailableError,
 )
-from shardwell.process.identity import has_ended
+from shardwell.process.environment import has_ended
 from shardwell.rpc.session import Session
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.members import Attendance

@@ -269,7 +269,7 @@ def test_strangers_that_say_nothing_hold_no_place_for_long(member, monkeypatch) 
 
 
 def test_a_child_that_was_forked_ends_nothing(place) -> None:
-    """What it inherits is its parent's: see process/owner.py."""
+    """What it inherits is its parent's: see process/connected.py."""
     left, right = socket.socketpair()
     with left:
         link = Link(right)

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from harness.polling import eventually
-from shardwell.process.identity import has_ended, own_identity
+from shardwell.process.environment import has_ended, own_identity
 
-TELL = "from shardwell.process.identity import own_identity; print(own_identity(), flush=True)"
+TELL = "from shardwell.process.environment import own_identity; print(own_identity(), flush=True)"
 
 
 def test_one_that_is_killed() -> None:

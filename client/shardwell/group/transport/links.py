@@ -26,9 +26,8 @@ from concurrent.futures import Executor
 
 from shardwell.connection.error_codes import ERROR_DETAIL_KEY, Status
 from shardwell.errors import CorruptChunkError, LimitError
-from shardwell.process.descriptors import check_descriptors
-from shardwell.process.owner import OwnerProcess
-from shardwell.process.unix_sockets import check_same_user, listening
+from shardwell.process.connected import OwnerProcess
+from shardwell.process.unix_sockets import check_descriptors, check_same_user, listening
 from shardwell.transport.unix_call import write_frame
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head

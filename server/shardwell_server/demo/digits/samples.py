@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
-from shardwell.process.installing import install_command
+from shardwell.process.environment import install_command
 from shardwell_server.demo.errors import DemoError
 
 IMAGE_SIZE = 64
