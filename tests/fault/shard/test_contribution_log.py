@@ -14,7 +14,7 @@ from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
 from harness.programs.elastic_worker import NAME, ElasticWorker, opened
 
-SIZE, MANY = 1000, 100_000
+SIZE = 1000
 KILL_COUNT = 6
 
 
@@ -36,7 +36,7 @@ def test_a_replay_of_the_sets_gives_the_weights(cluster, connect, tmp_path, seed
 
         def started(number: int) -> ElasticWorker:
             return stack.enter_context(
-                ElasticWorker(running.target, f"w{number}", SIZE, MANY, **options)
+                ElasticWorker(running.target, f"w{number}", size=SIZE, **options)
             )
 
         workers = [started(number) for number in range(3)]
@@ -72,7 +72,7 @@ def test_a_replay_of_the_sets_gives_the_weights(cluster, connect, tmp_path, seed
 def test_what_a_kill_kept_from_the_log_is_restored(cluster, connect, tmp_path) -> None:
     """As after a kill between a step and its line: the log begins with the last step of each."""
     first = cluster(2, data_dir=tmp_path / "data", chunk_size_bytes=256)
-    model = opened(connect(first, "w0"), SIZE, {})
+    model = opened(connect(first, "w0"), size=SIZE)
     for _ in range(3):
         model.exchange(np.ones(SIZE, np.float32))
     incarnation = f"{model._opening.incarnation:x}"
@@ -80,7 +80,7 @@ def test_what_a_kill_kept_from_the_log_is_restored(cluster, connect, tmp_path) -
     running = cluster(
         2, data_dir=tmp_path / "data", contribution_dir=tmp_path / "log", chunk_size_bytes=256
     )
-    opened(connect(running, "w1"), SIZE, {}).exchange(np.ones(SIZE, np.float32))
+    opened(connect(running, "w1"), size=SIZE).exchange(np.ones(SIZE, np.float32))
     found = list(sets_of(tmp_path / "log").values())
     assert {line["incarnation"] for line in found} == {incarnation}
     by_step = {step: [x for x in found if x["step"] == step] for step in (2, 3)}
@@ -96,7 +96,7 @@ def test_what_a_kill_kept_from_the_log_is_restored(cluster, connect, tmp_path) -
 def test_a_full_disk_stops_no_step(cluster, connect, tmp_path) -> None:
     (tmp_path / "shard-0.jsonl").symlink_to("/dev/full")
     client = connect(cluster(1, contribution_dir=tmp_path), "w0")
-    model = opened(client, SIZE, {})
+    model = opened(client, size=SIZE)
     assert not client.status()[0].troubles
     weights = model.exchange(np.ones(SIZE, np.float32))
     np.testing.assert_array_equal(weights, -1)

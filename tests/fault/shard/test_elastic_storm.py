@@ -16,14 +16,12 @@ import pytest
 import shardwell
 from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
-from harness.programs.elastic_table_worker import IDS, ElasticTableWorker
-from harness.programs.elastic_worker import NAME, ElasticWorker
+from harness.programs.elastic_worker import IDS, NAME, ElasticWorker
 
-SIZE, MANY, CREW = 1000, 1_000_000, 4
+SIZE, CREW = 1000, 4
 SHORT_S = 12.0
 SOAK_MINUTES = float(os.environ.get("SHARDWELL_SOAK_MINUTES") or 10)
 OPTIONS = {
-    "is_inexact": True,
     "min_count": 2,
     "max_count": 6,
     "member_return_s": 0.2,
@@ -40,18 +38,15 @@ class Storm:
         self._options = options
         self._chance = random.Random(seed)
         self._count = 0
-        self.workers: list[ElasticWorker | ElasticTableWorker] = []
+        self.workers: list[ElasticWorker] = []
         self.blows: dict[str, int] = {}
 
     def start(self, worker_id: str = "") -> None:
         """Starts a worker, under a new name or an old one."""
         self._count += 1
-        worker = self.worker(self._running.target, worker_id or f"w{self._count}")
+        name = worker_id or f"w{self._count}"
+        worker = ElasticWorker(self._running.target, name, **self._options)
         self.workers.append(self._stack.enter_context(worker))
-
-    def worker(self, target: str, worker_id: str) -> ElasticWorker | ElasticTableWorker:
-        """A worker of the crew, which begins."""
-        return ElasticWorker(target, worker_id, SIZE, MANY, **self._options)
 
     def blow(self) -> None:
         """Draws what happens now, and has it happen."""
@@ -75,14 +70,7 @@ class Storm:
         time.sleep(self._chance.uniform(0.0, 0.3))
 
 
-class TableStorm(Storm):
-    """The same of a crew that trains a table."""
-
-    def worker(self, target: str, worker_id: str) -> ElasticTableWorker:
-        return ElasticTableWorker(target, worker_id, MANY, **self._options)
-
-
-def steps_of(worker: ElasticWorker | ElasticTableWorker) -> int:
+def steps_of(worker: ElasticWorker) -> int:
     """How many of its gradients have had an outcome so far."""
     while not worker._unread.empty():
         worker.read_line()
@@ -111,7 +99,8 @@ def endure(cluster, connect, tmp_path, seed: int, seconds: float, **options: obj
         chunk_size_bytes=256,
     )
     with ExitStack() as stack:
-        storm = Storm(running, stack, seed, {**OPTIONS, **options})
+        inexact = {"size": SIZE, "is_inexact": True, **OPTIONS}
+        storm = Storm(running, stack, seed, {**inexact, **options})
         for _ in range(CREW):
             storm.start()
         weather(storm, seconds)
@@ -135,9 +124,8 @@ def test_a_short_one(cluster, connect, tmp_path, seed) -> None:
 def test_a_short_one_of_a_table(cluster, tmp_path, seed) -> None:
     """Each worker gives all rows one gradient, in one message a shard: they stay alike there."""
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
-    options = {key: value for key, value in OPTIONS.items() if key != "is_inexact"}
     with ExitStack() as stack:
-        storm = TableStorm(running, stack, seed, options)
+        storm = Storm(running, stack, seed, {"kind": "table", **OPTIONS})
         for _ in range(CREW):
             storm.start()
         weather(storm, SHORT_S)

@@ -6,7 +6,6 @@ client of the .proto does what a process that dies leaves behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,28 +16,14 @@ import pytest
 
 import shardwell
 from harness.faults.proxy import Proxy
-from harness.polling import eventually
-from harness.programs.elastic_worker import NAME, ElasticWorker, opened
+from harness.programs.elastic_worker import NAME, SIZE, ElasticWorker, opened
 from harness.threads import together
 from harness.wire_client.worker import WireParameter, WireWorker
 from shardwell.specs.members import Elastic
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server import LocalCluster
 
-SIZE = 3000
-MANY = 1_000_000
 BOUNDS = {"member_return_s": 0.3, "member_lease_s": 1.0}
-
-
-def next_such(worker: ElasticWorker, is_such: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The worker's next outcome of a kind."""
-    return eventually(
-        "such an outcome comes", lambda: is_such(found := worker.read_outcome()) and found
-    )
-
-
-def with_set(*names: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda found: found["contributors"] == list(names)
 
 
 def wire_member(
@@ -72,25 +57,23 @@ def test_w_reaches_all_but_a_for_longer_than_the_lease(way: str) -> None:
         cluster = stack.enter_context(LocalCluster(shard_count=2))
         shard_a, shard_b = cluster.target.split(",")
         proxy = stack.enter_context(Proxy(shard_a))
-        first = stack.enter_context(ElasticWorker(cluster.target, "w0", SIZE, MANY, **BOUNDS))
+        first = stack.enter_context(ElasticWorker(cluster.target, "w0", **BOUNDS))
         cut_off = f"{proxy.address},{shard_b}"
-        second = stack.enter_context(
-            ElasticWorker(cut_off, "w1", SIZE, MANY, same_host=False, **BOUNDS)
-        )
-        next_such(first, with_set("w0", "w1"))
+        second = stack.enter_context(ElasticWorker(cut_off, "w1", same_host=False, **BOUNDS))
+        first.next_with("w0", "w1")
         if way == "cut":
             proxy.cut(refuse=True)
         else:
             proxy.stall()
-        alone = next_such(first, with_set("w0"))
+        alone = first.next_with("w0")
         for _ in range(20):  # and goes on
             assert first.read_outcome()["step"] > alone["step"]
         if way == "cut":
             proxy.accept()
         else:
             proxy.resume()
-        next_such(first, with_set("w0", "w1"))
-        next_such(second, with_set("w0", "w1"))
+        first.next_with("w0", "w1")
+        second.next_with("w0", "w1")
 
 
 def test_a_joiner_dies_between_two_shards_join() -> None:
@@ -99,7 +82,7 @@ def test_a_joiner_dies_between_two_shards_join() -> None:
         client = stack.enter_context(
             shardwell.connect(cluster.target, worker_id="w0", timeout_s=40.0)
         )
-        model = opened(client, SIZE, dict(BOUNDS))
+        model = opened(client, **BOUNDS)
         gradient = np.ones(SIZE, np.float32)
         model.exchange(gradient)
         joiner = WireWorker(cluster.target, "w1")
@@ -127,7 +110,7 @@ def test_all_members_are_lost_with_a_chunk_partly_in(min_count: int) -> None:
             for number in range(min_count)
         ]
         options = {**BOUNDS, "min_count": min_count}
-        models = [opened(client, SIZE, options) for client in clients]
+        models = [opened(client, **options) for client in clients]
         spec = spec_of(min_count=min_count)
         lost = [WireWorker(cluster.target, f"w{number}") for number in range(2)]
         made = [wire_member(worker, spec, number + 1) for number, worker in enumerate(lost)]
@@ -143,15 +126,15 @@ def test_all_members_are_lost_with_a_chunk_partly_in(min_count: int) -> None:
 
 def test_two_processes_with_one_worker_id() -> None:
     with LocalCluster(shard_count=2) as cluster, ExitStack() as stack:
-        first = stack.enter_context(ElasticWorker(cluster.target, "w0", SIZE, MANY, **BOUNDS))
-        next_such(first, with_set("w0"))
+        first = stack.enter_context(ElasticWorker(cluster.target, "w0", **BOUNDS))
+        first.next_with("w0")
         client = stack.enter_context(
             shardwell.connect(cluster.target, worker_id="w0", timeout_s=20.0)
         )
-        model = opened(client, SIZE, dict(BOUNDS))
+        model = opened(client, **BOUNDS)
         with pytest.raises(shardwell.WorkerIdInUseError, match="'w0' is in use"):
             model.exchange(np.ones(SIZE, np.float32))
-        next_such(first, with_set("w0"))
+        first.next_with("w0")
 
 
 # TensorFlow's cases, by its names.
@@ -160,30 +143,29 @@ def test_two_processes_with_one_worker_id() -> None:
 def test_worker_preempted_between_steps() -> None:
     with ExitStack() as stack:
         target = stack.enter_context(LocalCluster(shard_count=2)).target
-        first = stack.enter_context(ElasticWorker(target, "w0", SIZE, MANY, **BOUNDS))
-        slow = stack.enter_context(ElasticWorker(target, "w1", SIZE, MANY, pause_s=0.5, **BOUNDS))
-        next_such(slow, with_set("w0", "w1"))
+        first = stack.enter_context(ElasticWorker(target, "w0", **BOUNDS))
+        slow = stack.enter_context(ElasticWorker(target, "w1", pause_s=0.5, **BOUNDS))
+        slow.next_with("w0", "w1")
         slow.process.kill()  # it pauses now
-        next_such(first, with_set("w0"))
+        first.next_with("w0")
 
 
 def test_two_workers_preempted() -> None:
     with ExitStack() as stack:
         target = stack.enter_context(LocalCluster(shard_count=2)).target
         crew = [
-            stack.enter_context(ElasticWorker(target, f"w{number}", SIZE, MANY, **BOUNDS))
+            stack.enter_context(ElasticWorker(target, f"w{number}", **BOUNDS))
             for number in range(3)
         ]
-        next_such(crew[0], with_set("w0", "w1", "w2"))
+        crew[0].next_with("w0", "w1", "w2")
         for worker in crew[1:]:
             worker.process.kill()
-        next_such(crew[0], with_set("w0"))
+        crew[0].next_with("w0")
         again = [
-            stack.enter_context(ElasticWorker(target, f"w{number}", SIZE, MANY, **BOUNDS))
-            for number in (1, 2)
+            stack.enter_context(ElasticWorker(target, f"w{number}", **BOUNDS)) for number in (1, 2)
         ]
         for worker in (crew[0], *again):
-            next_such(worker, with_set("w0", "w1", "w2"))
+            worker.next_with("w0", "w1", "w2")
 
 
 def test_worker_preempted_in_a_step() -> None:
@@ -192,7 +174,7 @@ def test_worker_preempted_in_a_step() -> None:
         client = stack.enter_context(
             shardwell.connect(cluster.target, worker_id="w0", timeout_s=40.0)
         )
-        model = opened(client, SIZE, dict(BOUNDS))
+        model = opened(client, **BOUNDS)
         worker = WireWorker(cluster.target, "w1")
         model.exchange(np.ones(SIZE, np.float32))
         made = wire_member(worker, spec_of(), 1, from_step=1)
@@ -213,15 +195,13 @@ def test_parameter_server_preempted(cluster: Any, tmp_path: Path, shard_index: i
     running = cluster(2, data_dir=tmp_path, processes=True)
     with ExitStack() as stack:
         crew = [
-            stack.enter_context(ElasticWorker(running.target, f"w{number}", SIZE, MANY, **BOUNDS))
+            stack.enter_context(ElasticWorker(running.target, f"w{number}", **BOUNDS))
             for number in range(2)
         ]
-        next_such(crew[0], with_set("w0", "w1"))
+        crew[0].next_with("w0", "w1")
         running.children[shard_index].kill()
         running.start_again(shard_index)
-        begun = max(next_such(worker, bool)["step"] for worker in crew)
+        begun = max(worker.read_outcome()["step"] for worker in crew)
         for worker in crew:
-            next_such(
-                worker,
-                lambda found: found["step"] > begun + 100 and with_set("w0", "w1")(found),
-            )
+            worker.next_such(lambda found: found["step"] > begun + 100)
+            worker.next_with("w0", "w1")

@@ -82,7 +82,7 @@ def test_who_was_late_and_who_is_lost(cluster, connect) -> None:
     with ExitStack() as stack:
         for number, pause_s in enumerate((0.0, 0.3)):
             stack.enter_context(
-                ElasticWorker(running.target, f"w{number}", SIZE, 10**6, pause_s=pause_s, **options)
+                ElasticWorker(running.target, f"w{number}", size=SIZE, pause_s=pause_s, **options)
             )
         eventually(
             "the slow one is late",
