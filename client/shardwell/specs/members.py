@@ -23,9 +23,9 @@ class Elastic:
         ArgumentError: a value is out of its range.
 
     Examples:
-        >>> crew = shardwell.Elastic(min_count=1, max_count=8)
+        >>> members = shardwell.Elastic(min_count=1, max_count=8)
         >>> rule = shardwell.SGD(lr=0.5)
-        >>> net = client.parameter("elastic", size=3, optimizer=rule, members=crew)
+        >>> net = client.parameter("elastic", size=3, optimizer=rule, members=members)
         >>> net.init(np.zeros(3))
         >>> net.join()  # steps wait for this worker from here on
         >>> weights = net.exchange(np.ones(3))
