@@ -267,7 +267,7 @@ class Client(Connected, Closing):
     def _ranking(self) -> Ranking:
         """The rank and number of this worker, by its launcher."""
         # Programs that ask for no rank need nothing of groups.
-        from shardwell.group.launch.launchers import known_launcher
+        from shardwell.group.launch import known_launcher
 
         opened: list[Handle[Any]] = [*self._parameters.all(), *self._tables.all()]
         opened = [each for each in opened if each.spec.mode == "sync"]

@@ -35,7 +35,7 @@ from shardwell.group.elastic import ElasticGroup
 from shardwell.group.generation import TELLING_S, Generation
 from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
-from shardwell.group.launch.environment import GROUP_VARIABLE, LaunchEnvironment
+from shardwell.group.launch import GROUP_VARIABLE, LaunchEnvironment
 from shardwell.group.rendezvous.client import Formed, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
@@ -85,7 +85,7 @@ def join_group(
     """Joins a group of workers, waiting until all its ranks are there and reach one another.
 
     Without `rank`, `size` and `rendezvous`, what `shardwell run`, torchrun, MPI or Slurm have put
-    in the environment: see `shardwell.group.launch.environment`.
+    in the environment: see `shardwell.group.launch`.
 
     Args:
         name: The group's name; the same on all ranks. Default: $SHARDWELL_GROUP, the launcher's
@@ -270,7 +270,7 @@ def _arguments(
         rank = 0  # any: a newcomer has a rank that is free
     given = (rank, size, rendezvous)
     if all(value is None for value in given):
-        launched = LaunchEnvironment.of(os.environ, parent_pid=os.getppid())
+        launched = LaunchEnvironment.of(os.environ)
         rank, size = launched.rank, launched.size
     elif any(value is None for value in given):
         raise ArgumentError(

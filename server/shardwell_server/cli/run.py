@@ -19,8 +19,12 @@ from shardwell.connection.credentials import TOKEN_FILE_VARIABLE, Credentials, S
 from shardwell.connection.options import listen_on
 from shardwell.connection.tls import Tls
 from shardwell.errors import ShardwellError
-from shardwell.group.launch.environment import GROUP_VARIABLE, RENDEZVOUS_VARIABLE
-from shardwell.group.launch.launchers import LAUNCHER_VARIABLE, SHARDWELL_RUN
+from shardwell.group.launch import (
+    GROUP_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    SHARDWELL_RUN,
+)
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
 from shardwell.specs.names import check_name, parse_target
 from shardwell.threads.spread import core_count

@@ -24,7 +24,7 @@ from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import Program, run_command
 from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
-from shardwell.group.launch.environment import LaunchEnvironment
+from shardwell.group.launch import LaunchEnvironment
 from shardwell.v1 import group_pb2 as pb
 
 

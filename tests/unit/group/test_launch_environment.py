@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.errors import ArgumentError
-from shardwell.group.launch.environment import LaunchEnvironment
+from shardwell.group.launch import LaunchEnvironment
 from shardwell.specs.names import check_name
 
 # Recorded: torchrun of torch 2.13, --nproc-per-node 2 --standalone, rank 1.
@@ -60,32 +60,6 @@ OPEN_MPI_4 = {
     "PMIX_NAMESPACE": "26804225",
     "PMIX_RANK": "2",
 }
-# Recorded: mpirun -n 3 of MPICH 5, rank 2; and mpirun -n 2 of Intel MPI, rank 1.
-MPICH = {
-    "HYDI_CONTROL_FD": "7",
-    "MPI_LOCALNRANKS": "3",
-    "MPI_LOCALRANKID": "2",
-    "PMI_FD": "16",
-    "PMI_HOSTNAME": "vm",
-    "PMI_RANK": "2",
-    "PMI_SIZE": "3",
-}
-INTEL_MPI = {
-    "HYDRA_LAUNCH_TYPE": "2",
-    "I_MPI_HYDRA_UUID": "336e0000-66e0-a941-cb60-0600f12c3b48",
-    "I_MPI_MPIRUN": "mpirun",
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-}
-MVAPICH2 = {
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-    "MV2_COMM_WORLD_RANK": "1",
-    "MV2_COMM_WORLD_SIZE": "2",
-}
 # After Slurm's manual of srun; the allocation is larger than the step.
 SRUN = {
     "SLURM_JOBID": "1731344",
@@ -96,7 +70,7 @@ SRUN = {
     "SLURM_PROCID": "2",
     "SLURM_STEPID": "3",
     "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NODELIST": "node[03-04,07]",
+    "SLURM_STEP_NODELIST": "node03",
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_TASKS_PER_NODE": "1(x8)",
 }
@@ -141,17 +115,6 @@ def _port_of(job: str) -> int:
             "Open MPI",
         ),
         (OPEN_MPI_4, 2, 3, 2, "mpi-26804225", f"127.0.0.1:{_port_of('26804225')}", "Open MPI"),
-        (MPICH, 2, 3, 2, "default", "127.0.0.1:27585", "MPICH/Intel MPI (PMI)"),
-        (
-            INTEL_MPI,
-            1,
-            2,
-            1,
-            "mpi-336e0000-66e0-a941-cb60-0600f12c3b48",
-            f"127.0.0.1:{_port_of('336e0000-66e0-a941-cb60-0600f12c3b48')}",
-            "MPICH/Intel MPI (PMI)",
-        ),
-        (MVAPICH2, 1, 2, 1, "default", "127.0.0.1:27585", "MVAPICH2"),
         (
             SRUN,
             2,
@@ -164,7 +127,7 @@ def _port_of(job: str) -> int:
     ],
 )
 def test_each_launcher(environ, rank, size, local_rank, group_name, address, source) -> None:
-    assert asdict(LaunchEnvironment.of(environ, parent_pid=27585)) == {
+    assert asdict(LaunchEnvironment.of(environ)) == {
         "rank": rank,
         "size": size,
         "local_rank": local_rank,
@@ -180,15 +143,13 @@ def test_each_launcher(environ, rank, size, local_rank, group_name, address, sou
     [
         (TORCHRUN, "RANK"),
         (OPEN_MPI_5, "OMPI_COMM_WORLD_RANK"),
-        (MPICH, "PMI_RANK"),
-        (MVAPICH2, "MV2_COMM_WORLD_RANK"),
         (SRUN, "SLURM_PROCID"),
     ],
 )
 def test_rank_zero_serves_unless_a_server_runs(environ, rank_variable) -> None:
     environ = {**environ, rank_variable: "0"}
-    assert LaunchEnvironment.of(environ, parent_pid=1).serves_rendezvous
-    elsewhere = LaunchEnvironment.of({**environ, **ANYWHERE}, parent_pid=1)
+    assert LaunchEnvironment.of(environ).serves_rendezvous
+    elsewhere = LaunchEnvironment.of({**environ, **ANYWHERE})
     assert not elsewhere.serves_rendezvous
     assert elsewhere.rendezvous_address == "10.0.0.1:7070"
 
@@ -228,7 +189,10 @@ def test_where_the_group_meets(variables, address) -> None:
     [
         ({"MASTER_ADDR": "10.0.0.9"}, f"10.0.0.9:{20000 + (1731344 * 31 + 3) % 10000}"),
         ({"MASTER_PORT": "1234"}, "node03:1235"),
-        ({"SLURM_STEP_NODELIST": ""}, f"node01:{20000 + (1731344 * 31 + 3) % 10000}"),
+        (
+            {"SLURM_STEP_NODELIST": "node[03-04,07]", "MASTER_ADDR": "node03"},
+            f"node03:{20000 + (1731344 * 31 + 3) % 10000}",
+        ),
     ],
 )
 def test_where_a_slurm_step_meets(variables, address) -> None:
@@ -243,23 +207,14 @@ def test_where_a_slurm_step_meets(variables, address) -> None:
         ({**OPEN_MPI_5, **TORCHRUN}, ("torchrun", 1, 2)),
         # mpirun in a batch script, in an salloc shell, and in a step of one task.
         ({**BATCH_SCRIPT, **OPEN_MPI_5}, ("Open MPI", 2, 3)),
-        ({**SALLOC_SHELL, **MPICH}, ("MPICH/Intel MPI (PMI)", 2, 3)),
-        (
-            {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **MPICH},
-            ("MPICH/Intel MPI (PMI)", 2, 3),
-        ),
+        ({**SALLOC_SHELL, **OPEN_MPI_4}, ("Open MPI", 2, 3)),
         # srun --mpi=pmi2 and --mpi=pmix.
         ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3"}, ("Slurm", 2, 3)),
         ({**SRUN, "PMIX_RANK": "2"}, ("Slurm", 2, 3)),
-        # A PMIx launcher that tells the size in PMI's way.
-        (
-            {"PMIX_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"},
-            ("MPICH/Intel MPI (PMI)", 1, 4),
-        ),
         # People who translate by hand.
         ({**OPEN_MPI_5, "RANK": "2", "WORLD_SIZE": "3", **ANYWHERE}, ("RANK and WORLD_SIZE", 2, 3)),
         ({**OPEN_MPI_5, "RANK": "", "WORLD_SIZE": ""}, ("Open MPI", 2, 3)),
-        ({**BATCH_SCRIPT, "SLURM_NTASKS": "1"}, ("Slurm", 0, 1)),
+        ({**BATCH_SCRIPT, "SLURM_NTASKS": "1", **ANYWHERE}, ("Slurm", 0, 1)),
         (
             {
                 "SHARDWELL_LAUNCHER": "shardwell run",
@@ -273,7 +228,7 @@ def test_where_a_slurm_step_meets(variables, address) -> None:
     ],
 )
 def test_which_launcher_comes_before_which(environ, place) -> None:
-    found = LaunchEnvironment.of(environ, parent_pid=1)
+    found = LaunchEnvironment.of(environ)
     assert (found.source, found.rank, found.size) == place
 
 
@@ -285,7 +240,13 @@ def test_which_launcher_comes_before_which(environ, place) -> None:
         (BATCH_SCRIPT, ["SLURM_PROCID=0", "no task of srun"]),
         ({**TORCHRUN, "WORLD_SIZE": ""}, ["RANK is set to '1'", "WORLD_SIZE is not"]),
         ({**TORCHRUN, "RANK": ""}, ["WORLD_SIZE is set to '2'", "RANK is not"]),
-        ({"PMI_SIZE": "2"}, ["PMI_SIZE is set", "PMI_RANK is not"]),
+        # Other MPIs: nothing takes their variables, and none of their ranks is Slurm's by mistake.
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["no launcher", "set RANK and WORLD_SIZE from"]),
+        (
+            {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "3"},
+            ["contradicts PMI_SIZE=3", "RANK=$PMI_RANK"],
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE is set", "RANK is not"]),
         ({**TORCHRUN, "RANK": "one"}, ["RANK must be a number", "'one'"]),
         ({**TORCHRUN, "RANK": "-1"}, ["RANK must be a number", "'-1'"]),
         ({**TORCHRUN, "RANK": "\u0661"}, ["RANK must be a number"]),
@@ -297,7 +258,6 @@ def test_which_launcher_comes_before_which(environ, place) -> None:
             {**OPEN_MPI_5, "RANK": "0", "WORLD_SIZE": "1"},
             ["RANK=0 and WORLD_SIZE=1 contradict", "OMPI_COMM_WORLD_RANK=2", "unset"],
         ),
-        ({**MPICH, "RANK": "0", "WORLD_SIZE": "3"}, ["contradict", "PMI_RANK=2"]),
         ({**TORCHRUN, "MASTER_ADDR": ""}, ["SHARDWELL_RENDEZVOUS=HOST:PORT", "MASTER_ADDR"]),
         ({**TORCHRUN, "MASTER_PORT": ""}, ["no port", "SHARDWELL_RENDEZVOUS_PORT"]),
         ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT must be a number"]),
@@ -309,14 +269,11 @@ def test_which_launcher_comes_before_which(environ, place) -> None:
         ({**TORCHRUN, "SHARDWELL_GROUP": "my job"}, ["$SHARDWELL_GROUP", "'my job'"]),
         (
             {**OPEN_MPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            ["Open MPI tells the rank (2 of 3)", "mpirun -x SHARDWELL_RENDEZVOUS=HOST:PORT"],
+            ["Open MPI gives the rank (2 of 3)", "(mpirun -x) $SHARDWELL_RENDEZVOUS=HOST:PORT"],
         ),
-        ({**MPICH, "MPI_LOCALNRANKS": "1"}, ["mpirun -genv SHARDWELL_RENDEZVOUS HOST:PORT"]),
-        (MPICH, ["no port", "MASTER_PORT"]),
-        # Nothing that is the same on both machines.
-        ({**MPICH, "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "vm"}, ["no port"]),
-        ({**SRUN, "SLURM_STEP_NODELIST": "node["}, ["list of hosts", "'node['"]),
-        ({**SRUN, "SLURM_JOB_ID": "", "SLURM_JOBID": ""}, ["Slurm tells", "no port"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": "node[03-04]"}, ["Slurm gives the rank", "scontrol show"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": "a,b"}, ["no address where the workers meet"]),
+        ({**SRUN, "SLURM_JOB_ID": "", "SLURM_JOBID": ""}, ["Slurm gives", "no port"]),
     ],
 )
 def test_what_can_not_be_used_is_named(environ, words) -> None:
@@ -325,13 +282,6 @@ def test_what_can_not_be_used_is_named(environ, words) -> None:
     for word in words:
         assert word in caught.value.message
     assert len(caught.value.message) < 700
-
-
-def test_no_port_without_parent_on_several_machines() -> None:
-    """The parent is another one on each machine, so no port may come from it."""
-    environ = {**MPICH, "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "vm"}
-    with pytest.raises(ArgumentError, match="no port"):
-        LaunchEnvironment.of(environ, parent_pid=27585)
 
 
 def test_the_name_of_the_group() -> None:

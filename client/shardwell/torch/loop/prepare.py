@@ -15,7 +15,7 @@ import torch
 
 from shardwell.client import WORKER_ID_VARIABLE, Client, connect
 from shardwell.errors import ArgumentError
-from shardwell.group.launch.launchers import known_launcher
+from shardwell.group.launch import known_launcher
 from shardwell.numerics.arguments import check_integer
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.environment import variable
