@@ -33,17 +33,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
-    """How far a shard's clock is ahead of this process's. Blocks up to `timeout_s` a few times.
-
-    Args:
-        channel: gRPC's, to the shard.
-        shard: Identity of the shard.
-        timeout_s: For each answer.
-
-    Raises:
-        grpc.RpcError: the shard does not say.
-        ShardUnavailableError: all of its answers were damaged.
-    """
+    """How far a shard's clock is ahead of this process's. Blocks up to `timeout_s` a few times."""
     ask = unary_stub(channel, f"/{_SERVICE}/GetClock", pb.GetClockResponse)
     found = []
     for _ in range(_CLOCK_COUNT):
@@ -64,17 +54,7 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
 def record(
     channel: Any, shard: types_pb2.ShardIdentity, wait_s: float, timeout_s: float
 ) -> Iterator[pb.RecordResponse]:
-    """What a shard did last, then what its clients did: see TraceService.Record. Blocks.
-
-    Args:
-        channel: gRPC's, to the shard.
-        shard: Identity of the shard.
-        wait_s: How long clients have to give theirs; 0: they are not asked.
-        timeout_s: For all of it.
-
-    Raises:
-        grpc.RpcError: the shard does not say.
-    """
+    """What a shard did last, then what its clients did: see TraceService.Record. Blocks."""
     call: Any = channel.unary_stream(
         f"/{_SERVICE}/Record",
         request_serializer=pb.RecordRequest.SerializeToString,

@@ -326,12 +326,7 @@ class ShardChannel(ShardEndpoint):
             return recording.clock_offset(self._channel.current, self.identity, timeout_s)
 
     def record(self, wait_s: float, timeout_s: float) -> Iterator[trace_pb2.RecordResponse]:
-        """What the shard did last, then what its clients did; blocks up to `timeout_s` in all.
-
-        Args:
-            wait_s: How long clients have to give theirs; 0: they are not asked.
-            timeout_s: For all of it.
-        """
+        """What the shard did last, then what its clients did; blocks up to `timeout_s` in all."""
         with self.translated():
             yield from recording.record(self._channel.current, self.identity, wait_s, timeout_s)
 

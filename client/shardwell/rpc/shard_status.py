@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from shardwell.errors import CorruptChunkError, ShardwellError, WrongShardError
 from shardwell.rpc.shard_channel import ShardChannel
@@ -14,6 +14,7 @@ from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
+from shardwell.specs.wire_form import Form, Record
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2, types_pb2
 
@@ -35,7 +36,7 @@ _MEMBER_STATES = {state: word for word, state in MEMBER_STATES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MissingWorker:
+class MissingWorker(Record[types_pb2.MissingWorker]):
     """A worker for whom a step waits, and where it is."""
 
     worker_id: str
@@ -55,7 +56,7 @@ class MissingWorker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWait:
+class StepWait(Record[types_pb2.StepWait]):
     """For whom the open step waits."""
 
     open_for_s: float | None
@@ -63,25 +64,11 @@ class StepWait:
     workers: tuple[MissingWorker, ...]
     """The missing workers; of very many, some."""
 
-    @staticmethod
-    def from_proto(message: types_pb2.StepWait) -> StepWait:
-        """The value that a message describes."""
-        return StepWait(
-            open_for_s=message.open_for_s if message.HasField("open_for_s") else None,
-            workers=tuple(
-                MissingWorker(
-                    worker_id=each.worker_id,
-                    host=each.host,
-                    pid=each.pid,
-                    connected=each.connected,
-                )
-                for each in message.workers
-            ),
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {"workers": MissingWorker}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberStatus:
+class MemberStatus(Record[types_pb2.MemberStatus]):
     """A worker with a seat, and how it keeps up on one shard.
 
     Examples:
@@ -135,30 +122,19 @@ class MemberStatus:
     tables come beside, or shards are on several machines; none: it has sent none since it
     connected."""
 
-    @staticmethod
-    def from_proto(message: types_pb2.MemberStatus) -> MemberStatus:
-        """The value that a message describes."""
-        return MemberStatus(
-            state=_MEMBER_STATES.get(message.state, "unknown"),
-            joined_at=message.from_step if message.HasField("from_step") else None,
-            counted_chunk_count=message.counted_chunk_count,
-            late_chunk_count=message.late_chunk_count,
-            worker_id=message.worker_id,
-            next_step=message.next_step,
-            lag_s=message.lag_s if message.HasField("lag_s") else None,
-            idle_s=message.idle_s if message.HasField("idle_s") else None,
-            host=message.host,
-            pid=message.pid,
-            connected=message.connected,
-            software_version=message.software_version,
-            transports=tuple(
-                sorted({_TRANSPORTS[each] for each in message.transports if each in _TRANSPORTS})
-            ),
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "state": Form(lambda found: _MEMBER_STATES.get(found.state, "unknown")),
+        "joined_at": Form(lambda found: found.from_step if found.HasField("from_step") else None),
+        "transports": Form(
+            lambda found: tuple(
+                sorted({_TRANSPORTS[each] for each in found.transports if each in _TRANSPORTS})
+            )
+        ),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerStatus:
+class LearnerStatus(Record[pb.LearnerStatus]):
     """What a learner in outer training has said of itself last.
 
     Examples:
@@ -178,22 +154,11 @@ class LearnerStatus:
     ago_s: float
     """Seconds since."""
 
-    @staticmethod
-    def from_proto(message: pb.LearnerStatus) -> LearnerStatus:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: it is none.
-        """
-        return LearnerStatus(
-            worker_id=message.worker_id,
-            progress=LearnerProgress.from_proto(message.progress),
-            ago_s=message.ago_s,
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {"progress": LearnerProgress}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterStatus:
+class ParameterStatus(Record[pb.ParameterStatus]):
     """What one shard holds of one parameter.
 
     Examples:
@@ -260,47 +225,17 @@ class ParameterStatus:
     """Of each figure that workers `report`, such as a loss, the mean of the newest step that has
     it, on shard 0."""
 
-    @staticmethod
-    def from_proto(message: pb.ParameterStatus) -> ParameterStatus:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: its spec is none.
-        """
-        return ParameterStatus(
-            spec=ParameterSpec.from_proto(message.spec),
-            slice_offset=message.slice_offset,
-            slice_size=message.slice_size,
-            initialized=message.initialized,
-            version_min=message.version_min,
-            version_max=message.version_max,
-            contributed_worker_ids=tuple(message.contributed_worker_ids),
-            missing_worker_ids=tuple(message.missing_worker_ids),
-            done_worker_ids=tuple(message.done_worker_ids),
-            contributed_worker_count=message.contributed_worker_count,
-            missing_worker_count=message.missing_worker_count,
-            unknown_worker_count=message.unknown_worker_count,
-            counted_chunk_count=message.counted_chunk_count,
-            duplicate_chunk_count=message.duplicate_chunk_count,
-            late_chunk_count=message.late_chunk_count,
-            lost_member_count=message.lost_member_count,
-            learning_rate=message.learning_rate,
-            load_id=message.load_id,
-            wait=StepWait.from_proto(message.wait),
-            members=tuple(map(MemberStatus.from_proto, message.members)),
-            ended=message.ended,
-            abandoned_for_s=(
-                message.abandoned_for_s if message.HasField("abandoned_for_s") else None
-            ),
-            marked=message.marked,
-            new_name=message.new_name,
-            learners=tuple(map(LearnerStatus.from_proto, message.learners)),
-            figures={each.name: each.value for each in message.figures},
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "spec": ParameterSpec,
+        "wait": StepWait,
+        "members": MemberStatus,
+        "learners": LearnerStatus,
+        "figures": Form(lambda found: {each.name: each.value for each in found.figures}),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableStatus:
+class TableStatus(Record[table_pb2.TableStatus]):
     """What one shard holds of one table.
 
     Examples:
@@ -364,44 +299,15 @@ class TableStatus:
     new_name: str
     """The name that it is about to get, where it is marked to be renamed; else empty."""
 
-    @staticmethod
-    def from_proto(message: table_pb2.TableStatus) -> TableStatus:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: its spec is none.
-        """
-        return TableStatus(
-            spec=TableSpec.from_proto(message.spec),
-            row_count=message.row_count,
-            row_capacity=message.row_capacity,
-            stored_bytes=message.stored_bytes,
-            version=message.version,
-            contributed_worker_ids=tuple(message.contributed_worker_ids),
-            missing_worker_ids=tuple(message.missing_worker_ids),
-            done_worker_ids=tuple(message.done_worker_ids),
-            unknown_worker_count=message.unknown_worker_count,
-            counted_row_count=message.counted_row_count,
-            duplicate_part_count=message.duplicate_part_count,
-            late_part_count=message.late_part_count,
-            lost_member_count=message.lost_member_count,
-            learning_rate=message.learning_rate,
-            loading=message.loading,
-            load_id=message.load_id,
-            incarnation=message.incarnation,
-            wait=StepWait.from_proto(message.wait),
-            members=tuple(map(MemberStatus.from_proto, message.members)),
-            ended=message.ended,
-            abandoned_for_s=(
-                message.abandoned_for_s if message.HasField("abandoned_for_s") else None
-            ),
-            marked=message.marked,
-            new_name=message.new_name,
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "spec": TableSpec,
+        "wait": StepWait,
+        "members": MemberStatus,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
+class Trouble(Record[pb.Trouble]):
     """Something that an operator is to know."""
 
     name: str
@@ -411,14 +317,9 @@ class Trouble:
     section: str = ""
     """Section of the runbook that is about it, as its anchor; empty: none is."""
 
-    @staticmethod
-    def from_proto(message: pb.Trouble) -> Trouble:
-        """The value that a message describes."""
-        return Trouble(name=message.name, words=message.words, section=message.section)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Resources:
+class Resources(Record[pb.Resources]):
     """What a shard's process uses of its machine; None: the machine does not say."""
 
     cpu_s: float | None = None
@@ -434,27 +335,9 @@ class Resources:
     disk_size_bytes: int | None = None
     """Size of that disk."""
 
-    @staticmethod
-    def from_proto(message: pb.Resources) -> Resources:
-        """The value that a message describes."""
-        return Resources(
-            cpu_s=message.cpu_s if message.HasField("cpu_s") else None,
-            core_count=message.core_count if message.HasField("core_count") else None,
-            memory_bytes=message.memory_bytes if message.HasField("memory_bytes") else None,
-            disk_used_bytes=(
-                message.disk_used_bytes if message.HasField("disk_used_bytes") else None
-            ),
-            disk_free_bytes=(
-                message.disk_free_bytes if message.HasField("disk_free_bytes") else None
-            ),
-            disk_size_bytes=(
-                message.disk_size_bytes if message.HasField("disk_size_bytes") else None
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class LimitUse:
+class LimitUse(Record[pb.LimitUse]):
     """A limit of a shard, and how much of it is used."""
 
     name: str
@@ -466,7 +349,7 @@ class LimitUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class Ending(Record[pb.Ending]):
     """The end of a certificate or token."""
 
     kind: str
@@ -478,7 +361,7 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardSettings:
+class ShardSettings(Record[pb.ShardSettings]):
     """How a shard is set, its limits, and what ends."""
 
     durability: str = ""
@@ -491,26 +374,11 @@ class ShardSettings:
     """Seconds since a parameter or table was last copied whole for a checkpoint; None: none was
     since the process began."""
 
-    @staticmethod
-    def from_proto(message: pb.ShardSettings) -> ShardSettings:
-        """The value that a message describes."""
-        return ShardSettings(
-            durability=message.durability,
-            limits=tuple(
-                LimitUse(name=each.name, used=each.used, most=each.most) for each in message.limits
-            ),
-            endings=tuple(
-                Ending(kind=each.kind, name=each.name, left_s=each.left_s)
-                for each in message.endings
-            ),
-            checkpoint_ago_s=(
-                message.checkpoint_ago_s if message.HasField("checkpoint_ago_s") else None
-            ),
-        )
+    FORMS: ClassVar[Mapping[str, Any]] = {"limits": LimitUse, "endings": Ending}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardStatus:
+class ShardStatus(Record[pb.GetStatusResponse]):
     """What one shard says of itself.
 
     Examples:
@@ -551,6 +419,16 @@ class ShardStatus:
     """What its process uses of its machine."""
     settings: ShardSettings = ShardSettings()
     """How it is set, its limits, and what ends."""
+
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "shard_index": Form(lambda found: found.shard.shard_index),
+        "shard_count": Form(lambda found: found.shard.shard_count),
+        "cluster_id": Form(lambda found: found.shard.cluster_id),
+        "parameters": ParameterStatus,
+        "troubles": Trouble,
+        "resources": Resources,
+        "settings": ShardSettings,
+    }
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
@@ -603,12 +481,6 @@ def ask_tables(
 ) -> Sequence[table_pb2.TableStatus]:
     """What a shard of the cluster says of its tables, or of one.
 
-    Args:
-        channel: The shard.
-        timeout_s: Bounds the call.
-        name: Name of the table; "": all tables.
-        incarnation: Incarnation of the table that is meant; 0: whatever has the name.
-
     Raises:
         UnknownTableError: it has none of that name, or the one that is meant was deleted.
         WrongShardError: another shard answers at its address now.
@@ -641,23 +513,10 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
         timeout_s=timeout_s,
         table="",
     )
-    return ShardStatus(
-        shard_index=shard.shard.shard_index,
-        shard_count=shard.shard.shard_count,
-        cluster_id=shard.shard.cluster_id,
+    return ShardStatus.from_proto(
+        shard,
         address=channel.address,
-        software_version=shard.software_version,
-        arithmetic=shard.arithmetic,
-        uptime_s=shard.uptime_s,
-        stored_bytes=shard.stored_bytes,
-        received_payload_bytes=shard.received_payload_bytes,
-        sent_payload_bytes=shard.sent_payload_bytes,
-        open_stream_count=shard.open_stream_count,
-        parameters=tuple(ParameterStatus.from_proto(entry) for entry in shard.parameters),
-        tables=tuple(TableStatus.from_proto(entry) for entry in found.tables),
-        troubles=tuple(map(Trouble.from_proto, shard.troubles)),
-        resources=Resources.from_proto(shard.resources),
-        settings=ShardSettings.from_proto(shard.settings),
+        tables=tuple(map(TableStatus.from_proto, found.tables)),
     )
 
 
@@ -665,12 +524,6 @@ def missing_words(
     channels: Sequence[ShardChannel], timeout_s: float, *, parameter: str = "", table: str = ""
 ) -> str:
     """For whom the open step of a parameter or table waits, as shards say that answer now.
-
-    Args:
-        channels: The shards.
-        timeout_s: For all answers together.
-        parameter: Its name; or
-        table: its name.
 
     Returns:
         Workers with their places, and how many more; empty: for no worker.

@@ -73,15 +73,3 @@ def differences_of(path: str, mine: Any, theirs: Any) -> list[str]:
         for each in (mine, theirs)
     )
     return [f"{path}: {here} exists, {asked} was asked for"]
-
-
-def name_of(names: dict[str, Any], what: str, value: int) -> str:
-    """The name of an enum's value.
-
-    Raises:
-        ArgumentError: it is unspecified or unknown.
-    """
-    for name, number in names.items():
-        if number == value:
-            return name
-    raise ArgumentError(f"{what} {value} is unspecified or unknown")

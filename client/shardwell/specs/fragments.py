@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number
 from shardwell.specs.names import NAME_LENGTH_MAX, check_name
+from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 FRAGMENT_COUNT_MAX = 4096
@@ -19,7 +21,7 @@ _VERSIONS_MAX = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragment:
+class Fragment(Record[types_pb2.Fragment]):
     """What the parameters of one family agree on; checked when made.
 
     A family is a model whose tensors are dealt into parameters, each `FAMILY.fragment-INDEX`. It is
@@ -43,6 +45,8 @@ class Fragment:
     """How tensors were dealt: "strided", "balanced", or the digest of patterns. Learners that deal
     otherwise would mix tensors up."""
 
+    MESSAGE: ClassVar[Any] = types_pb2.Fragment
+
     def __post_init__(self) -> None:
         check_name("family", self.family)
         check_whole_number("fragment count", self.count, 1, FRAGMENT_COUNT_MAX)
@@ -57,26 +61,6 @@ class Fragment:
     def parameter(self) -> str:
         """The name that its parameter has."""
         return f"{self.family}.fragment-{self.index}"
-
-    def to_proto(self) -> types_pb2.Fragment:
-        """The wire's form."""
-        return types_pb2.Fragment(
-            family=self.family, index=self.index, count=self.count, assignment=self.assignment
-        )
-
-    @staticmethod
-    def from_proto(message: types_pb2.Fragment) -> Fragment:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: a value is out of its range.
-        """
-        return Fragment(
-            family=message.family,
-            index=message.index,
-            count=message.count,
-            assignment=message.assignment,
-        )
 
 
 @dataclass(frozen=True)

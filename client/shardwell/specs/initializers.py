@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number, check_whole_number
+from shardwell.specs.wire_form import Alternative
 from shardwell.v1 import table_pb2
 
 _SEED_MAX = 2**64 - 1
@@ -21,7 +22,7 @@ _SIGMA_MAX = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Initializer:
+class Initializer(Alternative[table_pb2.Initializer]):
     """What all kinds share.
 
     Examples:
@@ -30,7 +31,8 @@ class Initializer:
         True
     """
 
-    field_name: ClassVar[str] = ""
+    MESSAGE: ClassVar[Any] = table_pb2.Initializer
+    ONEOF: ClassVar[str] = "kind"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -39,29 +41,6 @@ class Initializer:
                 check_whole_number(what, value, 0, _SEED_MAX)
             else:
                 check_number(what, value, low=0.0 if field.name == "std" else -math.inf)
-
-    def to_proto(self) -> table_pb2.Initializer:
-        """The wire's form."""
-        message = table_pb2.Initializer()
-        target = getattr(message, self.field_name)
-        target.SetInParent()
-        for field in dataclasses.fields(self):
-            setattr(target, field.name, getattr(self, field.name))
-        return message
-
-    @staticmethod
-    def from_proto(message: table_pb2.Initializer) -> Initializer:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: no kind is set, or a value is out of range.
-        """
-        name = message.WhichOneof("kind")
-        kind = next((k for k in Initializer.__subclasses__() if k.field_name == name), None)
-        if name is None or kind is None:
-            raise ArgumentError("initializer.kind must be set; it is missing")
-        found = getattr(message, name)
-        return kind(**{field.name: getattr(found, field.name) for field in found.DESCRIPTOR.fields})
 
 
 @dataclass(frozen=True, kw_only=True)

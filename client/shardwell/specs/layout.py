@@ -12,7 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import lz4.block
 from google.protobuf.message import DecodeError
@@ -21,6 +21,7 @@ from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number, differences_of
 from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX
 from shardwell.specs.names import neighbour
+from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 SIZE_MAX = 2**48
@@ -39,7 +40,7 @@ _RESERVED = "__metadata__"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorOptions:
+class TensorOptions(Record[types_pb2.TensorOptions]):
     """How a tensor's update differs from the optimizer's.
 
     Raises:
@@ -60,6 +61,8 @@ class TensorOptions:
     rate_group: int = 0
     """Number of the factor of a `GroupedRate` that its learning rate has, too, from 1; 0: none."""
 
+    MESSAGE: ClassVar[Any] = types_pb2.TensorOptions
+
     def __post_init__(self) -> None:
         check_number("learning_rate_factor", self.learning_rate_factor)
         if self.weight_decay is not None:
@@ -67,29 +70,6 @@ class TensorOptions:
         if not isinstance(self.frozen, bool):
             raise ArgumentError(f"frozen must be a bool; got {brief(self.frozen)}")
         check_whole_number("rate_group", self.rate_group, 0, RATE_GROUP_COUNT_MAX)
-
-    def to_proto(self) -> types_pb2.TensorOptions:
-        """The wire's form."""
-        return types_pb2.TensorOptions(
-            learning_rate_factor=self.learning_rate_factor,
-            weight_decay=self.weight_decay,
-            frozen=self.frozen,
-            rate_group=self.rate_group,
-        )
-
-    @staticmethod
-    def from_proto(message: types_pb2.TensorOptions) -> TensorOptions:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: see the class.
-        """
-        return TensorOptions(
-            learning_rate_factor=message.learning_rate_factor,
-            weight_decay=message.weight_decay if message.HasField("weight_decay") else None,
-            frozen=message.frozen,
-            rate_group=message.rate_group,
-        )
 
 
 AS_THE_REST = TensorOptions()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from shardwell.specs.checks import check_number, check_whole_number
+from shardwell.specs.wire_form import Record
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _COUNT_MAX = 2**62
@@ -14,7 +15,7 @@ _SECONDS_END = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerProgress:
+class LearnerProgress(Record[pb.LearnerProgress]):
     """How far a learner has come, and what it has sent and waited for; checked when made.
 
     Raises:
@@ -49,6 +50,8 @@ class LearnerProgress:
     kept_count: int = 0
     """Takes at which it has kept work that the shards had not counted."""
 
+    MESSAGE: ClassVar[Any] = pb.LearnerProgress
+
     def __post_init__(self) -> None:
         for each in fields(self):
             what, value = f"a learner's {each.name}", getattr(self, each.name)
@@ -56,19 +59,3 @@ class LearnerProgress:
                 check_number(what, value, below=_SECONDS_END)
             else:
                 check_whole_number(what, value, 0, _COUNT_MAX)
-
-    def to_proto(self) -> pb.LearnerProgress:
-        """The wire's form."""
-        return pb.LearnerProgress(**asdict(self))
-
-    @staticmethod
-    def from_proto(message: pb.LearnerProgress) -> LearnerProgress:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: a number is negative, not finite, or too large.
-        """
-        found: dict[str, Any] = {
-            each.name: getattr(message, each.name) for each in fields(LearnerProgress)
-        }
-        return LearnerProgress(**found)

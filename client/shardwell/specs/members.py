@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number, check_whole_number
+from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 MEMBER_COUNT_MAX = 2**12
@@ -16,7 +17,7 @@ BOUND_S_MAX = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic:
+class Elastic(Record[types_pb2.ElasticMembers]):
     """Workers come and go: a step waits for those that are members as it is open.
 
     Raises:
@@ -46,6 +47,8 @@ class Elastic:
     """The optimizer's learning rate is that of so many members: a step of n gradients has the rate
     times n / reference_count. 0: the rate does not depend on the members."""
 
+    MESSAGE: ClassVar[Any] = types_pb2.ElasticMembers
+
     def __post_init__(self) -> None:
         check_whole_number("max_count", self.max_count, 1, MEMBER_COUNT_MAX)
         check_whole_number("min_count", self.min_count, 1, self.max_count)
@@ -61,33 +64,8 @@ class Elastic:
         """Seats: members may leave a step that has their gradients, and others come."""
         return 2 * self.max_count
 
-    def to_proto(self) -> types_pb2.ElasticMembers:
-        """The wire's form."""
-        return types_pb2.ElasticMembers(
-            min_count=self.min_count,
-            max_count=self.max_count,
-            member_return_s=self.member_return_s,
-            member_lease_s=self.member_lease_s,
-            reference_count=self.reference_count,
-        )
-
     @staticmethod
     def crew(worker_count: int | None, members: Elastic | None) -> dict[str, Any]:
         """The given ones of the two, as arguments of `Client.parameter`."""
         given = {"worker_count": worker_count, "members": members}
         return {name: value for name, value in given.items() if value is not None}
-
-    @staticmethod
-    def from_proto(message: types_pb2.ElasticMembers) -> Elastic:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: a value is out of its range.
-        """
-        return Elastic(
-            min_count=message.min_count,
-            max_count=message.max_count,
-            member_return_s=message.member_return_s,
-            member_lease_s=message.member_lease_s,
-            reference_count=message.reference_count,
-        )

@@ -1,7 +1,4 @@
-"""The optimizers: value objects, checked when made. Their arithmetic is in `update_rules`.
-
-The wire knows them through `to_proto` and `from_proto`.
-"""
+"""The optimizers: value objects, checked when made. Their arithmetic is in `update_rules`."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing_extensions import override
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_number
+from shardwell.specs.wire_form import Alternative
 from shardwell.v1 import types_pb2
 
 _NOT_GIVEN: Any = None
@@ -33,7 +31,7 @@ def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Alternative[types_pb2.Optimizer]):
     """What all update rules share. Runs on the shards, per chunk, in float32.
 
     Examples:
@@ -52,7 +50,9 @@ class Optimizer:
     tensors, as torch's clip_grad_norm_ does; before clip_value. 0 (default): no clipping. With
     several workers a step takes two round trips more. Not of tables."""
 
-    field_name: ClassVar[str] = ""
+    MESSAGE: ClassVar[Any] = types_pb2.Optimizer
+    ONEOF: ClassVar[str] = "rule"
+    SHARED: ClassVar[tuple[str, ...]] = ("clip_value", "clip_norm")
 
     def __post_init__(self, lr: float | None) -> None:
         self._name_rate(lr)
@@ -98,32 +98,6 @@ class Optimizer:
     def slot_names(self) -> tuple[str, ...]:
         """Arrays of state, in the order of the shards', named as torch.optim names them."""
         return ()
-
-    def to_proto(self) -> types_pb2.Optimizer:
-        """The wire's form."""
-        rule = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        clipping = {name: rule.pop(name) for name in ("clip_value", "clip_norm")}
-        message = types_pb2.Optimizer(**clipping)
-        target = getattr(message, self.field_name)
-        target.SetInParent()
-        for name, value in rule.items():
-            setattr(target, name, value)
-        return message
-
-    @staticmethod
-    def from_proto(message: types_pb2.Optimizer) -> Optimizer:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: no rule is set, or a value is out of range.
-        """
-        name = message.WhichOneof("rule")
-        kind = next((k for k in Optimizer.__subclasses__() if k.field_name == name), None)
-        if name is None or kind is None:
-            raise ArgumentError("optimizer.rule must be set; it is missing")
-        rule = getattr(message, name)
-        values = {field.name: getattr(rule, field.name) for field in rule.DESCRIPTOR.fields}
-        return kind(clip_value=message.clip_value, clip_norm=message.clip_norm, **values)
 
 
 @dataclass(frozen=True, kw_only=True)

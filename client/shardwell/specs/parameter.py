@@ -1,14 +1,15 @@
 """What a parameter is: the spec that every worker must agree on.
 
-Value objects, checked when made; the wire knows them through `to_proto` and `from_proto`.
+Value objects, checked when made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from typing_extensions import override
 
@@ -18,7 +19,6 @@ from shardwell.specs.checks import (
     check_number,
     check_whole_number,
     differences_of,
-    name_of,
 )
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
@@ -26,6 +26,7 @@ from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell.specs.members import BOUND_S_MAX, Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_learning_rate
+from shardwell.specs.wire_form import Form, Record, name_of
 from shardwell.v1 import types_pb2
 
 WireName = Literal["fp32", "fp16", "bf16"]
@@ -91,7 +92,11 @@ def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) 
     return name
 
 
-class TrainingSpec:
+def _codec_fields(codec: CodecName) -> dict[str, Any]:
+    return dict(zip(("codec", "compression"), codec_to_wire(codec), strict=True))
+
+
+class TrainingSpec(Record[Any]):
     """What specs of parameters and of tables have in common."""
 
     optimizer: Optimizer
@@ -102,6 +107,13 @@ class TrainingSpec:
     members: Elastic | None
     min_contributors = 0
     """See ParameterSpec; tables have none."""
+
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "optimizer": Optimizer,
+        "codec": Form(lambda found: codec_from_wire(found.codec, found.compression), _codec_fields),
+        "mode": WIRE_MODES,
+        "members": Elastic,
+    }
 
     def check_training(self) -> None:
         """Refuses fields that contradict each other.
@@ -250,6 +262,13 @@ class ParameterSpec(TrainingSpec):
     """Slices and chunks are cut at any element: version 0.2.0 or an earlier one made it. Shards say
     so, and no worker need know it: specs that differ in it alone are equal."""
 
+    MESSAGE: ClassVar[Any] = types_pb2.ParameterSpec
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        **TrainingSpec.FORMS,
+        "layout": TensorLayout,
+        "fragment": Fragment,
+    }
+
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
         check_whole_number("size", self.size, 1, SIZE_MAX)
@@ -394,50 +413,3 @@ class ParameterSpec(TrainingSpec):
             return f"element {index}"
         tensor = self.layout.at(index)
         return f"element {index - tensor.offset} of tensor {tensor.name!r}"
-
-    def to_proto(self) -> types_pb2.ParameterSpec:
-        """The wire's form."""
-        codec, compression = codec_to_wire(self.codec)
-        return types_pb2.ParameterSpec(
-            name=self.name,
-            size=self.size,
-            codec=codec,
-            compression=compression,
-            mode=WIRE_MODES[self.mode],
-            worker_count=self.worker_count,
-            optimizer=self.optimizer.to_proto(),
-            allow_non_finite=self.allow_non_finite,
-            layout=None if self.layout is None else self.layout.to_proto(),
-            members=None if self.members is None else self.members.to_proto(),
-            min_contributors=self.min_contributors,
-            grace_s=self.grace_s,
-            fragment=None if self.fragment is None else self.fragment.to_proto(),
-            cuts_blocks=self.cuts_blocks,
-        )
-
-    @staticmethod
-    def from_proto(message: types_pb2.ParameterSpec) -> ParameterSpec:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
-        """
-        has_layout, is_fragment = message.HasField("layout"), message.HasField("fragment")
-        values: dict[str, Any] = {
-            "codec": codec_from_wire(message.codec, message.compression),
-            "mode": name_of(WIRE_MODES, "mode", message.mode),
-        }
-        return ParameterSpec(
-            name=message.name,
-            size=message.size,
-            optimizer=Optimizer.from_proto(message.optimizer),
-            worker_count=message.worker_count,
-            allow_non_finite=message.allow_non_finite,
-            layout=TensorLayout.from_proto(message.layout) if has_layout else None,
-            members=Elastic.from_proto(message.members) if message.HasField("members") else None,
-            min_contributors=message.min_contributors,
-            grace_s=message.grace_s,
-            fragment=Fragment.from_proto(message.fragment) if is_fragment else None,
-            cuts_blocks=message.cuts_blocks,
-            **values,
-        )

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwell.errors import ArgumentError
-from shardwell.specs.checks import brief, check_whole_number, name_of
+from shardwell.specs.checks import brief, check_whole_number
 from shardwell.specs.initializers import Initializer
 from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RowWiseAdagrad
 from shardwell.specs.parameter import (
     BLOCK_SIZES,
-    WIRE_MODES,
     CodecName,
     ModeName,
     TrainingSpec,
-    codec_from_wire,
-    codec_to_wire,
 )
+from shardwell.specs.wire_form import Form
 from shardwell.v1 import table_pb2
 
 ROW_COUNT_MAX = 2**62
@@ -64,6 +63,15 @@ class TableSpec(TrainingSpec):
     members: Elastic | None = None
     """Workers that come and go make its steps; None: worker_count of them, for good."""
 
+    MESSAGE: ClassVar[Any] = table_pb2.TableSpec
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        **TrainingSpec.FORMS,
+        "initializer": Initializer,
+        "row_count": Form(
+            lambda found: found.row_count or None, lambda count: {"row_count": count or 0}
+        ),
+    }
+
     def __post_init__(self) -> None:
         check_name("table name", self.name)
         if self.row_count is not None:
@@ -101,43 +109,3 @@ class TableSpec(TrainingSpec):
     def sums_gradients(self) -> bool:
         """Whether gradients of a step, which several workers may give, are summed beforehand."""
         return self.step_size_max > 1
-
-    def to_proto(self) -> table_pb2.TableSpec:
-        """The wire's form."""
-        codec, compression = codec_to_wire(self.codec)
-        return table_pb2.TableSpec(
-            name=self.name,
-            row_count=self.row_count or 0,
-            dim=self.dim,
-            optimizer=self.optimizer.to_proto(),
-            initializer=self.initializer.to_proto(),
-            codec=codec,
-            compression=compression,
-            mode=WIRE_MODES[self.mode],
-            worker_count=self.worker_count,
-            allow_non_finite=self.allow_non_finite,
-            members=None if self.members is None else self.members.to_proto(),
-        )
-
-    @staticmethod
-    def from_proto(message: table_pb2.TableSpec) -> TableSpec:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
-        """
-        values: dict[str, Any] = {
-            "codec": codec_from_wire(message.codec, message.compression),
-            "mode": name_of(WIRE_MODES, "mode", message.mode),
-        }
-        return TableSpec(
-            name=message.name,
-            row_count=message.row_count or None,
-            dim=message.dim,
-            optimizer=Optimizer.from_proto(message.optimizer),
-            initializer=Initializer.from_proto(message.initializer),
-            worker_count=message.worker_count,
-            allow_non_finite=message.allow_non_finite,
-            members=Elastic.from_proto(message.members) if message.HasField("members") else None,
-            **values,
-        )
