@@ -148,7 +148,9 @@ class StoreContract:
         lower.weights[:] = 1
         assert not upper.weights.any()
 
-    def test_without_room_the_limit_is_an_error_and_the_name_stays_free(self, store: Store) -> None:
+    def test_a_parameter_without_room_is_an_error_and_its_name_stays_free(
+        self, store: Store
+    ) -> None:
         with pytest.raises(self.no_room_error, match="of 'p'"):
             store.create(layout("p", TOO_LARGE, slot_count=2, with_sum=True))
         assert store.create(layout("p", 10, slot_count=0, with_sum=False)).weights.size == 10

@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Iterator[MmapStore]:
 @pytest.mark.parametrize("slot_widths", [(), (7,), (7, 1)])
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("dim", [1, 7])
-def test_a_reopened_store_has_everything(
+def test_a_reopened_table_has_all_rows(
     store: MmapStore,
     tmp_path: Path,
     slot_widths: tuple[int, ...],
@@ -141,7 +141,7 @@ def test_rows_of_an_earlier_process_are_verified_once(store: MmapStore, tmp_path
         reopened(tmp_path).verify(np.arange(50))
 
 
-def test_what_was_never_made_is_removed(store: MmapStore, tmp_path: Path) -> None:
+def test_a_table_that_was_never_made_is_removed(store: MmapStore, tmp_path: Path) -> None:
     store.create_table(layout())
     left = tmp_path / "tables" / "000002.new"
     left.mkdir()

@@ -60,7 +60,7 @@ class TableStoreContract:
     @pytest.mark.parametrize("with_sum", [False, True])
     @pytest.mark.parametrize("dim", [1, 5])
     @pytest.mark.parametrize("row_capacity", [1, 7, 2**30])
-    def test_arrays_are_as_promised(
+    def test_arrays_of_rows_are_as_promised(
         self,
         store: Store,
         slot_widths: tuple[int, ...],
@@ -99,13 +99,13 @@ class TableStoreContract:
         with pytest.raises(ValueError, match="'t' exists"):
             store.create_table(layout("t"))
 
-    def test_without_room_the_limit_is_an_error_and_the_name_stays_free(self, store: Store) -> None:
+    def test_a_table_without_room_is_an_error_and_its_name_stays_free(self, store: Store) -> None:
         with pytest.raises(self.no_room_error, match="'t'") as caught:
             store.create_table(layout(row_capacity=TOO_LARGE))
         assert caught.value.table == "t"
         store.create_table(layout())
 
-    def test_what_is_committed_is_as_it_was_written(self, store: Store) -> None:
+    def test_committed_rows_are_as_they_were_written(self, store: Store) -> None:
         made = store.create_table(layout())
         for worker_id in ("w0", "w1"):
             add_seat(made, worker_id)
@@ -150,7 +150,7 @@ class TableStoreContract:
 
     @pytest.mark.parametrize(("values", "sums"), [(True, False), (False, True), (True, True)])
     @pytest.mark.parametrize("fails", [False, True])
-    def test_a_change_without_a_commit_never_began(
+    def test_a_change_of_rows_without_a_commit_never_began(
         self, store: Store, values: bool, sums: bool, fails: bool
     ) -> None:
         made = store.create_table(layout())
@@ -298,7 +298,7 @@ class TableStoreContract:
         put_rows(made, np.arange(64)[::-1].copy(), 2)
         assert_rows(made, np.arange(64), 2)
 
-    def test_closing_may_be_repeated(self, store: Store) -> None:
+    def test_closing_a_table_may_be_repeated(self, store: Store) -> None:
         store.create_table(layout())
         store.close()
         store.close()

@@ -51,7 +51,7 @@ SETTINGS = {
 }
 
 
-def test_here() -> None:
+def test_digests_of_this_process() -> None:
     check("this process", current())
 
 

@@ -45,7 +45,7 @@ def test_a_place_is_in_the_cluster(shard_index: int, shard_count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128, 2**20 - 64, 2**20])
-def test_chunk_sizes(size: int) -> None:
+def test_aligned_chunk_sizes_are_taken(size: int) -> None:
     assert config(chunk_size_bytes=size).chunk_size_bytes == size
 
 
@@ -58,7 +58,7 @@ def test_other_chunk_sizes_are_refused(size: int) -> None:
 @pytest.mark.parametrize(
     "listen", ["127.0.0.1:0", "0.0.0.0:7070", "[::1]:65535", "shard-0.shards:1", "localhost:80"]
 )
-def test_addresses(listen: str) -> None:
+def test_addresses_to_listen_at_are_taken(listen: str) -> None:
     assert config(listen=listen, insecure=True).listen == listen
 
 

@@ -134,6 +134,6 @@ def test_processors_that_are_slower_than_the_link() -> None:
         ({"codec": "int3"}, "codec must be one of fp32, fp16, bf16, int8; got 'int3'"),
     ],
 )
-def test_what_can_t_be_is_refused_by_name(changes, words) -> None:
+def test_impossible_outer_plans_are_refused_by_name(changes, words) -> None:
     with pytest.raises(shardwell.ArgumentError, match=words):
         _outer(**changes)

@@ -161,7 +161,7 @@ def test_what_is_as_recorded(ratchets, root: Path, capsys) -> None:
         ),
     ],
 )
-def test_what_rises(
+def test_a_count_that_rises_is_named(
     ratchets, root: Path, capsys, name: str, text: str, printed: str | None
 ) -> None:
     write(root, name, text)
@@ -171,7 +171,7 @@ def test_what_rises(
     assert bool(errors) == (printed is not None)
 
 
-def test_it_says_where_and_what_to_do(ratchets, root: Path, capsys) -> None:
+def test_a_ratchet_says_where_and_what_to_do(ratchets, root: Path, capsys) -> None:
     many = "\n\ndef g(a, b, c, d, e, f, g, h, i, j): ...\n"
     write(root, "server/shardwell_server/config.py", many)
     for name in ("a", "b", "c"):

@@ -42,7 +42,7 @@ SUITES = {"helm_python", "kubernetes_validate", "ray"}
 """Those of `make test-helm` and `make test-ray`."""
 
 
-def test_what_needs_more_packages_has_the_mark_of_those_that_run_with_them() -> None:
+def test_tests_that_need_more_packages_have_their_mark() -> None:
     tests = Path(__file__).parents[1]
     for path in tests.rglob("test_*.py"):
         text = path.read_text()

@@ -103,7 +103,7 @@ def test_two_spare_machines_beside_four_workers() -> None:
     assert step_time.least_share(4, 2) == pytest.approx(24 / 20)
 
 
-def test_one_worker_exchanges_nothing_in_a_group_or_with_a_shard_beside_it() -> None:
+def test_one_worker_alone_exchanges_nothing() -> None:
     job = _job(worker_count=1, shard_count=1, compute_s=0.5)
     for made in (step_time.ring(job), step_time.tree(job)):
         assert made.communication_s == 0.0
@@ -196,7 +196,7 @@ def test_memory_of_the_longest_slice(optimizer, arrays) -> None:
         ("codec", "int3"),
     ],
 )
-def test_what_can_t_be_is_refused_by_name(field, value) -> None:
+def test_impossible_plans_are_refused_by_name(field, value) -> None:
     with pytest.raises(shardwell.ArgumentError, match=field):
         dataclasses.replace(_job(), **{field: value})
 

@@ -234,7 +234,7 @@ def test_what_the_user_has_under_that_name_stays(tmp_path: Path) -> None:
         assert not (tmp_path / "sums").exists()
 
 
-def test_each_call_of_the_system_fails_once(
+def test_each_call_of_the_system_fails_once_for_an_accumulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call of ours that needed it is refused, changes nothing, and may be made again."""
@@ -293,7 +293,7 @@ def refused(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_an_accumulator_on_a_full_disk_is_whole(tmp_path: Path) -> None:
     """Rows without space are refused; those that have it, reads and applies go on."""
     rows = np.zeros((ROWS, WIDE), np.float32)
     with small_disk(tmp_path / "disk", 2**20) as disk:

@@ -346,7 +346,7 @@ def test_a_restorer_that_dies_before_it_confirms(
     np.testing.assert_array_equal(again.exchange(np.ones(SIZE, np.float32)), after)
 
 
-def test_the_rate_of_a_restore_that_never_stood_is_forgotten(tmp_path) -> None:
+def test_the_rate_of_a_restore_that_failed_is_forgotten(tmp_path) -> None:
     """Rate and weights are one event: of two, a full disk could leave one without the other."""
     config = ShardConfig(shard_index=0, shard_count=1)
     with DataDir(tmp_path, config) as claimed, ShardServer(config, claimed) as server:

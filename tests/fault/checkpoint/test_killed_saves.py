@@ -80,7 +80,7 @@ def test_the_next_one_takes_over(held, tmp_path, command, ending) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_two_at_once(held, connect, tmp_path, command) -> None:
+def test_two_saves_at_once_leave_one_whole(held, connect, tmp_path, command) -> None:
     """The second is refused, and the first one's files stay."""
     target, go_on = held
     client = connect(target, "saver", timeout_s=60.0)

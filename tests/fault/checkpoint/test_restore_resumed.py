@@ -145,7 +145,7 @@ def test_another_checkpoint_is_refused_where_workers_went_on(
     np.testing.assert_array_equal(table.get_rows(IDS), 6.0)
 
 
-def test_a_shard_that_lost_its_files_is_not_taken_for_one_that_was_cut_off(
+def test_a_shard_that_lost_its_files_is_not_one_that_was_cut_off(
     cluster, connect, tmp_path, saved
 ) -> None:
     """However often it is tried: rows that were trained on and rows of a checkpoint never mix."""

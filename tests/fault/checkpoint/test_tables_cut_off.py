@@ -76,7 +76,7 @@ def kill_and_start_again(running: LocalCluster, shard_index: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("moment", ["rows", "finish"])
-def test_a_shard_that_is_killed_during_a_restore(
+def test_a_shard_that_is_killed_while_a_table_is_restored(
     cluster, connect, tmp_path, monkeypatch, saved, killed, moment
 ) -> None:
     """It comes back with half of it on its disk, or when the other is done; all is done again."""
@@ -142,7 +142,9 @@ def test_a_restore_that_is_cut_off_takes_no_gradients(
     assert_goes_on(client)
 
 
-def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkeypatch) -> None:
+def test_a_shard_that_is_killed_while_a_table_is_saved(
+    cluster, connect, tmp_path, monkeypatch
+) -> None:
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
     client = connect(running, "w0")
     trained(client)
@@ -315,7 +317,7 @@ def test_streams_that_load_nonsense(cluster, attack) -> None:
         (None, {"row_count": 3}, types.ERROR_CODE_CORRUPT_CHUNK),
     ],
 )
-def test_rows_that_can_not_be(cluster, rows, fields, code) -> None:
+def test_impossible_rows_are_refused_by_a_load(cluster, rows, fields, code) -> None:
     with WireWorker(cluster(1).target, "w0") as worker:
         table = WireTable(worker, SPEC)
         assert refused(worker, table, loading(worker, rows, **fields)).code == code
@@ -350,7 +352,7 @@ def test_a_load_into_a_table_that_trained(cluster) -> None:
         assert (detail.code, detail.table) == (types.ERROR_CODE_STEP_ORDER, "t")
 
 
-def test_a_reader_that_goes_away_is_forgotten(cluster) -> None:
+def test_a_reader_of_rows_that_goes_away_is_forgotten(cluster) -> None:
     running = cluster(1)
     with WireWorker(running.target, "w0") as worker:
         table = WireTable(worker, SPEC)

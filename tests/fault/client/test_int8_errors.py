@@ -393,9 +393,7 @@ def test_what_came_too_late_for_a_part(cluster, connect, late: str) -> None:
     assert_ranges(last.residual, last.outcome.late, kept, offered - rounded(offered))
 
 
-def test_what_was_tried_in_a_step_that_closed_without_it_has_counted_in_part(
-    cluster, connect
-) -> None:
+def test_a_late_int8_gradient_may_have_counted_in_part(cluster, connect) -> None:
     """What counted of it has taken the residual with it, and has left its own."""
     running = cluster(3)
     fast, slow = (

@@ -327,7 +327,7 @@ def test_a_wire_between_members_is_cut(target, victim) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_storm(target, start, seed) -> None:
+def test_a_storm_of_kills_and_newcomers_loses_no_step(target, start, seed) -> None:
     """Workers are killed, leave and come at random, several at once."""
     chance = random.Random(seed)
     living = start(target, 0, 1, 2, element_count=200_000)

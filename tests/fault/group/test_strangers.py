@@ -141,7 +141,7 @@ def test_a_second_stream_of_a_rank_is_refused(place, kind) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 2**20, 5 * 2**20])
-def test_garbage(place, size) -> None:
+def test_garbage_does_no_harm(place, size) -> None:
     """Bytes that are no messages, small, large and oversized: an error, and no harm."""
     noise = np.random.default_rng(size).bytes(size)
 

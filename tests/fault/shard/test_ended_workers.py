@@ -240,9 +240,7 @@ def test_who_comes_back_soon_is_waited_for(cluster, connect, monkeypatch) -> Non
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("is_table", [False, True])
-def test_a_training_that_all_have_left_begins_again_one_worker_after_the_other(
-    cluster, connect, is_table
-) -> None:
+def test_a_training_that_all_have_left_begins_again(cluster, connect, is_table) -> None:
     """The first to come back waits for the other, however much later that one is started."""
     running = cluster(2, chunk_size_bytes=64)
 

@@ -200,7 +200,7 @@ def test_processes_as_users_start_them(
 
 @pytest.mark.soak
 @pytest.mark.timeout(60 * SOAK_MINUTES + 300)
-def test_soak(forked: ForkedCalls, tmp_path: Path) -> None:
+def test_kills_for_minutes_lose_nothing(forked: ForkedCalls, tmp_path: Path) -> None:
     seed, watch = _seed(), Stopwatch()
 
     def kill_again(thread_index: int) -> Toll:

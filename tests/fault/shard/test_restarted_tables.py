@@ -34,9 +34,7 @@ def test_a_shard_that_lost_its_memory_is_noticed(connect) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "verb"), [("sync", "exchange"), ("async", "put")])
-def test_a_shard_killed_in_the_middle_comes_back_from_its_files(
-    connect, tmp_path, mode, verb
-) -> None:
+def test_a_table_of_a_killed_shard_comes_back_from_its_files(connect, tmp_path, mode, verb) -> None:
     """Two workers train on; one of two shards is killed twice, and started again on its port."""
     step_count = 14
     tables: list[shardwell.Table] = []

@@ -133,7 +133,7 @@ def test_who_died_with_the_shards_is_replaced_after_a_while(
 
 @pytest.mark.sampled(1)
 @KINDS
-def test_a_process_of_this_machine_that_died_with_the_shards_is_not_waited_for(
+def test_a_local_process_that_died_with_the_shards_is_not_awaited(
     cluster, connect, tmp_path, monkeypatch, kind
 ) -> None:
     """Shards that wait for others for an hour give its place to the next one."""

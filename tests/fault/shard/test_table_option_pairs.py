@@ -202,7 +202,9 @@ class Training:
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: ",".join(map(str, row.values())))
-def test_two_options_together(forked: ForkedCalls, tmp_path: Path, connect: Any, row: Row) -> None:
+def test_two_options_of_a_table_together(
+    forked: ForkedCalls, tmp_path: Path, connect: Any, row: Row
+) -> None:
     training = Training(row)
     names = [f"w{i}" for i in range(training.worker_count)]
     with ForkedCluster(
@@ -236,7 +238,7 @@ def test_two_options_together(forked: ForkedCalls, tmp_path: Path, connect: Any,
 
 
 @pytest.mark.parametrize(("pair", "first", "second"), REFUSED, ids=str)
-def test_options_that_exclude_each_other(
+def test_options_of_a_table_that_exclude_each_other(
     cluster: Any, connect: Any, pair: Row, first: str, second: str
 ) -> None:
     client = connect(cluster(1), "w0")

@@ -108,7 +108,7 @@ def test_a_copy_and_what_is_not_ours(damage: Damage, story: StoredStory) -> None
         story.state_at(damage.path)
 
 
-def test_a_newer_format_is_refused(damage: Damage, story: StoredStory) -> None:
+def test_files_of_a_newer_format_are_refused(damage: Damage, story: StoredStory) -> None:
     """Whatever else a newer version writes."""
     (name,) = (
         name

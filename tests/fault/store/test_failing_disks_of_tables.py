@@ -61,7 +61,7 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_each_call_of_the_system_fails_once(
+def test_each_call_of_the_system_fails_once_for_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = FailingSystem(monkeypatch)
@@ -183,7 +183,7 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
     assert (large.weights[64 : large.record.row_used] == 5).all()
 
 
-def test_a_disk_that_is_read_only(disk: SmallDisk) -> None:
+def test_a_table_on_a_disk_that_is_read_only(disk: SmallDisk) -> None:
     tell(opened(disk.path).create_table(LAYOUT))
     disk.remount("ro")
     try:
@@ -209,7 +209,7 @@ def test_files_may_not_be_so_large(tmp_path: Path) -> None:
     store.create_table(LARGE)
 
 
-def test_no_more_open_files(tmp_path: Path) -> None:
+def test_no_more_open_files_for_a_table(tmp_path: Path) -> None:
     store = opened(restore({}, tmp_path / "store"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)

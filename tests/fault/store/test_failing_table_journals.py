@@ -58,7 +58,7 @@ def test_a_change_that_cannot_be_journaled_never_began(
         assert AFTER_POWER_LOSS.state_at(again) == STATES[number + 1]
 
 
-def test_a_sync_that_failed_is_made_good_by_an_image(
+def test_a_sync_of_rows_that_failed_is_made_good_by_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a lost page the kernel tells once; to ask again and believe it would be a lie."""

@@ -159,7 +159,9 @@ def test_the_story_comes_to_what_the_replay_does() -> None:
     [("process", SameMachine), ("step", SameMachine), ("step", OtherStart)],
     ids=["process, killed", "step, killed", "step, without power"],
 )
-def test_killed_after_each_write(tmp_path: Path, durability: str, boot: type[SameMachine]) -> None:
+def test_int8_killed_after_each_write(
+    tmp_path: Path, durability: str, boot: type[SameMachine]
+) -> None:
     undisturbed = shard_on(MemoryStore())
     states = [state_of(undisturbed)]
     trained(undisturbed, lambda: states.append(state_of(undisturbed)))

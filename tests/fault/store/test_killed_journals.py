@@ -96,7 +96,9 @@ def test_a_table_changes_while_an_image_is_under_way(writes_of: WritesOf) -> Non
 @pytest.mark.sampled(2)
 @PART
 @KIND
-def test_killed_after_each_write(tmp_path: Path, writes_of: WritesOf, kind: str, part: int) -> None:
+def test_a_journal_killed_after_each_write(
+    tmp_path: Path, writes_of: WritesOf, kind: str, part: int
+) -> None:
     """And the machine loses power after that.
 
     Entries that were journaled before the kill and never counted may count after the other in a

@@ -188,7 +188,7 @@ def neighbours(line: Line, **options: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("verb", ["put_gradient", "exchange"])
-def test_gradients(line, verb) -> None:
+def test_flipped_bits_of_gradients(line, verb) -> None:
     """After steps that a flipped number could lead back to, which would count as a repeat."""
     untouched = neighbours(line)
     model = opened(line.client)
@@ -260,7 +260,7 @@ def test_what_an_open_step_is_answered(line) -> None:
 
 
 @pytest.mark.parametrize("direction", ["request", "response"])
-def test_weights(line, direction) -> None:
+def test_flipped_bits_of_weights(line, direction) -> None:
     """A question that was damaged may reach the shard as one for another parameter."""
     for number, name in enumerate((NAME, *NEIGHBOURS), start=1):
         opened(line.client, name, codec="fp32").put_gradient(np.full(SIZE, number, np.float32))
@@ -382,7 +382,7 @@ class Restored:
         return np.full(where.size, 5.0 + array_index, np.float32)
 
 
-def test_first_weights(line, monkeypatch) -> None:
+def test_flipped_bits_of_first_weights(line, monkeypatch) -> None:
     """Names count up, so that many differ in one bit from what exists."""
     optimizer = shardwell.SGD(learning_rate=1.0, momentum=0.5)
     names = iter(f"m{number:04d}" for number in range(10**4))
@@ -422,7 +422,7 @@ def test_first_weights(line, monkeypatch) -> None:
     ("direction", "number"), [("request", 0), ("response", 0), ("response", 1)]
 )
 @pytest.mark.parametrize("method", ["Snapshot", "ScanRows"])
-def test_checkpoints(line, tmp_path, method, direction, number) -> None:
+def test_flipped_bits_of_checkpoints(line, tmp_path, method, direction, number) -> None:
     """The checkpoint is byte for byte what an undisturbed client saves."""
     for value, name in enumerate((NAME, *NEIGHBOURS), start=1):
         if method == "Snapshot":
@@ -481,7 +481,7 @@ def test_gradients_of_rows(line, connect, mode) -> None:
 
 
 @pytest.mark.parametrize("direction", ["request", "response"])
-def test_rows(line, direction) -> None:
+def test_flipped_bits_of_rows(line, direction) -> None:
     every = np.arange(ROW_COUNT)
     values = every[:, None] * np.ones(DIM, np.float32)
     for number, name in enumerate((NAME, *NEIGHBOURS), start=1):
@@ -567,7 +567,7 @@ def changes_of(line: Line, kind: str, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "table"])
-def test_learning_rates(line, kind) -> None:
+def test_flipped_bits_of_learning_rates(line, kind) -> None:
     """A rate, a step or a name with another bit is none that a client asked for."""
     open_one = opened if kind == "parameter" else opened_table
     for name in NEIGHBOURS:
@@ -587,7 +587,7 @@ def test_learning_rates(line, kind) -> None:
     assert {name: changes_of(line, kind, name) for name in NEIGHBOURS} == before
 
 
-def test_evictions(line) -> None:
+def test_flipped_bits_of_evictions(line) -> None:
     """A damaged step or name would take rows that are to stay."""
     ones = np.ones((3, DIM), np.float32)
     for name in (NAME, *NEIGHBOURS):
@@ -609,7 +609,7 @@ def test_evictions(line) -> None:
     ("kind", "method"),
     [("parameter", "CreateParameter"), ("parameter", "ClaimInit"), ("table", "OpenTable")],
 )
-def test_openings(line, kind, method) -> None:
+def test_flipped_bits_of_openings(line, kind, method) -> None:
     """The parameter has the spec that was meant, and nothing else is made."""
     names = iter(f"m{number:05d}" for number in range(10**5))
     made: list[str] = []
@@ -738,7 +738,7 @@ def test_groups_that_meet(line, direction) -> None:
 # Sessions.
 
 
-def test_attending(line) -> None:
+def test_flipped_bits_of_sessions(line) -> None:
     """A client whose session arrived as another one goes on by itself."""
     opened(line.client, codec="fp32", mode="async", worker_count=None)
     line.client.close()

@@ -196,7 +196,7 @@ def test_what_is_no_request(open_cluster, spoken) -> None:
 # Who may ask.
 
 
-def test_tokens(cluster, connect, tmp_path) -> None:
+def test_the_port_shows_what_a_token_may_read(cluster, connect, tmp_path) -> None:
     """Names that a token may not read do not appear; probes need none."""
     tokens = Tokens(tmp_path)
     running = cluster(1, tokens=tokens.path, admin_listen="127.0.0.1:0")
@@ -222,7 +222,7 @@ def test_tokens(cluster, connect, tmp_path) -> None:
         assert "test-b" not in names
 
 
-def test_tls(cluster) -> None:
+def test_the_port_speaks_the_shard_s_tls(cluster) -> None:
     files = authority()
     running = cluster(1, tokens=None, admin_listen="127.0.0.1:0", tls=of_server(files))
     url = running.admin_urls[0]
@@ -290,7 +290,7 @@ def test_a_worker_that_never_came(open_cluster, connect) -> None:
     assert wait["words"].endswith("for 2 workers that were never seen")
 
 
-def test_a_table(open_cluster, connect) -> None:
+def test_a_table_s_waits_and_steps_are_shown(open_cluster, connect) -> None:
     running = open_cluster(2)
     given = {"row_count": 10, "dim": 2, "optimizer": SGD, "worker_count": 2}
     tables = [connect(running, f"w{rank}").table("rows", **given) for rank in range(2)]
@@ -434,7 +434,7 @@ def test_details_of_one_name(cluster, connect, tmp_path) -> None:
         assert ask(bad)[0] == 400
 
 
-def test_top(open_cluster, connect) -> None:
+def test_the_command_top_names_a_missing_worker(open_cluster, connect) -> None:
     running = open_cluster(2)
     net = connect(running, "w0").parameter("net", size=10, optimizer=SGD, worker_count=2)
     net.init(ONES)
@@ -611,7 +611,7 @@ def test_a_report_never_fails_for_want_of_a_shard(cluster, connect) -> None:
         net.report(loss=1.0)
 
 
-def test_a_shard_that_lost_its_memory(open_cluster, connect) -> None:
+def test_a_shard_that_lost_its_memory_says_so(open_cluster, connect) -> None:
     running = open_cluster(2, processes=True)
     net = connect(running, "w0").parameter("net", size=10, optimizer=SGD)
     net.init(ONES)

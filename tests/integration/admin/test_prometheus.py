@@ -93,7 +93,7 @@ def prometheus(tmp_path: Path) -> Any:
         process.wait()
 
 
-def test_every_expression(cluster, connect, prometheus, tmp_path) -> None:
+def test_every_alert_and_panel_finds_its_metrics(cluster, connect, prometheus, tmp_path) -> None:
     running = cluster(2, tokens=None, admin_listen="127.0.0.1:0", data_dir=tmp_path / "shards")
     nets = [
         connect(running, f"w{rank}").parameter("net", size=10, optimizer=SGD, worker_count=2)

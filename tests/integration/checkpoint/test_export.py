@@ -56,7 +56,7 @@ def test_a_file_that_appears_meanwhile_stays(cluster, connect, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk(cluster, connect, tmp_path, monkeypatch) -> None:
+def test_an_export_to_a_full_disk_leaves_nothing(cluster, connect, tmp_path, monkeypatch) -> None:
     """While a checkpoint is written for it, and while the file is."""
     client = connect(cluster(1), "w0")
     table = client.table("rows", row_count=5, dim=4, optimizer=shardwell.SGD(learning_rate=0.1))
@@ -79,7 +79,7 @@ def test_a_full_disk(cluster, connect, tmp_path, monkeypatch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.safetensors"]
 
 
-def test_a_table_without_rows(cluster, connect, tmp_path) -> None:
+def test_a_table_without_rows_is_exported(cluster, connect, tmp_path) -> None:
     client = connect(cluster(2), "w0")
     client.table("rows", row_count=5, dim=4, optimizer=shardwell.SGD(learning_rate=0.1))
     client.export_table("rows", tmp_path / "rows.safetensors")
@@ -87,7 +87,7 @@ def test_a_table_without_rows(cluster, connect, tmp_path) -> None:
     assert (found["ids"].shape, found["rows"].shape) == ((0,), (0, 4))
 
 
-def test_commands(cluster, connect, tmp_path) -> None:
+def test_commands_export_a_cluster_s_table_and_a_checkpoint_s(cluster, connect, tmp_path) -> None:
     source, target = cluster(2), cluster(3)
     table = connect(source, "w0").table(
         "rows", row_count=50, dim=4, optimizer=shardwell.SGD(learning_rate=0.5)

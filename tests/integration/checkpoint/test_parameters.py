@@ -305,7 +305,9 @@ def test_a_client_that_was_closed(cluster, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("names", ["model", ["model", "nobody"]])
-def test_names_that_are_none(cluster, connect, tmp_path, names) -> None:
+def test_unknown_names_are_refused_before_anything_is_saved(
+    cluster, connect, tmp_path, names
+) -> None:
     client = connect(cluster(1), "w0")
     open_model(client).init(np.zeros(SIZE, np.float32))
     with pytest.raises((shardwell.ArgumentError, shardwell.UnknownParameterError)):

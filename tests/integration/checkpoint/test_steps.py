@@ -124,9 +124,7 @@ def test_the_same_step_saved_again(model, tmp_path) -> None:
         assert names(tmp_path) == ["1"]
 
 
-def test_what_is_saved_stays_beside_later_steps_of_a_training_that_was_given_up(
-    model, tmp_path
-) -> None:
+def test_a_save_stays_beside_later_steps_of_an_abandoned_training(model, tmp_path) -> None:
     save_steps(model, tmp_path, 1)
     (tmp_path / "1").rename(tmp_path / "9")
     (tmp_path / "1.removed").mkdir()  # a kill left it

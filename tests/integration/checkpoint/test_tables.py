@@ -142,7 +142,7 @@ class Training:
 @pytest.mark.parametrize(
     ("shard_count", "worker_count", "stored"), [(1, 1, False), (3, 2, False), (2, 2, True)]
 )
-def test_training_goes_on_while_one_version_is_taken(
+def test_training_goes_on_while_one_version_of_a_table_is_taken(
     cluster, connect, tmp_path, monkeypatch, shard_count, worker_count, stored
 ) -> None:
     monkeypatch.setattr(capture, "FILE_SIZE_BYTES", 200)
@@ -183,7 +183,7 @@ def test_training_goes_on_while_one_version_is_taken(
 
 
 @pytest.mark.parametrize("durability", ["process", "step"])
-def test_a_restored_shard_keeps_what_it_was_given(cluster, connect, tmp_path, durability) -> None:
+def test_a_restored_table_keeps_what_it_was_given(cluster, connect, tmp_path, durability) -> None:
     """Files of a restored shard are as good as those of one that trained; with its rate."""
     client = connect(cluster(1), "w0")
     table = open_table(client)
@@ -277,7 +277,7 @@ def test_a_choice_of_tables_and_what_exists(cluster, connect, tmp_path) -> None:
         other.restore_checkpoint(tmp_path / "one")
 
 
-def test_a_table_without_rows(cluster, connect, tmp_path) -> None:
+def test_a_table_without_rows_is_saved_and_restored(cluster, connect, tmp_path) -> None:
     client = connect(cluster(2), "w0")
     open_table(client).put_row_gradients([], np.empty((0, DIM)))
     (entry,) = client.save_checkpoint(tmp_path / "c").tables
@@ -346,7 +346,9 @@ def test_gradients_of_an_open_step_are_no_part(cluster, connect, tmp_path) -> No
     np.testing.assert_array_equal(rows[:, 0], [-1.0, -2.5, -1.0])
 
 
-def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tmp_path) -> None:
+def test_a_table_s_step_that_is_stuck_half_way_names_who_is_missing(
+    cluster, connect, tmp_path
+) -> None:
     """One shard has closed a step that the other has not: there is no version to take."""
     running = cluster(2)
     table = open_table(connect(running, "w0"), worker_count=2)
@@ -364,7 +366,7 @@ def test_a_step_that_is_stuck_half_way_names_who_is_missing(cluster, connect, tm
     assert entry.version == 1
 
 
-def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> None:
+def test_state_of_rows_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> None:
     running = cluster(1)
     client = connect(running, "w0")
     table = open_table(client, optimizer=shardwell.Adagrad(learning_rate=0.5))
@@ -378,7 +380,7 @@ def test_state_that_is_not_finite_is_not_saved(cluster, connect, tmp_path) -> No
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_gradient_that_state_can_not_take_fails_its_sender(
+def test_a_row_gradient_that_state_can_not_take_fails_its_sender(
     cluster, connect, tmp_path, mode
 ) -> None:
     client = connect(cluster(2), "w0")
@@ -396,7 +398,7 @@ def test_a_gradient_that_state_can_not_take_fails_its_sender(
 
 @pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"worker_count": 2}])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_weight_decay_that_state_can_not_take_raises(
+def test_weight_decay_that_state_of_rows_can_not_take_raises(
     cluster, connect, tmp_path, options, is_new
 ) -> None:
     """Rows are so large that the square of what decay adds to a small gradient overflows."""

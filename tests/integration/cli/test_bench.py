@@ -50,7 +50,7 @@ def test_all_figures_of_each_shard(cluster) -> None:
     assert step["exchange_s"] > 0
 
 
-def test_a_page_for_people(cluster) -> None:
+def test_bench_prints_a_page_for_people(cluster) -> None:
     running = cluster(2, **CHUNKS)
     code, output, log = run_command(*BRIEF, f"--shards={running.target}")
     assert (code, log) == (0, "")

@@ -317,7 +317,7 @@ def test_an_empty_path_is_not_the_working_directory(arguments) -> None:
     _check_usage("it is empty", *arguments)
 
 
-def test_an_export_in_no_known_format_is_refused_before_shards_are_asked() -> None:
+def test_an_unknown_export_format_is_refused_before_shards_are_asked() -> None:
     _check_usage(".safetensors or .parquet", "table", "export", "users", "users.csv", SHARDS)
 
 

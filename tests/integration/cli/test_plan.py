@@ -13,7 +13,7 @@ from harness.programs.commands import run_command
 from shardwell_server import step_time
 
 
-def test_a_page_for_people() -> None:
+def test_plan_prints_a_page_for_people() -> None:
     code, output, log = run_command("plan", "7B", "--workers=8", "--link=25Gbit/s", "--compute-s=2")
     assert (code, log) == (0, "")
     for words in ("co-located", "dedicated", "ring", "tree(arity=2)", "Take ", "BytePS", "28.0 GB"):

@@ -96,7 +96,7 @@ def test_what_is_written(path) -> None:
         (("revoke", "nobody"), 1, "has no token 'nobody'"),
     ],
 )
-def test_what_can_not_be(path, arguments, code, reason) -> None:
+def test_impossible_arguments_of_token(path, arguments, code, reason) -> None:
     made(path, "ci", "--right=read", f"--out={path.parent / 'kept'}")
     before = path.read_bytes()
     found, output, log = run_command("token", *arguments, f"--tokens={path}")
@@ -129,7 +129,7 @@ def test_a_file_of_the_users_is_no_place_for_a_secret(path) -> None:
 
 
 @pytest.mark.parametrize("contents", ["{", "[]", '{"tokens": [{"name": "a"}]}'])
-def test_a_file_of_something_else_stays_as_it_is(path, contents) -> None:
+def test_a_file_that_is_no_token_file_stays_as_it_is(path, contents) -> None:
     path.write_text(contents)
     code, _, log = run_command("token", "create", "ci", "--right=read", f"--tokens={path}")
     assert code == 1

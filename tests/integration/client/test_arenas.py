@@ -261,7 +261,7 @@ def test_same_host_off(cluster, connect, monkeypatch) -> None:
     assert mapped_bytes(other) == [0]
 
 
-def test_arguments_that_cannot_be_used(cluster) -> None:
+def test_bad_places_of_sockets_are_refused(cluster) -> None:
     for given in ("", "a\0b"):
         with pytest.raises(shardwell.ArgumentError, match="same_host"):
             cluster(1, same_host=given)
@@ -686,7 +686,7 @@ def test_messages_in_one_are_as_by_themselves(offering) -> None:
     np.testing.assert_array_equal(found, -3 * np.arange(8.0))
 
 
-def test_a_bad_message_among_others_ends_the_stream_behind_those_before_it(offering) -> None:
+def test_a_bad_message_in_a_batch_ends_the_stream_after_the_good_ones(offering) -> None:
     call = Exchanging(offering)
     good, bad = call.message(0, np.ones(8), 64), call.message(1, np.ones(8), 128)
     bad.gradient.chunk.crc32c ^= 1

@@ -70,7 +70,7 @@ def put(table: shardwell.Table) -> None:
     table.put_row_gradients(IDS, np.ones((IDS.size, 2), np.float32))
 
 
-def test_shard_0_says_which_table_it_is_and_the_others_are_asked_at_once(
+def test_shard_0_knows_the_table_and_the_others_are_asked_at_once(
     client: shardwell.Client, meeting: Meeting
 ) -> None:
     meeting.shards("OpenTable", first=1)

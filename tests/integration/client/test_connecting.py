@@ -205,7 +205,7 @@ def test_worker_ids_that_are_none(cluster, worker_id) -> None:
         shardwell.connect(cluster().target, worker_id=worker_id)
 
 
-def test_a_port_that_is_taken(cluster) -> None:
+def test_connecting_to_a_port_that_something_else_has(cluster) -> None:
     taken = cluster(1).addresses[0]
     with pytest.raises(shardwell.ShardUnavailableError, match="already in use"):
         ShardServer(ShardConfig(shard_index=0, shard_count=1, listen=taken))

@@ -335,7 +335,7 @@ def test_what_can_t_be_deleted(cluster, connect) -> None:
         client.delete("m", kind="group")
 
 
-def test_rights(cluster, connect, tmp_path: Path) -> None:
+def test_rights_to_delete(cluster, connect, tmp_path: Path) -> None:
     """Who made it, or an administrator; a token of another's gives nothing away."""
     tokens = Tokens(tmp_path)
     running = cluster(2, tokens=tokens.path)
@@ -354,7 +354,7 @@ def test_rights(cluster, connect, tmp_path: Path) -> None:
     assert names_on(ops) == [set()] * 2
 
 
-def test_the_command(cluster, connect) -> None:
+def test_the_command_delete(cluster, connect) -> None:
     running = cluster(2)
     worker = connect(running, "w0")
     for name in ("a", "b"):

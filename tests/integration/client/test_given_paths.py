@@ -60,7 +60,7 @@ def test_a_url_is_refused_by_name(client, tmp_path, monkeypatch, verb) -> None:
         ("trace", URL, "--shards=127.0.0.1:1"),
     ],
 )
-def test_commands(tmp_path, monkeypatch, arguments) -> None:
+def test_commands_refuse_urls_as_paths(tmp_path, monkeypatch, arguments) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, log = run_command(*arguments)
     assert code == 2

@@ -52,7 +52,7 @@ def test_threads_of_one_parameter_take_turns(cluster, connect) -> None:
     np.testing.assert_array_equal(model.get_weights(), -calls_per_thread * thread_count)
 
 
-def test_twenty_clients(cluster, connect) -> None:
+def test_twenty_clients_train_one_parameter(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=64)
     client_count, size = 20, 150
 

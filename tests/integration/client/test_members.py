@@ -160,7 +160,7 @@ def test_who_is_not_there(cluster, connect) -> None:
     assert [each.state for each in ops.members("crew")] == ["awaited"]
 
 
-def test_the_command(cluster, connect) -> None:
+def test_the_command_members(cluster, connect) -> None:
     running = cluster(2)
     worker = opened(connect(running, "w0"))
     opened(connect(running, "w0"), "other", worker_count=1).exchange(ONES)
@@ -192,7 +192,7 @@ def test_the_command(cluster, connect) -> None:
     assert "no shard has a parameter or table 'nothing'" in log
 
 
-def test_rights(cluster, tmp_path) -> None:
+def test_rights_to_drain_and_remove_members(cluster, tmp_path) -> None:
     tokens = Tokens(tmp_path)
     running = cluster(1, tokens=tokens.path)
     file = tokens.add("maker", "create")

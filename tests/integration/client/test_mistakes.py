@@ -51,7 +51,7 @@ def test_lists_of_numbers_are_gradients_and_weights(cluster, connect) -> None:
     assert found["bias"].tolist() == [-0.5, 0.5]
 
 
-def test_first_weights_that_are_not_finite(cluster, connect) -> None:
+def test_first_weights_that_are_not_finite_leave_nothing(cluster, connect) -> None:
     net = connect(cluster(1), "w0").parameter("net", size=2, optimizer=SGD)
     with pytest.raises(shardwell.NonFiniteError, match=r"element 1 is nan, .*; mend them first$"):
         net.init([1.0, float("nan")])

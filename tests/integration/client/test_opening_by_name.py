@@ -143,7 +143,7 @@ def test_what_does_not_exist_needs_a_spec(cluster, connect, kind, change) -> Non
     "change",
     [{"codec": None}, {"mode": "x"}, {"optimizer": None}, {"worker_count": 0}, {"codec": "fp8"}],
 )
-def test_what_can_not_be(cluster, connect, kind, change) -> None:
+def test_what_can_not_be_opened_by_name(cluster, connect, kind, change) -> None:
     running = cluster(1)
     OPEN[kind](connect(running, "w0"), **SPECS[kind])
     with pytest.raises(shardwell.ArgumentError):

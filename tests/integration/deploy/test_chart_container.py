@@ -258,7 +258,7 @@ def has_ended(worker: Container) -> bool:
     return bool(worker.state["Status"] == "exited")
 
 
-def test_the_job_trains_on_shards_of_which_one_was_killed_and_one_stopped(
+def test_the_job_trains_though_one_shard_is_killed_and_one_stopped(
     release, images, tmp_path
 ) -> None:
     """Both in the middle of a step; they come back from their volumes, and the step goes on."""

@@ -202,7 +202,7 @@ def test_each_service_has_the_image_of_its_kind(service) -> None:
     assert build["args"]["BASE"] != default
 
 
-def test_ports_are_published_with_the_profile_alone_and_to_this_machine_alone() -> None:
+def test_ports_are_published_to_this_machine_by_their_profile() -> None:
     for service in SERVICES:
         assert SERVICES[service].get("profiles", []) == (["ports"] if service == "ports" else [])
         assert ("ports" in SERVICES[service]) == (service == "ports")

@@ -252,7 +252,7 @@ def test_limits_are_those_that_a_shard_has() -> None:
 
 
 @each_values
-def test_each_shard_has_a_volume_of_its_own_or_one_that_ends_with_the_pod(values) -> None:
+def test_each_shard_has_a_volume_or_an_empty_directory(values) -> None:
     spec = objects_of(values)["StatefulSet"]["spec"]
     pod = spec["template"]["spec"]
     directory = Path(shard_settings(pod)["SHARDWELL_DATA_DIR"])
@@ -333,7 +333,7 @@ def test_memory_is_three_times_the_weights_and_100_mb() -> None:
     assert (resources["requests"]["memory"], resources["limits"]["memory"]) == (expected, expected)
 
 
-def test_no_secret_is_linked_into_a_directory_where_it_would_not_be_renewed(pod) -> None:
+def test_secrets_are_mounted_so_that_they_are_renewed(pod) -> None:
     assert not any("subPath" in mount for mount in mounts_of(pod))
     for volume in pod["volumes"]:
         if "secret" in volume:
@@ -374,7 +374,7 @@ def files_in_secrets(pod: Object, settings: Mapping[str, str]) -> dict[str, tupl
     return found
 
 
-def test_clients_need_no_certificate_where_there_is_no_authority_of_theirs() -> None:
+def test_clients_need_no_certificate_without_an_authority_of_theirs() -> None:
     values = {**SECURED, "tls": {"existingSecret": "a", "clientCaKey": ""}}
     settings = shard_settings(pod_of(values))
     assert {CERT_VARIABLE, KEY_VARIABLE} <= settings.keys()

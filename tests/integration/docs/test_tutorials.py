@@ -84,7 +84,7 @@ def test_a_cell_that_raises_fails_the_run(tmp_path: Path, monkeypatch) -> None:
     assert not Path(f"/proc/{program.log[0]}").exists()
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_of_tutorials_lead_somewhere() -> None:
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         text = "".join(line for cell in cells for line in cell["source"])

@@ -87,7 +87,7 @@ def on_threads(place: str, counts: tuple[int, ...], **options: Any) -> list[list
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("same_host", [True, False])
 @pytest.mark.parametrize("strategy", ["ring", "tree(arity=2)", "centralized"])
-def test_the_same_bits(place, monkeypatch, strategy, same_host) -> None:
+def test_threads_of_a_group_give_the_same_bits(place, monkeypatch, strategy, same_host) -> None:
     rounds: list[int] = []
     made_beside = Engine._made_beside
 
@@ -180,7 +180,7 @@ def test_a_damaged_chunk_ends_the_call_and_leaves_values_or_results(
     assert all("CRC32C" in message for message in messages), messages
 
 
-def test_how_many(place, monkeypatch) -> None:
+def test_how_many_threads_a_group_has(place, monkeypatch) -> None:
     for wrong in (0, -1, 257, True, 1.5, "4"):
         with pytest.raises(shardwell.ArgumentError, match="threads must be 1 to 256; got"):
             joined(place, 0, 1, threads=wrong)

@@ -50,7 +50,7 @@ def close_to(actual: np.ndarray, expected: np.ndarray, codec: str, rank_count: i
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_every_operation(place, strategy, size, codec) -> None:
+def test_every_operation_on_every_strategy(place, strategy, size, codec) -> None:
     arrays = [values(rank, 1003) for rank in range(size)]
     exact = np.stack(arrays).astype(np.float64)
     root = size - 1
@@ -107,7 +107,7 @@ def test_every_operation(place, strategy, size, codec) -> None:
     ],
     ids=str,
 )
-def test_large_arrays(place, strategy, size) -> None:
+def test_large_arrays_are_sent_in_chunks(place, strategy, size) -> None:
     """Many chunks, with a last one that is short; integers, so that fp16 is exact."""
     length = LONG + 77
 
@@ -155,7 +155,7 @@ def test_any_shape_in_place(place, shape) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("counts", [(1, 2, 5), (0, 3, 0), (0, 0, 0), (2**24, 1, 2**24 - 1)])
-def test_the_mean_is_weighted_by_samples(place, strategy, codec, counts) -> None:
+def test_a_group_s_mean_is_weighted_by_samples(place, strategy, codec, counts) -> None:
     arrays = [values(rank, 257, seed=1) for rank in range(3)]
 
     def work(group: shardwell.Group) -> np.ndarray:

@@ -128,7 +128,7 @@ def test_a_list_of_addresses_of_which_one_is_silent() -> None:
     assert isinstance(other, shardwell.WorkersMissingError | shardwell.ShardUnavailableError)
 
 
-def test_a_port_that_is_taken(place) -> None:
+def test_a_member_s_port_that_is_taken(place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"
         error = refused(place, 0, 1, listen=address)

@@ -41,7 +41,7 @@ def test_one_is_killed_and_another_is_stopped(tmp_path) -> None:
         run.finish()
 
 
-def test_who_makes_a_step_is_given_once(cluster, connect) -> None:
+def test_members_of_a_tree_are_given_once(cluster, connect) -> None:
     client = connect(cluster(1), "w0")
 
     def opened(**options):

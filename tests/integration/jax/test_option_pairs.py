@@ -26,7 +26,7 @@ import shardwell.jax  # noqa: E402
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ",".join(map(str, row.values())))
-def test_two_options_together(cluster: Any, connect: Any, row: Row) -> None:
+def test_two_options_of_a_tree_together(cluster: Any, connect: Any, row: Row) -> None:
     running = cluster(2, chunk_size_bytes=64)
     expected = of_a_parameter(connect(running, "w0"), row)
     options = {**options_of(row), "optimizer": rule_of(row), "groups": groups_of(row)}

@@ -422,7 +422,7 @@ def test_a_closed_client_raises(client) -> None:
         jax.jit(net.exchange)({"w": jnp.ones(5)})
 
 
-def test_asynchronous_mode(client) -> None:
+def test_a_tree_trains_asynchronously(client) -> None:
     net = tree_parameter(client, {"w": jnp.zeros(5)}, shardwell.SGD(1.0), mode="async")
     weights = jax.jit(net.exchange)({"w": jnp.ones(5)})
     np.testing.assert_allclose(weights["w"], -1.0)

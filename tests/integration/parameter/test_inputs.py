@@ -190,7 +190,7 @@ def test_a_float64_beyond_float32_is_not_finite(model) -> None:
     assert caught.value.element_index == 33
 
 
-def test_first_weights_that_are_not_finite(cluster, connect) -> None:
+def test_first_weights_that_are_not_finite_are_refused(cluster, connect) -> None:
     parameter = connect(cluster(2), "w0").parameter("model", size=SIZE, optimizer=SGD)
     weights = PLAIN.copy()
     weights[41] = np.nan

@@ -189,7 +189,7 @@ def test_a_begun_exchange_has_an_outcome(running: Callable[[str], shardwell.Clie
         ({"min_contributors": 0, "grace_s": 1.0}, "give min_contributors, too"),
     ],
 )
-def test_what_can_not_be(
+def test_what_can_not_be_opened_together(
     running: Callable[[str], shardwell.Client], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(shardwell.ArgumentError, match=words):

@@ -64,9 +64,7 @@ def test_a_shard_gets_its_piece_when_others_have_none(cluster, connect) -> None:
     assert net.next_step == 0
 
 
-def test_several_leave_before_the_first_is_answered_and_no_more_than_the_limit(
-    cluster, connect
-) -> None:
+def test_several_pieces_leave_before_the_first_is_answered(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=4 * CHUNK)
     clients = [connect(running, f"w{rank}") for rank in range(2)]
     net, other = (opened(client, worker_count=2) for client in clients)
@@ -156,7 +154,7 @@ def test_other_calls_in_turn_wait_for_all_pieces(cluster, connect) -> None:
     assert net.next_step == 1
 
 
-def test_a_piece_that_failed_goes_again_with_what_came_through_behind_it(cluster, connect) -> None:
+def test_a_failed_piece_is_sent_again_with_those_behind_it(cluster, connect) -> None:
     """Exactly once: what was counted before counts with the same values."""
     client = connect(cluster(2, chunk_size_bytes=4 * CHUNK), "w0")
     net, whole = opened(client), opened(client, "whole")

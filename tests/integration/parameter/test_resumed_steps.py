@@ -102,7 +102,7 @@ def test_it_reads_the_version_before_the_step(
     np.testing.assert_array_equal(found, weights)
 
 
-def test_shards_that_are_started_again_meanwhile_have_it_in_their_files(tmp_path: Path) -> None:
+def test_restarted_shards_have_the_open_step_in_their_files(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(LocalCluster(2, chunk_size_bytes=256, data_dir=tmp_path))
         client = stack.enter_context(shardwell.connect(running.target, worker_id="w0"))
@@ -143,7 +143,7 @@ def test_what_a_file_kept_is_checked(tmp_path: Path, caplog) -> None:
     assert "these are of versions 1 to 2" in caplog.text
 
 
-def test_another_gradient_than_the_first_process_s_learns_where_it_did_not_count(
+def test_a_resumed_step_with_another_gradient_learns_what_did_not_count(
     cluster, connect, caplog
 ) -> None:
     running = cluster(2, chunk_size_bytes=256)

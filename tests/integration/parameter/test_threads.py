@@ -42,7 +42,9 @@ def core_threads() -> int:
 @pytest.mark.parametrize("optimizer", [shardwell.SGD(0.5, momentum=0.5), shardwell.Adam(0.25)])
 @pytest.mark.parametrize("shard_count", [1, 3])
 @pytest.mark.parametrize("same_host", [True, False])
-def test_the_same_bits(cluster, connect, monkeypatch, codec, optimizer, shard_count, same_host):
+def test_threads_of_a_parameter_give_the_same_bits(
+    cluster, connect, monkeypatch, codec, optimizer, shard_count, same_host
+):
     found = []
     for count in (1, 4):
         monkeypatch.setenv("SHARDWELL_THREADS", str(count))

@@ -241,7 +241,7 @@ def test_tls_and_tokens_keep_others_out_on_given_ports(nodes: Any, tmp_path: Pat
         ),
     ],
 )
-def test_what_can_not_be_is_refused(
+def test_impossible_clusters_of_actors_are_refused(
     nodes: Any, tmp_path: Path, call: Callable[[Path], Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

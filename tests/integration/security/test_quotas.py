@@ -147,7 +147,7 @@ def test_how_many_may_be_connected(cluster, connect, tokens) -> None:
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_streams(cluster, connect, tokens, same_host) -> None:
+def test_a_token_s_streams_have_a_limit(cluster, connect, tokens, same_host) -> None:
     """As many as may be open; the idle ones of the same token make room, and count no more."""
     running = cluster(1, tokens=tokens.path)
     file = tokens.add("ci", "create", quota={"streams": 1})

@@ -140,7 +140,7 @@ def side(name: str, *, is_client: bool = False) -> Tls | None:
         ("mutual", "expired", r"refuses the certificate /.*client.pem"),
     ],
 )
-def test_two_sides(cluster, connect, server, client, refusal) -> None:
+def test_both_sides_decide_who_is_let_in(cluster, connect, server, client, refusal) -> None:
     running = cluster(1, tls=side(server))
     tls: Any = side(client, is_client=True) or False
     if refusal is None:
@@ -164,7 +164,7 @@ def test_a_shard_that_comes_later_is_waited_for(cluster, connect) -> None:
         client.close()
 
 
-def test_the_environment(cluster, monkeypatch) -> None:
+def test_the_environment_names_certificates(cluster, monkeypatch) -> None:
     files = authority()
     running = cluster(1, tls=of_server(files))
     monkeypatch.setenv("SHARDWELL_TLS_CA", str(files.ca))
@@ -260,7 +260,7 @@ def grpc_serves(cert: Path, key: Path, ca: Path) -> bool:
 
 
 @pytest.mark.parametrize("path", ["", 5, b"ca.pem", True])
-def test_arguments_that_are_no_path(path: Any) -> None:
+def test_certificates_that_are_no_path_are_refused(path: Any) -> None:
     with pytest.raises(shardwell.ArgumentError, match="tls: ca must be the path of a file"):
         Tls(ca=path)
     with pytest.raises(shardwell.ArgumentError, match="tls must be"):
@@ -316,7 +316,9 @@ def renewed(files: Certificates) -> None:
 @pytest.mark.parametrize(
     "seconds", [6, pytest.param(60, marks=pytest.mark.exhaustive)], ids=["a moment", "a minute"]
 )
-def test_replaced_every_second_under_training(cluster, connect, own, seconds, monkeypatch) -> None:
+def test_certificates_replaced_every_second_under_training(
+    cluster, connect, own, seconds, monkeypatch
+) -> None:
     """No step fails, none is counted twice, and connections end, streams in the middle of a step
     with them."""
     monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
@@ -545,7 +547,7 @@ def test_a_client_that_waits_takes_what_comes_meanwhile(cluster, connect, own, t
     assert (waiting.result(PATIENCE_S) == -2).all()
 
 
-def test_a_client_that_does_nothing_takes_new_ones_when_its_connection_ends(
+def test_an_idle_client_takes_new_certificates_when_its_connection_ends(
     cluster, connect, own, monkeypatch
 ) -> None:
     monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
@@ -619,7 +621,7 @@ def joined(rank: int, target: Any, tls: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("same_host", [True, False])
-def test_a_group(cluster, same_host) -> None:
+def test_a_group_speaks_tls(cluster, same_host) -> None:
     files = authority()
     target = cluster(1, tls=of_server(files)).target
 

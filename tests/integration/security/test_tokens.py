@@ -94,7 +94,7 @@ def test_a_refused_client_gets_an_error_at_once(cluster, connect, tokens, file, 
         assert str(given) in caught.value.message
 
 
-def test_the_environment(cluster, tokens, monkeypatch) -> None:
+def test_the_environment_names_a_token_file(cluster, tokens, monkeypatch) -> None:
     running = cluster(1, tokens=tokens.path)
     monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(tokens.add("w", "read")))
     shardwell.connect(running.target).close()
@@ -121,7 +121,7 @@ def test_files_that_can_not_be_read(tmp_path, path, what) -> None:
 
 
 @pytest.mark.parametrize("path", ["", 5, True, b"token"])
-def test_arguments_that_are_no_path(path: Any) -> None:
+def test_token_files_that_are_no_path_are_refused(path: Any) -> None:
     with pytest.raises(shardwell.ArgumentError, match="token_file must be the path of a file"):
         shardwell.connect("127.0.0.1:1", token_file=path)
 
@@ -245,7 +245,9 @@ def test_a_token_of_another_name(cluster, connect, tokens) -> None:
     "seconds", [6, pytest.param(60, marks=pytest.mark.exhaustive)], ids=["a moment", "a minute"]
 )
 @pytest.mark.parametrize("same_host", [False, True])
-def test_replaced_every_second_under_training(cluster, connect, tokens, seconds, same_host) -> None:
+def test_tokens_replaced_every_second_under_training(
+    cluster, connect, tokens, seconds, same_host
+) -> None:
     """Each secret ends when the next one comes, also for those who have not read it yet."""
     running = cluster(2, tokens=tokens.path)
     file = tokens.add("w", "create")
@@ -595,7 +597,7 @@ def test_a_shard_is_closed_by_default(tokens, given, lacks, listen) -> None:
     assert commands == ["certs", "token", "serve"]
 
 
-def test_with_tls(cluster, connect, tokens) -> None:
+def test_tokens_and_tls_together(cluster, connect, tokens) -> None:
     files = authority()
     running = cluster(2, tokens=tokens.path, tls=of_server(files))
     file = tokens.add("w", "create")

@@ -41,7 +41,7 @@ def test_parameter_count_max(cluster, connect) -> None:
         (shardwell.Adam(), 1, 3),
     ],
 )
-def test_stored_bytes_max(cluster, connect, optimizer, worker_count, arrays) -> None:
+def test_stored_bytes_have_a_limit(cluster, connect, optimizer, worker_count, arrays) -> None:
     limit = 4 * 100 * arrays
     running = cluster(1, limits=Limits(stored_bytes_max=limit))
     client = connect(running, "w0")
@@ -77,7 +77,7 @@ def test_stored_bytes_max_counts_images_and_what_changed_them(tmp_path, connect,
         assert client.status()[0].stored_bytes == 0
 
 
-def test_worker_count_max(cluster, connect) -> None:
+def test_workers_have_a_limit(cluster, connect) -> None:
     running = cluster(1, limits=Limits(worker_count_max=2))
     models = {
         name: connect(running, name).parameter("model", size=10, optimizer=SGD, mode="async")
@@ -94,7 +94,7 @@ def test_worker_count_max(cluster, connect) -> None:
         np.testing.assert_array_equal(models[name].get_weights(), -1.5)
 
 
-def test_stream_count_max(cluster, connect) -> None:
+def test_streams_have_a_limit(cluster, connect) -> None:
     """Streams at work are never ended: one more is refused, and comes in when one is free."""
     running = cluster(1, limits=Limits(stream_count_max=2))
     client = connect(running, "w0")
@@ -204,7 +204,7 @@ def test_wait_max_s_bounds_what_is_asked_for(cluster, connect) -> None:
     assert watch.elapsed_s < PATIENCE_S
 
 
-def test_learning_rate_change_count_max(cluster) -> None:
+def test_changes_of_a_rate_have_a_limit(cluster) -> None:
     running = cluster(1, limits=Limits(learning_rate_change_count_max=3))
     with WireWorker(running.target, "w0") as worker:
         parameter = worker.create(spec("model", 10, optimizer=sgd(1.0)))
@@ -281,7 +281,7 @@ def test_a_message_at_the_size_limit_is_read(cluster) -> None:
 
 @pytest.mark.parametrize("name", sorted(Limits.__dataclass_fields__))
 @pytest.mark.parametrize("value", [0, -1, True, "1", None])
-def test_limits_that_are_none(name, value) -> None:
+def test_impossible_limits_are_refused(name, value) -> None:
     with pytest.raises(shardwell.ArgumentError, match=name):
         Limits(**{name: value})
 

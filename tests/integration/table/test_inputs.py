@@ -50,7 +50,7 @@ BAD_IDS = [
 
 
 @pytest.mark.parametrize(("ids", "match"), BAD_IDS)
-def test_ids(table, ids, match) -> None:
+def test_row_ids_that_no_table_has_are_refused(table, ids, match) -> None:
     for call in (
         lambda: table.get_rows(ids),
         lambda: table.prefetch_rows(ids),
@@ -85,14 +85,14 @@ def test_ids_and_gradients_at_odd_addresses(table, repeated: bool) -> None:
         (np.array([[1, 1, 1e39], [1, 1, 1]]), "row id 4 of 'rows': element 2 .* is inf"),
     ],
 )
-def test_gradients(table, gradients, match) -> None:
+def test_row_gradients_of_a_wrong_shape_or_value_are_refused(table, gradients, match) -> None:
     for call in (table.put_row_gradients, table.exchange_rows):
         with pytest.raises(shardwell.ArgumentError, match=match):
             call([4, 5], gradients)
     _nothing_was_sent(table)
 
 
-def test_the_rest(table) -> None:
+def test_other_arguments_of_tables_are_checked(table) -> None:
     out = np.zeros((2, DIM), np.float32)
     with pytest.raises(
         shardwell.ArgumentError, match=r"out must be of shape \(2, 3\); got \(3, 2\)"
@@ -146,7 +146,7 @@ def _nothing_was_sent(table: shardwell.Table) -> None:
         ({"cache_staleness_steps": 0.5}, "cache_staleness_steps"),
     ],
 )
-def test_specs(cluster, connect, options, match) -> None:
+def test_impossible_specs_of_tables_are_refused(cluster, connect, options, match) -> None:
     client = connect(cluster(1), "w0")
     with pytest.raises(shardwell.ArgumentError, match=match):
         _table(client, **options)
@@ -161,7 +161,7 @@ def test_values_that_are_not_finite_may_be_allowed(cluster, connect) -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "fp32+lz4"])
-def test_a_nan_that_comes_back_has_one_pattern(cluster, connect, codec) -> None:
+def test_a_nan_in_a_row_comes_back_with_one_pattern(cluster, connect, codec) -> None:
     table = _table(connect(cluster(2), "w0"), allow_non_finite=True, codec=codec)
     gradients = np.resize(ODD_NANS, (8, DIM))
     rows = table.exchange_rows(np.arange(8), gradients)

@@ -54,7 +54,7 @@ def test_table_row_count_max(cluster) -> None:
         np.testing.assert_array_equal(table.get([1, 2, 3, 4]), [[0], [-2], [-2], [-1]])
 
 
-def test_stored_bytes_max(cluster, connect) -> None:
+def test_bytes_of_tables_have_a_limit(cluster, connect) -> None:
     """Rows and parameters share it; a row costs its values, state, and five words."""
     row_size_bytes = 4 * 8 * 2 + 40
     limits = Limits(stored_bytes_max=10 * row_size_bytes)
@@ -78,7 +78,7 @@ def test_stored_bytes_max(cluster, connect) -> None:
         assert client.status()[0].stored_bytes == 10 * row_size_bytes
 
 
-def test_worker_count_max(cluster) -> None:
+def test_workers_of_a_table_have_a_limit(cluster) -> None:
     running = cluster(1, limits=Limits(worker_count_max=2))
     spec = table_spec(mode=types.MODE_ASYNC)
     for name in ("reader-1", "reader-2", "reader-3"):
@@ -91,7 +91,7 @@ def test_worker_count_max(cluster) -> None:
         limited(lambda: WireTable(worker, spec, take_seat=True), "worker_count_max=2")
 
 
-def test_stream_count_max(cluster) -> None:
+def test_streams_of_tables_have_a_limit(cluster) -> None:
     running = cluster(1, limits=Limits(stream_count_max=1))
     with WireWorker(running.target, "a") as one, WireWorker(running.target, "b") as two:
         spec = table_spec(worker_count=2, dim=1)
@@ -104,7 +104,7 @@ def test_stream_count_max(cluster) -> None:
         until_accepted(lambda: second.get([1]), grpc.RpcError)
 
 
-def test_learning_rate_change_count_max(cluster) -> None:
+def test_changes_of_a_table_s_rate_have_a_limit(cluster) -> None:
     limits = Limits(learning_rate_change_count_max=2)
     with WireWorker(cluster(1, limits=limits).target, "w0") as worker:
         table = WireTable(worker, table_spec(dim=1))

@@ -137,7 +137,7 @@ def refused(call: Any) -> tuple[tuple[int, grpc.StatusCode], str, types.ErrorDet
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_bad_gradients(cluster, name) -> None:
+def test_bad_row_gradients_are_refused(cluster, name) -> None:
     spoil, expected, text = SPOILED[name]
     with WireWorker(cluster(2).target, "w0") as connection:
         table = WireTable(connection, table_spec())
@@ -172,7 +172,7 @@ FETCHES = {
 
 
 @pytest.mark.parametrize("name", FETCHES)
-def test_bad_questions(cluster, name) -> None:
+def test_bad_fetches_are_refused(cluster, name) -> None:
     spoil, expected, text = FETCHES[name]
     with WireWorker(cluster(2).target, "w0") as connection:
         table = WireTable(connection, table_spec())
@@ -195,7 +195,7 @@ OPENINGS: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPENINGS)
-def test_bad_openings(cluster, name) -> None:
+def test_bad_openings_of_tables_are_refused(cluster, name) -> None:
     spoil, expected, text = OPENINGS[name]
     with WireWorker(cluster(2).target, "w0") as connection:
         table = WireTable(connection, table_spec())
@@ -265,7 +265,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_bad_specs(cluster, name) -> None:
+def test_bad_specs_of_tables_are_refused(cluster, name) -> None:
     fields, text = SPECS[name]
     with WireWorker(cluster(1).target, "w0") as connection:
         with pytest.raises(grpc.RpcError) as caught:
@@ -286,7 +286,7 @@ def test_another_spec_gets_the_differences(cluster) -> None:
         assert not table.open()[0].created
 
 
-def test_unknown_content(cluster) -> None:
+def test_scans_of_unknown_content_are_refused(cluster) -> None:
     with WireWorker(cluster(1).target, "w0") as connection:
         table = WireTable(connection, table_spec())
         for content in (0, 9):

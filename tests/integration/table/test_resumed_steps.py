@@ -119,7 +119,7 @@ def test_it_reads_the_rows_before_the_step(
     np.testing.assert_array_equal(found, rows)
 
 
-def test_shards_that_are_started_again_meanwhile_have_it_in_their_files(
+def test_restarted_shards_have_a_table_s_open_step_in_their_files(
     connect, proxies_of, tmp_path: Path
 ) -> None:
     with LocalCluster(2, data_dir=tmp_path) as running:

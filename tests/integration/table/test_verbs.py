@@ -44,7 +44,7 @@ def test_rows_are_those_of_the_model(cluster, connect, shard_count, row_count, m
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec(cluster, connect, codec) -> None:
+def test_rows_in_every_codec(cluster, connect, codec) -> None:
     """Whole numbers are exact in all of them; others as near as the codec is."""
     table = open_table(connect(cluster(2), "w0"), codec=codec, dim=64)
     model = ModelRows(64, SGD)
@@ -64,7 +64,7 @@ def test_every_codec(cluster, connect, codec) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("worker_count", [1, 2])
-def test_every_optimizer(cluster, connect, name, worker_count) -> None:
+def test_rows_under_every_optimizer(cluster, connect, name, worker_count) -> None:
     optimizer, initializer = OPTIMIZERS[name], shardwell.Uniform(low=-0.5, high=0.5, seed=3)
     running = cluster(2)
     tables = [
@@ -171,7 +171,7 @@ def test_shapes_of_ids_and_rows(cluster, connect) -> None:
     assert table.get_rows(np.array([4, 1])[::-1]).tolist() == [[2] * DIM, [1] * DIM]
 
 
-def test_out_is_filled_and_returned(cluster, connect) -> None:
+def test_out_is_filled_with_rows_and_returned(cluster, connect) -> None:
     for shard_count in (1, 3):
         table = open_table(connect(cluster(shard_count), "w0"))
         table.put_row_gradients([1, 2], -2 * np.ones((2, DIM)))

@@ -40,7 +40,7 @@ def test_a_question_waits_for_its_version(cluster) -> None:
 
 
 @pytest.mark.parametrize("seen", ["never", "opened", "seated"])
-def test_who_is_missing_is_named(cluster, seen) -> None:
+def test_workers_that_a_table_waits_for_are_named(cluster, seen) -> None:
     running = cluster(1)
     spec = table_spec(**PAIR)
     with WireWorker(running.target, "a") as one, WireWorker(running.target, "b") as two:
@@ -139,7 +139,7 @@ def test_a_replacement_goes_on(cluster) -> None:
             np.testing.assert_array_equal(first.get([1], min_version=1), [[-3]])
 
 
-def test_an_idle_shard_stops_at_once(cluster) -> None:
+def test_a_shard_with_an_idle_table_stops_at_once(cluster) -> None:
     running = cluster(1, grace_s=20.0)
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with WireWorker(running.target, "a") as worker:

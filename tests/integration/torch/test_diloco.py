@@ -318,7 +318,7 @@ def test_optimizers_that_frameworks_wrap(cluster, connect) -> None:
     assert_close(model, alone)
 
 
-def test_ctrl_c_at_any_moment_loses_nothing_that_was_moved(cluster, connect) -> None:
+def test_ctrl_c_loses_nothing_that_diloco_moved(cluster, connect) -> None:
     """One learner: the model, and the weights of all, are where it was moved, or it is an error."""
     client, model = connect(cluster(1), "w0"), torch.nn.Linear(2, 2)
     for tensor in model.parameters():

@@ -141,9 +141,7 @@ def test_who_makes_a_step_is_given_once(cluster, connect) -> None:
     assert fixed.parameter.spec.crew == "1 worker"
 
 
-def test_a_newcomer_s_buffers_are_the_first_worker_s_and_no_mean_is_waited_for(
-    cluster, connect
-) -> None:
+def test_a_newcomer_takes_the_first_worker_s_buffers_at_once(cluster, connect) -> None:
     running = cluster(2)
 
     def model_of(value: float) -> Any:

@@ -69,7 +69,7 @@ def client(cluster, connect) -> shardwell.Client:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("is_prefetched", [True, False])
 @pytest.mark.parametrize(("rule", "theirs"), RULES)
-def test_losses_are_torchs(client, rule, theirs, is_prefetched, mode) -> None:
+def test_losses_of_an_embedding_are_torchs(client, rule, theirs, is_prefetched, mode) -> None:
     table = table_of(client, optimizer=rule, mode=mode)
     layer, alone = shardwell.torch.Embedding(table), torchs(table)
     optimizer = theirs(alone.parameters())
@@ -103,7 +103,7 @@ def test_what_was_prefetched_is_taken(client, monkeypatch) -> None:
     torch.testing.assert_close(found - after, torch.tensor([1.0, 0.5, 1.0])[:, None].expand(3, DIM))
 
 
-def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
+def test_workers_train_an_embedding_as_one_with_all_their_samples(cluster, connect) -> None:
     running, data = cluster(2), batches()
     alone = torchs(table_of(connect(running, "w0"), "other"))
     optimizer = RULES[0][1](alone.parameters())
@@ -322,7 +322,7 @@ def test_passes_and_lookups_of_several_threads(client) -> None:
     np.testing.assert_allclose(rows_of(table)[1:3], before[1:3] - 5.0, rtol=1e-5, atol=1e-5)
 
 
-def test_checkpointed_layers(client) -> None:
+def test_an_embedding_in_a_checkpointed_layer(client) -> None:
     table = table_of(client)
     layer = shardwell.torch.Embedding(table)
     before = rows_of(table)
@@ -410,7 +410,7 @@ def test_ids_that_cannot_be_used(client, ids, says) -> None:
             call(ids)
 
 
-def test_arguments_that_cannot_be_used(client) -> None:
+def test_bad_arguments_of_an_embedding_are_refused(client) -> None:
     with pytest.raises(shardwell.ArgumentError, match=r"table must be made by Client\.table"):
         shardwell.torch.Embedding(client)
     with pytest.raises(shardwell.ArgumentError, match="mode must be 'sum', 'mean' or 'max'"):

@@ -83,7 +83,7 @@ def test_ranks_that_ended_while_they_met(store: Any) -> None:
     assert met([comes(store, rank) for rank in range(3)]).name != first.name
 
 
-def test_who_is_missing_is_named(store: Any) -> None:
+def test_workers_missing_at_the_meeting_are_named(store: Any) -> None:
     left, right = [comes(store, rank, timeout_s=BRIEF_S) for rank in (0, 2)]
     for each, rank in ((left, 0), (right, 2)):
         error = each.exception(PATIENCE_S)

@@ -25,7 +25,7 @@ import shardwell.torch  # noqa: E402
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ",".join(map(str, row.values())))
-def test_two_options_together(cluster: Any, connect: Any, row: Row) -> None:
+def test_two_options_of_an_optimizer_together(cluster: Any, connect: Any, row: Row) -> None:
     running = cluster(2, chunk_size_bytes=64)
     expected = of_a_parameter(connect(running, "w0"), row)
     model, rule = torch.nn.Linear(3, 3), rule_of(row)

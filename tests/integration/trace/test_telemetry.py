@@ -133,7 +133,7 @@ def test_in_the_caller_s_context(cluster, connect, recorder) -> None:
     assert "shardwell.step" in {child.name for child in recorder.children(put)}
 
 
-def test_tables(cluster, connect, recorder) -> None:
+def test_calls_of_tables_have_spans(cluster, connect, recorder) -> None:
     users = connect(cluster(2), "w0").table("users", row_count=90, dim=2, optimizer=SGD)
     users.exchange_rows([1, 2, 3], np.ones((3, 2), np.float32))
     users.put_row_gradients([4], np.ones((1, 2), np.float32))

@@ -396,9 +396,7 @@ def test_a_token_sees_what_it_may_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("gives", [True, False])
-def test_a_token_without_rights_to_a_worker_s_names_does_not_see_the_worker(
-    tmp_path, gives
-) -> None:
+def test_a_token_sees_only_workers_of_names_that_it_may_read(tmp_path, gives) -> None:
     (tmp_path / "tokens").mkdir()
     tokens = Tokens(tmp_path / "tokens")
     theirs, mine = tokens.add("theirs", "create:theirs."), tokens.add("mine", "read:mine.")

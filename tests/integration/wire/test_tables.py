@@ -41,7 +41,7 @@ def gradients_of(worker: int, step: int, ids: list[int]) -> tuple[list[int], np.
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("keyed", [False, True], ids=["numbered", "keyed"])
 @pytest.mark.parametrize("shard_count", [1, 3])
-def test_synchronous_training(cluster, shard_count, keyed, codec) -> None:
+def test_rows_trained_synchronously_by_the_proto_alone(cluster, shard_count, keyed, codec) -> None:
     """Two workers, whose steps close together; each reads what both have done."""
     running = cluster(shard_count)
     ids = KEYS if keyed else list(range(40))
@@ -76,7 +76,7 @@ def test_synchronous_training(cluster, shard_count, keyed, codec) -> None:
 
 
 @pytest.mark.parametrize("shard_count", [1, 2])
-def test_asynchronous_training(cluster, shard_count) -> None:
+def test_rows_trained_asynchronously_by_the_proto_alone(cluster, shard_count) -> None:
     """Sums of integers: the order in which two workers' gradients come does not matter."""
     running = cluster(shard_count)
     ids, oracle = list(range(30)), model_of(0)
@@ -180,7 +180,7 @@ def test_a_stream_does_what_comes_first_first(cluster) -> None:
         assert [answer.version for answer in answers] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_means_are_weighted_by_samples(cluster) -> None:
+def test_means_of_rows_are_weighted_by_samples(cluster) -> None:
     """What one worker alone has a gradient for is divided by the samples of both."""
     running = cluster(1)
     spec = table_spec(dim=1, worker_count=2)

@@ -53,7 +53,7 @@ def test_long_names_of_strangers_make_no_long_messages() -> None:
 
 
 @pytest.mark.parametrize("text", ["read", "contribute:prod-", "create:a.b_c-1", "admin:0"])
-def test_spellings(text) -> None:
+def test_a_right_is_printed_as_it_is_read(text) -> None:
     assert str(Grant.parse(text)) == text
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_right(text) -> None:
         Grant.parse(text)
 
 
-def test_times() -> None:
+def test_times_are_read_in_any_zone() -> None:
     assert time_of(seconds_of("2027-01-31T12:00:00Z")) == "2027-01-31T12:00:00Z"
     assert time_of(seconds_of("2027-01-31T14:00:00+02:00")) == "2027-01-31T12:00:00Z"
 

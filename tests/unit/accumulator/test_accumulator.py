@@ -96,7 +96,7 @@ def test_a_row_of_zeros_counts_as_touched(make: Make) -> None:
     assert accumulator.apply(1.0, np.zeros((ROW_COUNT, 2), np.float32)) == 1
 
 
-def test_zero_grad(make: Make) -> None:
+def test_zero_grad_forgets_all_sums(make: Make) -> None:
     accumulator = make(3)
     accumulator.accumulate_rows(np.arange(0, ROW_COUNT, 7), np.ones((43, 3), np.float32))
     accumulator.zero_grad()
@@ -305,7 +305,7 @@ def test_bad_learning_rates_are_refused(make: Make, rate: Any) -> None:
     assert accumulator.touched_rows().tolist() == [1]
 
 
-def test_sizes(make: Make) -> None:
+def test_sizes_may_be_numpy_integers(make: Make) -> None:
     accumulator = make(np.int32(5), np.int64(7))
     assert (accumulator.dim, accumulator.row_count) == (5, 7)
     assert not accumulator.was_recovered

@@ -95,7 +95,7 @@ def test_writers_of_one_stripe_take_turns(crowd: Crowd) -> None:
     assert crowd.granted == ["a", "b", "c"]
 
 
-def test_readers_share(crowd: Crowd) -> None:
+def test_readers_share_a_stripe(crowd: Crowd) -> None:
     crowd.ask("a", crowd.locks.shared(stripes(1)))
     crowd.ask("b", crowd.locks.shared(stripes(1, 2)))
     crowd.ask("writer", crowd.locks.exclusive(stripes(2)))

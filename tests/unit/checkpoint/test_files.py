@@ -336,7 +336,7 @@ class TestWholeDirectory:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-    def test_what_exists_is_refused(self, tmp_path: Path, kind: str) -> None:
+    def test_a_directory_that_exists_is_refused(self, tmp_path: Path, kind: str) -> None:
         path = tmp_path / "b"
         if kind == "directory":
             path.mkdir()
@@ -348,7 +348,7 @@ class TestWholeDirectory:
             raise AssertionError
         assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
 
-    def test_two_at_once(self, tmp_path: Path) -> None:
+    def test_of_two_writers_at_once_one_wins(self, tmp_path: Path) -> None:
         with whole_directory(tmp_path / "b") as partial:
             (partial / "x").write_text("x")
             with (

@@ -74,7 +74,7 @@ def test_shards_that_share_memory_use_no_link() -> None:
 
 
 @pytest.mark.parametrize("rate", [None, 1e3, 125e6, 1.25e11])
-def test_shards_at_local_addresses_fit_80_columns(rate) -> None:
+def test_bench_of_shards_at_local_addresses_fits_80_columns(rate) -> None:
     screen = Console(width=80, file=io.StringIO(), record=True)
     screen.print(_shard_table([_shard(index, "gRPC", rate) for index in range(12)]))
     lines = [line for line in screen.export_text().splitlines() if line.strip()]

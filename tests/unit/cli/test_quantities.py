@@ -72,12 +72,12 @@ def test_a_rate_of_bytes_may_say_so() -> None:
     ("text", "bytes_per_s"),
     [("1Gbit/s", 125e6), ("200 Mbit/s", 25e6), ("0.4GB/s", 0.4e9), ("2.5Gbit/s", 312.5e6)],
 )
-def test_rates(text, bytes_per_s) -> None:
+def test_rates_are_read_with_their_units(text, bytes_per_s) -> None:
     assert Rate().convert(text, None, None) == pytest.approx(bytes_per_s)
 
 
 @pytest.mark.parametrize("text", ["", "1", "0Gbit/s", "1Gbps", "1G", "-1Gbit/s", "inf"])
-def test_no_rates(text) -> None:
+def test_rates_without_a_known_unit_are_refused(text) -> None:
     with pytest.raises(click.BadParameter, match="1Gbit/s"):
         Rate().convert(text, None, None)
 
@@ -101,5 +101,5 @@ def test_no_rates(text) -> None:
         (link_words(1e6), "8.00 Mbit/s"),
     ],
 )
-def test_three_digits(figure, words) -> None:
+def test_figures_have_three_digits(figure, words) -> None:
     assert figure == words

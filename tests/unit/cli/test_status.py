@@ -65,7 +65,7 @@ def test_shards_report_the_variant() -> None:
         (360_000.0, "4 d"),
     ],
 )
-def test_uptimes(uptime_s, words) -> None:
+def test_uptimes_are_printed_in_words(uptime_s, words) -> None:
     assert duration(uptime_s) == words
 
 
@@ -82,7 +82,7 @@ def test_uptimes(uptime_s, words) -> None:
         (5 * 10**16, "50000 TB"),
     ],
 )
-def test_sizes(count, words) -> None:
+def test_sizes_are_printed_with_units(count, words) -> None:
     assert size(count) == words
 
 

@@ -27,5 +27,5 @@ def test_a_plan_is_of_workers_that_can_do_it(seed: int, worker_count: int) -> No
         assert 2 <= len(here) <= worker_count + 2
 
 
-def test_seeds_differ() -> None:
+def test_each_seed_draws_another_plan() -> None:
     assert len({tuple(drawn_plan(seed, 4, 1500)) for seed in range(20)}) == 20

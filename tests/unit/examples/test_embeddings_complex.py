@@ -108,7 +108,7 @@ def test_rows_stay_as_they_are_and_gradients_are_new(rows):
         assert not np.may_share_memory(gradient, array)
 
 
-def test_large_scores_do_not_overflow(rows):
+def test_large_scores_of_triples_do_not_overflow(rows):
     entities, relations = (array.astype(np.float32) * np.float32(1e3) for array in rows)
     loss, *gradients = MODEL.loss_and_gradients(entities, relations, ENTITY_IDS)
     assert np.isfinite(loss)

@@ -115,7 +115,7 @@ def shown(batch) -> list[list[int]]:
     return [batch.facts[:, 0].tolist(), batch.negatives.tolist()]
 
 
-def test_batches_are_the_same_in_any_order_of_asking():
+def test_batches_of_triples_are_the_same_in_any_order_of_asking():
     forwards = batches()
     expected = [shown(forwards[number]) for number in range(20)]
     again = batches()

@@ -186,7 +186,9 @@ def test_mean_of_equal_counts_is_the_rounded_quotient(strategy: Strategy, size: 
     ids=str,
 )
 @each_operation
-def test_weighted_mean(operation: Operation, counts: tuple[int, ...], strategy: Strategy) -> None:
+def test_means_by_weights_are_numpys(
+    operation: Operation, counts: tuple[int, ...], strategy: Strategy
+) -> None:
     if operation in (Operation.BROADCAST, Operation.ALL_GATHER):
         return
     arrays = normal(5, 29)

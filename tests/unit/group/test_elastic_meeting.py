@@ -151,7 +151,7 @@ def test_a_newcomer_that_does_not_reach_a_member_is_refused_alone() -> None:
         room.join("new", 0)
 
 
-def test_a_newcomer_does_not_begin_a_group_that_a_new_server_has_not_heard_of() -> None:
+def test_a_newcomer_does_not_begin_a_group_that_still_lives() -> None:
     room = elastic_room()
     number = begun(room, "a", "b")
     room.restart()

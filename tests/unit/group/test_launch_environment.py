@@ -126,7 +126,9 @@ def _port_of(job: str) -> int:
         ),
     ],
 )
-def test_each_launcher(environ, rank, size, local_rank, group_name, address, source) -> None:
+def test_variables_of_each_launcher_are_read(
+    environ, rank, size, local_rank, group_name, address, source
+) -> None:
     assert asdict(LaunchEnvironment.of(environ)) == {
         "rank": rank,
         "size": size,

@@ -37,7 +37,7 @@ def test_a_rebuild_waits_for_all_who_live_and_for_replacements() -> None:
     assert not room.renew("d", 2, ready.generation, member_count=3).lost
 
 
-def test_a_rebuild_does_not_wait_for_replacements_beyond_what_it_was_asked() -> None:
+def test_a_rebuild_waits_for_as_many_replacements_as_it_was_asked() -> None:
     room = Room(3)
     number = room.form("a", "b", "c")
     room.leave("c")

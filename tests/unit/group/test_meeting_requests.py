@@ -73,7 +73,7 @@ def test_group_size_max() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "1"])
-def test_limits_that_are_none(value: Any) -> None:
+def test_limits_of_a_meeting_must_be_positive(value: Any) -> None:
     with pytest.raises(errors.ArgumentError, match="group_count_max"):
         MeetingLimits(group_count_max=value)
 

@@ -235,7 +235,7 @@ def test_every_order_of_delivery_window_and_root(operation: Operation, strategy:
 
 @pytest.mark.parametrize("operation", [Operation.REDUCE, Operation.BROADCAST])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_every_root(operation: Operation, strategy: Strategy) -> None:
+def test_every_rank_may_be_root(operation: Operation, strategy: Strategy) -> None:
     for size in SIZES:
         for root in range(size):
             _, symbols = run(operation, strategy, size, 7, root=root, chunk=3)

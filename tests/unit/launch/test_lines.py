@@ -92,5 +92,5 @@ def test_a_progress_bar_is_told_once_a_second_and_at_its_end() -> None:
         ([], []),
     ],
 )
-def test_carriage_returns(parts, lines) -> None:
+def test_carriage_returns_end_lines_of_progress(parts, lines) -> None:
     assert _lines_of(*parts) == lines

@@ -111,7 +111,7 @@ def test_a_peak_in_the_middle_of_three_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [2, 16, 256])
-def test_fp16_keeps_what_is_above_a_fraction_of_the_peak_that_the_docs_state(
+def test_fp16_keeps_small_values_as_the_docs_state(
     block_size: int,
 ) -> None:
     """Beside a power of two, what is at most that is 0; where float32 has it, and as bf16 does."""

@@ -148,7 +148,7 @@ def test_rows_are_written_into_what_is_given(initializer: Initializer) -> None:
 
 
 @pytest.mark.parametrize("initializer", KINDS)
-def test_no_rows_are_no_error(initializer: Initializer) -> None:
+def test_no_rows_to_draw_are_no_error(initializer: Initializer) -> None:
     assert initial_rows(initializer, np.empty(0, np.int64), 4).shape == (0, 4)
 
 

@@ -115,7 +115,7 @@ def test_each_size_has_one_number_of_elements_or_none() -> None:
 
 
 @pytest.mark.parametrize("exponent", range(-149, 128))
-def test_every_magnitude_of_float32(exponent: int) -> None:
+def test_int8_codes_every_magnitude_of_float32(exponent: int) -> None:
     for mantissa in (1.0, 1.5, 1 + 2**-10, 2 - 2**-11, 2 - 2**-23):
         peak = math.ldexp(mantissa, exponent)
         wanted = [peak, -peak, peak / 3, peak / 254, -peak / 253, peak / 255, 0.0, -0.0]
@@ -123,7 +123,7 @@ def test_every_magnitude_of_float32(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("below", [0, 1, 2, 60, 127, 128, 1000])
-def test_magnitudes_around_the_largest_do_not_overflow(below: int) -> None:
+def test_int8_does_not_overflow_around_the_largest(below: int) -> None:
     largest = np.array([FLOAT32_MAX], np.float32).view(np.uint32)[0] - below
     peak = np.array([largest], np.uint32).view(np.float32)
     check(np.concatenate([peak, -peak, peak / 2, [1.0]]).astype(np.float32))
@@ -168,7 +168,7 @@ def test_a_large_block_does_not_touch_its_neighbours() -> None:
 @example([FLOAT32_MAX, 1.0])
 @example([-FLOAT32_MAX, FLOAT32_MAX, SMALLEST_PEAK])
 @example([2.0**-149])
-def test_any_finite_values(values: list[float]) -> None:
+def test_int8_codes_any_finite_values(values: list[float]) -> None:
     check(np.array(values, np.float32))
 
 
@@ -201,7 +201,7 @@ def test_parts_have_the_bits_of_the_whole(count: int, seed: int, peaks: list[flo
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 17, BLOCK - 1, BLOCK, 33 * BLOCK - 1, 40 * BLOCK])
-def test_the_first_bad_value_is_refused_with_its_index(bad: float, place: int) -> None:
+def test_int8_refuses_the_first_bad_value_with_its_index(bad: float, place: int) -> None:
     values = np.ones(40 * BLOCK + 1, np.float32)
     values[place] = bad
     values[place + 1 :: 37] = math.nan
@@ -211,7 +211,7 @@ def test_the_first_bad_value_is_refused_with_its_index(bad: float, place: int) -
     assert np.array_equal(caught.value.value, bad, equal_nan=True)
 
 
-def test_a_float64_beyond_float32_is_refused() -> None:
+def test_int8_refuses_a_float64_beyond_float32() -> None:
     with pytest.raises(NonFiniteValueError) as caught:
         written(np.array([1.0, 2.0, 1e39, 1e300]))
     assert caught.value.index == 2

@@ -347,7 +347,7 @@ MISFITS: dict[str, tuple[Operations, tuple[int, ...], int, int]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_refused_untouched(library: native.Library, name: str) -> None:
+def test_arrays_that_do_not_fit_are_refused_untouched(library: native.Library, name: str) -> None:
     operations, sizes, start, stop = MISFITS[name]
     arrays = [np.ones(size // 4, np.float32) for size in sizes]
     with pytest.raises(ValueError, match="do not fit"):
@@ -404,7 +404,7 @@ def test_blocks_that_do_not_fit_are_refused_untouched(library: native.Library, n
     assert all((array == 7).all() for array in arrays if array is not None)
 
 
-def test_what_may_not_be_written_is_not(library: native.Library) -> None:
+def test_native_code_does_not_write_read_only_arrays(library: native.Library) -> None:
     values = np.ones(40, np.float32)
     values.flags.writeable = False
     scales = (Operation(Code.SCALE, 0, factor=2.0),)
@@ -526,7 +526,7 @@ def test_a_failed_build_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_is_fetched_only_for_processors_that_it_is_of_use_for(
+def test_a_compiler_is_fetched_only_where_it_is_of_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build_native = builder()

@@ -375,7 +375,7 @@ SPREADS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_refused_untouched(name: str) -> None:
+def test_rows_that_do_not_fit_are_refused_untouched(name: str) -> None:
     if native.LIBRARY is None:
         return
     function, arguments = MISFITS[name]
@@ -412,7 +412,7 @@ def _check_refused(call: Any, arguments: tuple[Any, ...]) -> None:
     assert before == [one.tobytes() for one in arguments if isinstance(one, np.ndarray)]
 
 
-def test_arguments_that_do_not_fit_raise() -> None:
+def test_rows_that_do_not_fit_raise() -> None:
     if native.LIBRARY is None:
         return
     with pytest.raises(ValueError, match="do not fit"):

@@ -205,7 +205,7 @@ def test_ftrl_has_no_rate_of_zero() -> None:
         ("ftrl", (0.0, 0.0)),
     ],
 )
-def test_the_state_that_is_kept(name: str, starts: tuple[float, ...]) -> None:
+def test_the_state_that_is_kept_of_rows(name: str, starts: tuple[float, ...]) -> None:
     assert RowUpdateRule(ROW_OPTIMIZERS[name]).initial_slots == starts
     assert len(ROW_OPTIMIZERS[name].slot_names) == len(starts)
 

@@ -73,7 +73,7 @@ def test_equal_counts_of_integers_are_summed_exactly(values: list[int], count: i
 
 @pytest.mark.parametrize("count", [1, 3, 7, 2**24])
 @pytest.mark.parametrize("others", [0, 1, 5])
-def test_a_mean_of_one_is_that_one(count: int, others: int) -> None:
+def test_a_weighted_mean_of_one_is_that_one(count: int, others: int) -> None:
     weights = MeanFactors([0] * others + [count])
     assert (weights.factor(others), weights.divisor) == (1.0, 1.0)
 

@@ -52,6 +52,6 @@ def test_a_learner_that_missed_some_gives_first_what_is_behind() -> None:
         ({"sync_every": True, "fragment_count": 1}, r"sync_every must be"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(options: dict, text: str) -> None:
+def test_impossible_schedules_are_refused_by_name(options: dict, text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         Schedule(**options)

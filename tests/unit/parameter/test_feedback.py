@@ -147,7 +147,7 @@ def test_a_contribution_without_values_leaves_all_as_it_was() -> None:
     assert worker.owed == (CARRIED, 0.0)
 
 
-def test_a_contribution_without_values_tells_what_a_failed_call_has_taken() -> None:
+def test_a_contribution_without_values_asks_what_a_failed_call_took() -> None:
     worker = Worker(carries=True)
     worker.fail(5.0, step=2)
     assert worker.feedback.is_open(3)

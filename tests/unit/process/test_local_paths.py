@@ -23,7 +23,7 @@ from shardwell.process.local_paths import local_path
         (Path("file:///data/ckpt"), "file", "give '/data/ckpt'"),
     ],
 )
-def test_urls(given, scheme, advice) -> None:
+def test_urls_are_no_local_paths(given, scheme, advice) -> None:
     with pytest.raises(ArgumentError, match=f"is a URL of '{scheme}'; expected a local path: "):
         local_path(given)
     with pytest.raises(ArgumentError, match=advice):
@@ -48,7 +48,7 @@ def test_local_names(given) -> None:
     assert local_path(given) == local_path(Path(given)) == Path(given)
 
 
-def test_homes(monkeypatch) -> None:
+def test_paths_in_home_directories_are_expanded(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/homes/me")
     assert local_path("~/ckpt/{step}") == Path("/homes/me/ckpt/{step}")
     assert local_path(Path("~")) == Path("/homes/me")

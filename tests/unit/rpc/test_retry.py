@@ -301,7 +301,7 @@ def test_missing_workers_are_named_with_the_timeout_that_the_caller_gave(is_part
         (attempts.beside() if is_part else attempts).run(attempt)
 
 
-def test_missing_workers_that_a_shard_gives_up_sooner_are_named_with_its_time() -> None:
+def test_missing_workers_are_named_with_the_shard_s_shorter_time() -> None:
     def attempt() -> str:
         raise WorkersMissingError("waited 100 s for version 1; raise timeout_s")
 

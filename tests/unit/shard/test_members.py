@@ -200,7 +200,7 @@ def test_what_counted_is_a_duplicate_though_its_tenure_is_over(
         assert shard.give("w0", 1, 0, 0, 5.0) == "superseded"
 
 
-def test_what_counted_is_a_duplicate_though_another_process_has_the_tenure() -> None:
+def test_a_gradient_that_counted_is_a_duplicate_in_any_tenure() -> None:
     shard = begun(min_count=2)
     member(shard, "w0", 1)
     member(shard, "w1", 2)

@@ -109,7 +109,7 @@ def test_seats_are_kept_and_their_holders_named() -> None:
     assert take(steps, "w3") is take(steps, "w3")
 
 
-def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
+def test_readers_take_no_seat() -> None:
     steps = tracker(worker_count=0, worker_count_max=2)
     for number in range(5):
         know(steps, f"reader-{number}")
@@ -173,7 +173,7 @@ def test_missing_workers_are_named_or_counted() -> None:
     assert steps.contributed(0) == []
 
 
-def test_a_worker_that_only_looks_on_is_not_missed_when_all_seats_are_taken() -> None:
+def test_a_reader_is_not_missed_when_all_seats_are_taken() -> None:
     steps = tracker(worker_count=2)
     know(steps, "onlooker")
     give(steps, take(steps, "w0"), 0)
@@ -227,7 +227,7 @@ def test_what_an_earlier_process_counted_with_is_known_to_the_next() -> None:
         steps.decide(seat, 0, 1, 10)
 
 
-def test_who_has_ended_is_expected_back_for_a_while_and_while_another_session_attends() -> None:
+def test_an_ended_worker_is_expected_back_for_a_while() -> None:
     now_s = [100.0]
     sessions = Sessions(count_max=9, lease_s=10.0, return_s=0.0, now_s=lambda: now_s[0])
     steps = StepTracker([ChunkRecord()], worker_count=3, worker_count_max=9, sessions=sessions)

@@ -41,7 +41,7 @@ def test_a_shard_answers_before_the_deadline_of_grpc(timeout_s: float) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S_MIN, 1, 2.5, DURATION_S_MAX])
-def test_a_timeout(timeout_s: float) -> None:
+def test_a_timeout_is_a_float(timeout_s: float) -> None:
     checked = check_timeout(timeout_s)
     assert checked == timeout_s
     assert type(checked) is float

@@ -57,7 +57,7 @@ def test_another_deal_is_another_spec() -> None:
         ({"assignment": 3}, "assignment is text of 1 to 128"),
     ],
 )
-def test_what_can_not_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_impossible_fragments_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         fragment(**changes)
 

@@ -92,7 +92,7 @@ def test_objects_with_a_shape_count_as_their_shape() -> None:
         ({f"{i}": (1,) for i in range(2**16 + 1)}, "65537 tensors .* at most 65536"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(tensors: Any, words: str) -> None:
+def test_impossible_layouts_are_refused_by_name(tensors: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         TensorLayout.of(tensors)
 

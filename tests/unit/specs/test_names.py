@@ -28,7 +28,7 @@ def test_names_of_the_alphabet(name: str) -> None:
 
 
 @given(st.text(max_size=5))
-def test_any_text(name: str) -> None:
+def test_any_text_is_a_name_or_refused(name: str) -> None:
     good = bool(name) and name[0] in FIRST and all(letter in REST for letter in name)
     if good:
         assert check_name("worker_id", name) == name

@@ -198,7 +198,7 @@ def test_an_average_has_no_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("good", [0, 0.0, 1, 2.5, 1e300])
-def test_learning_rates(good: float) -> None:
+def test_learning_rates_are_finite_and_not_negative(good: float) -> None:
     found = check_learning_rate("learning_rate", good)
     assert found == good
     assert isinstance(found, float)

@@ -23,7 +23,7 @@ from shardwell.specs.names import parse_target
         ("shard-0.shards.svc:7070", ["shard-0.shards.svc:7070"]),
     ],
 )
-def test_targets(target: str, addresses: list[str]) -> None:
+def test_targets_are_lists_of_addresses(target: str, addresses: list[str]) -> None:
     assert parse_target(target) == addresses
 
 

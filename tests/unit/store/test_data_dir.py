@@ -109,7 +109,7 @@ def test_an_older_format_has_the_newest_number_from_then_on(
     assert json.loads(path.read_text())["format_version"] == 1
 
 
-def test_every_bit_that_is_flipped_in_the_identity_is_found_or_means_the_same(
+def test_every_flipped_bit_of_the_identity_is_found(
     tmp_path: Path,
 ) -> None:
     """Also by a caller that only asks which cluster it was: a wrong name is never believed."""
@@ -164,7 +164,7 @@ def test_a_directory_in_use_is_refused_until_it_is_closed(tmp_path: Path) -> Non
     DataDir(tmp_path, MINE).close()
 
 
-def test_a_directory_locked_by_another_process_is_free_when_that_is_killed(tmp_path: Path) -> None:
+def test_a_lock_ends_with_the_process_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         try:

@@ -106,7 +106,7 @@ def test_a_sum_beyond_float32_is_seen() -> None:
     assert first_bad_cell(added) == (1, 0)
 
 
-def test_touched_rows() -> None:
+def test_rows_with_a_sum_are_the_touched_ones() -> None:
     has_sum = np.array([False, True, True, False, True])
     assert touched_rows(has_sum, 4).tolist() == [1, 2]
     assert touched_rows(has_sum, 5).tolist() == [1, 2, 4]

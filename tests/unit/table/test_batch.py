@@ -59,7 +59,7 @@ def test_every_id_gets_its_row(keys, shard_count) -> None:
     ),
     SHARD_COUNTS,
 )
-def test_any_integer_dtype_and_shape(ids, shard_count) -> None:
+def test_ids_of_any_integer_dtype_and_shape(ids, shard_count) -> None:
     _check(_batch(ids, None, shard_count), ids, RowPlacement(None, shard_count))
     if ids.ndim:
         turned = ids[::-1].T

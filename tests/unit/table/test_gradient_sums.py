@@ -63,7 +63,7 @@ def test_whole_numbers_add_up_exactly(ids, shard_count, dim, seed) -> None:
 
 @pytest.mark.parametrize("dim", [1, 2, 7, 64, 1000])
 @pytest.mark.parametrize("top", [1, 2, 50, 100_000])
-def test_large_batches(dim, top) -> None:
+def test_large_batches_are_summed_as_by_numpy(dim, top) -> None:
     """One id thousands of times, a few often, nearly all once: segments of segments."""
     generator = np.random.default_rng(top)
     ids = generator.integers(0, top, (30, 100))

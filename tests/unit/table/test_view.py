@@ -168,7 +168,7 @@ def test_rows_of_a_version_without_the_last_step_are_not_kept() -> None:
     assert view.find(ids, rows)[0].tolist() == []
 
 
-def test_rows_that_were_asked_for_before_a_step_or_clear_are_not_kept_after_it() -> None:
+def test_rows_asked_for_before_a_step_are_not_kept_after_it() -> None:
     """They may lack what this worker sent meanwhile, whatever version they have."""
     view = TableView(RowCache(8, DIM, 9), is_sync=False)
     ids, rows = np.array([1, 2]), np.zeros((2, DIM), np.float32)

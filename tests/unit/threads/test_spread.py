@@ -166,7 +166,7 @@ def test_cores_of_a_container(monkeypatch, tmp_path: Path, files, count) -> None
     assert core_count(tmp_path) == count
 
 
-def test_how_many(monkeypatch) -> None:
+def test_how_many_threads_a_process_has(monkeypatch) -> None:
     monkeypatch.delenv(THREADS_VARIABLE, raising=False)
     for cores, count in ((1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (64, THREAD_COUNT_DEFAULT_MAX)):
         monkeypatch.setattr(spread_module, "core_count", lambda cores=cores: cores)

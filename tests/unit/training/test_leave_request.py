@@ -43,7 +43,7 @@ def step(request: LeaveRequest) -> None:
         pass
 
 
-def test_the_first_signal_is_noted_by_all_and_one_that_a_launcher_passes_on_is_the_same() -> None:
+def test_a_signal_that_a_launcher_passes_on_is_noted_once() -> None:
     with LeaveRequest() as first, LeaveRequest() as second:
         first.check()
         assert handler() is not signal.SIG_DFL
@@ -162,7 +162,7 @@ def fail(number: int, frame: object) -> None:
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGCHLD"])
-def test_what_the_end_of_a_process_raises_is_held_back_if_it_ended_by_the_request(first) -> None:
+def test_errors_at_the_end_of_a_leaving_process_are_held_back(first) -> None:
     with LeaveRequest() as request:
         if first == "SIGTERM":
             signal.signal(signal.SIGCHLD, fail)

@@ -90,7 +90,7 @@ def test_every_operation_on_every_shape(op: Any, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("counts", [(1, 3, 4), (0, 8, 0), (2**24, 1, 0), (0, 0, 0), (32, 32, 32)])
-def test_the_mean_is_weighted_by_samples(counts: tuple[int, ...]) -> None:
+def test_threads_means_are_weighted_by_samples(counts: tuple[int, ...]) -> None:
     sync, given = ThreadedSync(3), arrays(3, 1000)
     expected = np.average(np.float64(given), axis=0, weights=counts) if any(counts) else 0
     lone = [rank for rank in range(3) if counts[rank] == sum(counts)]
@@ -327,7 +327,7 @@ def test_seats_are_kept_given_up_and_freed_by_their_threads_end() -> None:
             sync.take_seat(rank)
 
 
-def test_threads_without_seats_take_the_lowest_and_one_too_many_is_refused() -> None:
+def test_threads_take_the_lowest_seats_and_one_too_many_is_refused() -> None:
     sync, given = ThreadedSync(3), [np.full(4, value, np.float32) for value in (1, 2, 6)]
     ranks: list[int] = []
     done = threading.Event()

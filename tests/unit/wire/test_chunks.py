@@ -277,7 +277,7 @@ def test_an_uncompressed_chunk_passes_where_compression_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_that_are_not_finite(name: str) -> None:
+def test_chunks_that_are_not_finite_are_refused(name: str) -> None:
     values = values_of("random")
     values[123] = np.nan
     with pytest.raises(NonFiniteValueError) as caught:

@@ -147,7 +147,7 @@ def test_a_header_may_be_completed_after_the_payload_was_reserved() -> None:
         assert without_payload(whole) == header
 
 
-def test_a_large_aligned_payload_is_a_view_and_no_payload_can_be_written() -> None:
+def test_payloads_are_read_only_and_large_ones_are_views() -> None:
     payload = bytes(range(200)) * 200
     message = sealed(pb.ExchangeResponse(version=1), payload)
     found = framing.parse(pb.ExchangeResponse, message)[1]
@@ -298,7 +298,9 @@ def test_garbage_is_refused(message: bytes) -> None:
 @settings(deadline=None, max_examples=400)
 @given(header_type=st.sampled_from(TYPES), message=st.binary(max_size=80))
 @example(header_type=pb.ExchangeResponse, message=b"\x7a\x00\x7a\x01a")
-def test_any_bytes(header_type: type[Message], message: bytes) -> None:
+def test_a_message_of_any_bytes_is_read_as_protobuf_reads_it(
+    header_type: type[Message], message: bytes
+) -> None:
     check_same_as_protobuf(header_type, message)
 
 

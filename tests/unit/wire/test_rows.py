@@ -201,7 +201,7 @@ def test_fetches_are_not_compressed() -> None:
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "fp16+lz4"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite(codec, bad) -> None:
+def test_rows_that_are_not_finite_are_refused(codec, bad) -> None:
     spec = spec_of(codec=codec)
     values = np.ones((5, 6), np.float32)
     values[3, 2] = values[4, 0] = bad

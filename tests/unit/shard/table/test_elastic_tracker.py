@@ -76,7 +76,7 @@ def test_a_later_tenure_gives_no_step_of_an_earlier_one() -> None:
     assert tracker.decide(second, 1, 0, ends_step=True, crc32c=14) is Decision.WAIT
 
 
-def test_what_comes_of_a_tenure_that_is_over_is_late_unless_it_has_counted() -> None:
+def test_rows_of_an_ended_tenure_are_late_unless_they_counted() -> None:
     tracker = tracker_of(min_count=2)
     seat = member(tracker, "w0", 1, 0)
     give(tracker, seat, 11, ends=False)
@@ -187,7 +187,7 @@ def test_a_part_of_a_tenure_that_its_seat_has_no_longer() -> None:
         assert tracker.decide_past(worker_id, step, 0, 11, contributors) is expected
 
 
-def test_a_newcomer_has_given_nothing_of_what_the_seat_had_before() -> None:
+def test_a_newcomer_has_given_no_rows_of_what_the_seat_had_before() -> None:
     tracker = TableStepTracker(
         0,
         worker_count=1,

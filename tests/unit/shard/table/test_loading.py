@@ -151,7 +151,7 @@ def test_a_load_that_is_killed_at_any_write(tmp_path) -> None:
         (state(1), "row id 1 was loaded before"),
     ],
 )
-def test_rows_that_can_not_be(bad, message) -> None:
+def test_impossible_rows_are_not_loaded(bad, message) -> None:
     table = table_of()
     number = table.loading.begin()
     table.loading.add(number, state(1))

@@ -291,7 +291,7 @@ def test_a_waiting_call_gets_the_error_of_a_step_that_can_not_close() -> None:
     assert values.tolist() == [[-4, -8]]
 
 
-def test_a_full_disk_changes_nothing() -> None:
+def test_a_full_disk_changes_no_row() -> None:
     table, storage, stored = table_of(batch=2)
     give(table, 0, {1: [1, 1]})
     before = stored.count
@@ -384,7 +384,7 @@ LARGE = {"RowWiseAdagrad": "row_sum", "Adagrad": "sum", "Adam": "exp_avg_sq", "F
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS[1:], ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("fields", [{"worker_count": 2}, {"mode": "async", "worker_count": 0}, {}])
-def test_a_gradient_that_state_can_not_take_is_refused(optimizer, fields) -> None:
+def test_a_row_gradient_that_state_can_not_take_is_refused(optimizer, fields) -> None:
     """It would freeze its row: a step of 0 for ever after. The next one counts instead."""
     table, storage, _ = table_of(optimizer=optimizer, **fields)
     if fields.get("worker_count") == 2:
@@ -407,7 +407,7 @@ def test_a_gradient_that_weighs_nothing_may_be_of_any_size() -> None:
     assert get(table, 1) == [[-0.5, -0.5]]
 
 
-def test_weights_that_diverged_are_named() -> None:
+def test_rows_that_diverged_are_named() -> None:
     table, _, _ = table_of()
     for step in range(2):
         give(table, step, {1: [1, 1], 7: [1, 3e38]})
@@ -427,7 +427,7 @@ def test_what_is_not_finite_goes_through_where_it_may(worker_count) -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"])
-def test_all_codecs(codec) -> None:
+def test_a_slice_takes_rows_of_all_codecs(codec) -> None:
     table, _, _ = table_of(codec=codec, dim=64)
     rows, ids = RowCodec.of(table.spec), np.arange(0, 60, 2)
     gradients = np.tile(np.float32([2.0**-10, 3.0]), (30, 32))

@@ -110,7 +110,7 @@ def test_a_worker_one_ahead_waits_with_its_first_part_and_its_end() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 2**62])
-def test_steps_are_not_skipped(step: int) -> None:
+def test_steps_of_a_table_are_not_skipped(step: int) -> None:
     steps = tracker()
     seat = take(steps, "w0")
     for decide in (
@@ -134,7 +134,7 @@ def test_an_abandoned_step_ends_with_the_parts_that_were_counted() -> None:
     assert steps.contributed(0) == ["w0"]
 
 
-def test_asynchronous_workers_count_for_themselves() -> None:
+def test_asynchronous_workers_of_a_table_count_for_themselves() -> None:
     steps = tracker(worker_count=0)
     assert not steps.is_sync
     first, second = take(steps, "w0"), take(steps, "w1")
@@ -150,7 +150,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
     assert steps.missing(4) == ([], 0)
 
 
-def test_a_step_that_closed_without_a_worker_is_refused() -> None:
+def test_a_table_s_step_that_closed_without_a_worker_is_refused() -> None:
     """A restored table begins at a version; a worker joins it there."""
     steps = tracker(version=3)
     seat = restored(steps, "w0", Position(0, 1, 2))
@@ -190,7 +190,7 @@ def test_one_worker_completes_alone() -> None:
     assert steps.version == 3
 
 
-def test_seats_have_a_limit_of_which_those_who_only_look_on_take_nothing() -> None:
+def test_readers_of_a_table_take_no_seat() -> None:
     steps = tracker(worker_count=2, worker_count_max=2)
     for number in range(5):
         know(steps, f"onlooker-{number}")
@@ -218,7 +218,7 @@ def test_a_new_worker_is_logged_first() -> None:
     assert [seat.worker_id for seat in steps.seats] == []
 
 
-def test_missing_workers_are_named_or_counted() -> None:
+def test_missing_workers_of_a_table_are_named_or_counted() -> None:
     steps = tracker(worker_count=4)
     assert steps.missing(0) == ([], 4)
     know(steps, "idle")
