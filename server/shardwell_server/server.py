@@ -132,7 +132,7 @@ class ShardServer:
         try:
             if config.audit_log is not None:
                 self._audit = AuditLog(config.audit_log, shard_index=config.shard_index)
-            self.address = self._loop.run(self._listen())
+            self._endpoint, self.address = self._loop.run(self._listening())
         except BaseException:
             self._loop.close()
             self._close_admin()
@@ -142,111 +142,31 @@ class ShardServer:
         """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
         vitals = Vitals(
             self.shard,
-            stream_count=lambda: self._streams.count,
-            arena_bytes=lambda: self._arenas.mapped_bytes,
-            refusals=lambda: dict(self._calls.refusal_counts),
-            turned_away_s=lambda: self._guard.turned_away_s,
-            damages=lambda: list(self._calls.damages),
-            ends=self._ends,
+            stream_count=lambda: self._endpoint.streams.count,
+            arena_bytes=lambda: self._endpoint.arenas.mapped_bytes,
+            refusals=lambda: dict(self._endpoint.calls.refusal_counts),
+            turned_away_s=lambda: self._endpoint.guard.turned_away_s,
+            damages=lambda: list(self._endpoint.calls.damages),
+            ends=self._endpoint.ends,
             data_dir=None if data_dir is None else data_dir.path,
-            groups=self._meetings.describe,
+            groups=self._endpoint.meetings.describe,
             resources=ResourceMeter(None if data_dir is None else data_dir.path).read,
         )
-        self._service.troubles = partial(troubles, vitals)
-        self._service.resources = vitals.resources
-        self._service.settings = vitals.settings
+        self._endpoint.service.troubles = partial(troubles, vitals)
+        self._endpoint.service.resources = vitals.resources
+        self._endpoint.service.settings = vitals.settings
         if self.admin is not None:
-            self.admin.attach(vitals, self._access, self.address, self._is_alive)
+            self.admin.attach(vitals, self._endpoint.access, self.address, self._is_alive)
 
-    async def _listen(self) -> str:
-        """Makes what lives on the loop; the address."""
-        config, limits = self.config, self.config.limits
-        self._tls = tls = None if config.tls is None else TlsFiles(config.tls)
-        self._access = Access.of(config)
-        self.shard.usages.set_quotas(self._access.quotas())
-        self._streams = OpenStreams(limits.stream_count_max)
-        self._threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
-        note = no_audit if self._audit is None else self._audit.note
-        self._guard = Guard(self._access, self.shard.usages, note)
-        self._calls = Calls(
-            self._threads,
-            self._streams,
-            guard=self._guard,
-            shard_index=config.shard_index,
-            answer_bytes_max=limits.answer_bytes_max,
-        )
-        self._server = grpc.aio.server(
-            options=server_options(
-                config.session_lease_s, config.connection_age_s if config.tls else None
-            ),
-            maximum_concurrent_rpcs=(
-                2 * limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
-            ),
-        )
-        self._arenas = ArenaOffers(
-            lambda offer: self.shard.check_identity(offer.shard),
-            bytes_max=limits.arena_bytes_max,
-            log=_LOG,
-        )
-        service = ParameterServerService(self.shard, self._calls, self._streams, self._arenas)
-        self._service = service
-        tables = TableService(self.shard, self._calls)
-        sessions = SessionService(self.shard, self._calls)
-        clients = sessions.certificate_ends
-        self._ends = Ends(tls, self._access, lambda: list(clients.values()))
-        traces = TraceService(self.shard, self._calls)
-        names_of = NameService(self.shard, self._calls)
-        self._meetings = GroupService(shard_index=config.shard_index, admit=_admit)
-        with_streams = (service.handler(), tables.handler())
-        self._server.add_generic_rpc_handlers(
-            (
-                *with_streams,
-                sessions.handler(),
-                traces.handler(),
-                names_of.handler(),
-                self._meetings.handler(self._calls.unary),
-            )
-        )
-        self._unix_streams = UnixStreams(
-            with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
-        )
-        self._health = HealthService()
-        self._server.add_generic_rpc_handlers((self._health.handler(),))
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if config.reflection:
-            names = (
-                SERVICE_NAME,
-                TABLE_SERVICE_NAME,
-                SESSION_SERVICE_NAME,
-                TRACE_SERVICE_NAME,
-                NAME_SERVICE_NAME,
-                GROUP_SERVICE_NAME,
-                health.SERVICE_NAME,
-                reflection.SERVICE_NAME,
-            )
-            reflection.enable_server_reflection(names, self._server)
-        host = config.listen.rpartition(":")[0]
-        try:
-            port = listen_on(self._server, config.listen, tls)
-        except OSError as error:
-            self._threads.close()
-            await self._server.stop(None)
-            raise ShardUnavailableError(
-                f"shard {config.shard_index} can't listen on {config.listen}: "
-                f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
-                shard_index=config.shard_index,
-            ) from None
-        name = _socket_name(config, port)
-        self._arenas.start(config.same_host, name)
-        self._unix_streams.listen(config.same_host, f"{name}-streams")
-        service.stream_address = self._unix_streams.address
-        return f"{host}:{port}"
+    async def _listening(self) -> tuple[_Endpoint, str]:
+        endpoint = _Endpoint(self.shard, self._audit)
+        return endpoint, await endpoint.listen()
 
     def start(self) -> None:
         """Begins to answer; what an earlier process left is verified meanwhile."""
-        self._loop.run(self._server.start())
-        self._loop.run(self._unix_streams.start())
-        if self._access.asks or self._tls is not None:
+        self._loop.run(self._endpoint.server.start())
+        self._loop.run(self._endpoint.unix_streams.start())
+        if self._endpoint.access.asks or self._endpoint.tls is not None:
             self._access_looker = self._loop.begin(self._look_at_access())
         self._verifier.start()
         if self.config.durability.interval_s is not None:
@@ -290,13 +210,13 @@ class ShardServer:
         if self._access_looker is not None:
             self._access_looker.cancel()
         self.shard.stop()
-        self._arenas.close()
+        self._endpoint.arenas.close()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
             if thread.ident is not None:
                 thread.join()
         if not self._is_closed:
             self._is_closed = True
-            self._threads.close()
+            self._endpoint.threads.close()
             if not self._is_stuck:
                 self._loop.close()
             if self._audit is not None:
@@ -319,19 +239,21 @@ class ShardServer:
 
     async def _stop(self, grace_s: float) -> None:
         """Returns when no call is left."""
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        stopped = asyncio.gather(self._server.stop(grace_s), self._unix_streams.stop(grace_s))
+        self._endpoint.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        stopped = asyncio.gather(
+            self._endpoint.server.stop(grace_s), self._endpoint.unix_streams.stop(grace_s)
+        )
         self.shard.sessions.stop()
         self.shard.recordings.stop()
-        self._streams.end_idle(LAST_READS_S)
+        self._endpoint.streams.end_idle(LAST_READS_S)
         answering_s = max(grace_s - _LAST_ANSWERS_S, 0.0)
         reading_s = min(answering_s, LAST_READS_S)
         await asyncio.wait([stopped], timeout=reading_s)
-        self._streams.end_idle(0.0)
+        self._endpoint.streams.end_idle(0.0)
         await asyncio.wait([stopped], timeout=answering_s - reading_s)
         if not stopped.done():  # calls that still wait for workers end with an error
             self.shard.stop()
-            self._calls.wake_all()
+            self._endpoint.calls.wake_all()
         await stopped
 
     def _verify(self) -> None:
@@ -343,7 +265,7 @@ class ShardServer:
                 check()
             except ShardwellError as error:
                 _LOG.error("what was stored is damaged", extra={"reason": error.message})
-                self._calls.note_damage(error.message)
+                self._endpoint.calls.note_damage(error.message)
 
     def _look_at_files(self) -> None:
         """Stops serving when the files are gone; every call gets the reason then."""
@@ -356,12 +278,12 @@ class ShardServer:
                 return
 
     async def _begin_to_serve(self) -> None:
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._endpoint.set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _give_up(self) -> None:
         """Tells who asks, and who waits, that nothing is acknowledged any more."""
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._calls.wake_all()
+        self._endpoint.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._endpoint.calls.wake_all()
 
     def _sync(self) -> None:
         """Keeps the promise of `--durability SECONDS`."""
@@ -390,25 +312,21 @@ class ShardServer:
 
     def _refresh_access(self) -> None:
         """Reads tokens, keys and certificates that have changed; warns before they end."""
-        self._access.refresh()
-        if self._tls is not None:
-            self._tls.contents()
-        self._ends.warn()
+        self._endpoint.access.refresh()
+        if self._endpoint.tls is not None:
+            self._endpoint.tls.contents()
+        self._endpoint.ends.warn()
 
     async def _look_at_access(self) -> None:
         """Ends calls whose token has ended, or was revoked."""
         while True:
             try:
-                await self._threads.run(self._refresh_access)
-                self.shard.usages.set_quotas(self._access.quotas())
-                self._calls.end_those_without_token()
+                await self._endpoint.threads.run(self._refresh_access)
+                self.shard.usages.set_quotas(self._endpoint.access.quotas())
+                self._endpoint.calls.end_those_without_token()
             except Exception:  # or tokens would be good for ever
                 _LOG.exception("could not look whether tokens have ended")
             await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
-
-    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
-            self._health.set(name, status)
 
     def __enter__(self) -> ShardServer:
         self.start()
@@ -421,6 +339,111 @@ class ShardServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class _Endpoint:
+    """A shard's servers, and what they share. Made on the loop that they live on.
+
+    Args:
+        shard: The shard that answers.
+        audit: The log of what was refused and changed, if there is one.
+    """
+
+    def __init__(self, shard: Shard, audit: AuditLog | None) -> None:
+        config, limits = shard.config, shard.config.limits
+        self._config = config
+        self.tls = tls = None if config.tls is None else TlsFiles(config.tls)
+        self.access = Access.of(config)
+        shard.usages.set_quotas(self.access.quotas())
+        self.streams = OpenStreams(limits.stream_count_max)
+        self.threads = WorkThreads(asyncio.get_running_loop(), _WORK_THREAD_COUNT)
+        note = no_audit if audit is None else audit.note
+        self.guard = Guard(self.access, shard.usages, note)
+        self.calls = Calls(
+            self.threads,
+            self.streams,
+            guard=self.guard,
+            shard_index=config.shard_index,
+            answer_bytes_max=limits.answer_bytes_max,
+        )
+        self.server = grpc.aio.server(
+            options=server_options(
+                config.session_lease_s, config.connection_age_s if config.tls else None
+            ),
+            maximum_concurrent_rpcs=(
+                2 * limits.session_count_max + limits.stream_count_max + _UNARY_CALL_COUNT_MAX
+            ),
+        )
+        self.arenas = ArenaOffers(
+            lambda offer: shard.check_identity(offer.shard),
+            bytes_max=limits.arena_bytes_max,
+            log=_LOG,
+        )
+        service = ParameterServerService(shard, self.calls, self.streams, self.arenas)
+        self.service = service
+        tables = TableService(shard, self.calls)
+        sessions = SessionService(shard, self.calls)
+        clients = sessions.certificate_ends
+        self.ends = Ends(tls, self.access, lambda: list(clients.values()))
+        traces = TraceService(shard, self.calls)
+        names_of = NameService(shard, self.calls)
+        self.meetings = GroupService(shard_index=config.shard_index, admit=_admit)
+        with_streams = (service.handler(), tables.handler())
+        self.server.add_generic_rpc_handlers(
+            (
+                *with_streams,
+                sessions.handler(),
+                traces.handler(),
+                names_of.handler(),
+                self.meetings.handler(self.calls.unary),
+            )
+        )
+        self.unix_streams = UnixStreams(
+            with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
+        )
+        self.health = HealthService()
+        self.server.add_generic_rpc_handlers((self.health.handler(),))
+        self.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if config.reflection:
+            names = (
+                SERVICE_NAME,
+                TABLE_SERVICE_NAME,
+                SESSION_SERVICE_NAME,
+                TRACE_SERVICE_NAME,
+                NAME_SERVICE_NAME,
+                GROUP_SERVICE_NAME,
+                health.SERVICE_NAME,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(names, self.server)
+
+    async def listen(self) -> str:
+        """Takes the address that the shard's config asks for, and returns it.
+
+        Raises:
+            ShardUnavailableError: it can't be had.
+        """
+        config = self._config
+        host = config.listen.rpartition(":")[0]
+        try:
+            port = listen_on(self.server, config.listen, self.tls)
+        except OSError as error:
+            self.threads.close()
+            await self.server.stop(None)
+            raise ShardUnavailableError(
+                f"shard {config.shard_index} can't listen on {config.listen}: "
+                f"{error.strerror}; give a free port, or 0 for any, and an address of this machine",
+                shard_index=config.shard_index,
+            ) from None
+        name = _socket_name(config, port)
+        self.arenas.start(config.same_host, name)
+        self.unix_streams.listen(config.same_host, f"{name}-streams")
+        self.service.stream_address = self.unix_streams.address
+        return f"{host}:{port}"
+
+    def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
+            self.health.set(name, status)
 
 
 def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:

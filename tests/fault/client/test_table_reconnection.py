@@ -212,7 +212,10 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
         patch.setattr(RowTransfer, "_take", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.get_rows(np.arange(50))
-    eventually("its streams have ended", lambda: not any(s._streams.count for s in running.servers))
+    eventually(
+        "its streams have ended",
+        lambda: not any(s._endpoint.streams.count for s in running.servers),
+    )
     KnownRows(1).check(table.get_rows(EVERY))
 
 
@@ -241,7 +244,9 @@ def test_streams_dropped_by_the_shard_are_opened_again(running, join) -> None:
     for step in range(3):
         KnownRows(step + 1).check(table.exchange_rows(*batch(step), EVERY))
         # All before any is dropped: the client then ends the others itself.
-        eventually("the streams are idle", lambda: all(s._streams._idle for s in running.servers))
+        eventually(
+            "the streams are idle", lambda: all(s._endpoint.streams._idle for s in running.servers)
+        )
         for server in running.servers:
-            for stream in list(server._streams._idle):
+            for stream in list(server._endpoint.streams._idle):
                 stream.end(shardwell.ShardUnavailableError("idle"))

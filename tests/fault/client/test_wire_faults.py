@@ -105,9 +105,11 @@ def test_streams_dropped_by_the_shard_are_reopened(running, model) -> None:
     for step in range(3):
         np.testing.assert_array_equal(model.exchange(_gradient(step)), _after(step + 1))
         # All before any is dropped: the client then ends the others itself.
-        eventually("the streams are idle", lambda: all(s._streams._idle for s in running.servers))
+        eventually(
+            "the streams are idle", lambda: all(s._endpoint.streams._idle for s in running.servers)
+        )
         for server in running.servers:
-            for stream in list(server._streams._idle):
+            for stream in list(server._endpoint.streams._idle):
                 stream.end(shardwell.ShardUnavailableError("idle"))
 
 

@@ -64,7 +64,7 @@ def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mapped_bytes(running: LocalCluster) -> list[int]:
-    return [server._arenas.mapped_bytes for server in running.servers]
+    return [server._endpoint.arenas.mapped_bytes for server in running.servers]
 
 
 def gradient(rank: int, step: int, size: int = ELEMENTS) -> np.ndarray:
@@ -451,7 +451,7 @@ def test_memory_that_a_namesake_elsewhere_has_taken(cluster, connect, tmp_path, 
         for name in ("near", "far")
     )
     client = connect(far, "w0", timeout_s=PATIENCE_S)
-    client._shards.channels[0].arenas.server.address = near.servers[0]._arenas.address
+    client._shards.channels[0].arenas.server.address = near.servers[0]._endpoint.arenas.address
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
     for step in range(3):
@@ -480,7 +480,7 @@ def test_a_name_is_of_one_machine_and_network(cluster, tmp_path, monkeypatch) ->
 
 def test_a_silent_connection_delays_others_only_briefly(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_PATIENCE_S", 0.2)
-    address = "\0" + offering.running.servers[0]._arenas.address[1:]
+    address = "\0" + offering.running.servers[0]._endpoint.arenas.address[1:]
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -492,14 +492,14 @@ def test_untaken_offers_are_forgotten(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_OFFER_S", 0.0)
     tokens = [offering().answer.token for _ in range(3)]
     assert mapped_bytes(offering.running)[0] <= 2 * SIZE
-    assert offering.running.servers[0]._arenas.take(tokens[0]) is None
+    assert offering.running.servers[0]._endpoint.arenas.take(tokens[0]) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(offering, monkeypatch) -> None:
     """However right his offer."""
     monkeypatch.setattr(arenas, "_PATIENCE_S", PATIENCE_S)  # so that it is not that which ends it
-    address = offering.running.servers[0]._arenas.address
+    address = offering.running.servers[0]._endpoint.arenas.address
     offer = arena_pb2.ArenaOffer(
         shard=offering.worker.identities[0], size_bytes=SIZE, nonce=NONCE
     ).SerializeToString()

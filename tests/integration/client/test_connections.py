@@ -23,7 +23,7 @@ ONES = np.ones(9, np.float32)
 
 def peers(running: Any, method: str = "exchange") -> list[str]:
     """Whence the open calls of a shard came."""
-    calls = list(running.servers[0]._calls._open)
+    calls = list(running.servers[0]._endpoint.calls._open)
     return [call.context.peer() for call in calls if call.method.lower() == method]
 
 
@@ -75,4 +75,6 @@ def test_all_connections_end_with_the_client(cluster, connect) -> None:
     for each in waiting:
         with pytest.raises(shardwell.ClosedError):
             each.result(PATIENCE_S)
-    eventually("none is left", lambda: gc.collect() >= 0 and not running.servers[0]._calls._open)
+    eventually(
+        "none is left", lambda: gc.collect() >= 0 and not running.servers[0]._endpoint.calls._open
+    )

@@ -50,7 +50,7 @@ def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 def connection_counts(running: LocalCluster) -> list[int]:
     """Connections that each shard has, idle ones among them."""
-    return [len(server._unix_streams._open) for server in running.servers]
+    return [len(server._endpoint.unix_streams._open) for server in running.servers]
 
 
 def called_over_grpc(client: shardwell.Client) -> set[str]:
@@ -111,8 +111,8 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(cluster, connect) -
         "it waits",
         lambda: any(
             connection.task is not None and call.method == "ClaimInit"
-            for connection in server._unix_streams._open
-            for call in server._calls._open
+            for connection in server._endpoint.unix_streams._open
+            for call in server._endpoint.calls._open
         ),
     )
     together([lambda i=i: client.parameter(f"p{i}", size=SIZE, optimizer=SGD) for i in range(12)])
@@ -130,7 +130,7 @@ def test_closing_a_client_ends_what_waits(cluster, connect) -> None:
     request = pb.ClaimInitRequest(shard=channel.identity, parameter="net", worker_id="w0")
     channel.call("ClaimInit", request, pb.ClaimInitResponse, timeout_s=PATIENCE_S)
     waiting = in_background(lambda: net.init(ONES))
-    calls = running.servers[0]._calls
+    calls = running.servers[0]._endpoint.calls
     eventually("it waits", lambda: any(call.method == "ClaimInit" for call in calls._open))
     other.close()
     assert isinstance(waiting.exception(PATIENCE_S), shardwell.ClosedError)
@@ -162,7 +162,7 @@ def test_a_connection_that_the_shard_has_ended(cluster, connect, monkeypatch) ->
 
 def test_what_is_idle_gives_way(cluster, connect) -> None:
     running = cluster(1)
-    running.servers[0]._unix_streams._count_max = 2
+    running.servers[0]._endpoint.unix_streams._count_max = 2
     clients = [connect(running, f"w{rank}") for rank in range(5)]
     for rank, client in enumerate(clients):
         client.parameter(f"p{rank}", size=SIZE, optimizer=SGD)
@@ -243,7 +243,7 @@ def test_two_calls_of_one_connection(cluster) -> None:
     reader = FrameReader()
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(PATIENCE_S)
-        connection.connect(socket_path(running.servers[0]._unix_streams.address))
+        connection.connect(socket_path(running.servers[0]._endpoint.unix_streams.address))
         for _ in range(2):
             for part in (
                 frame(FrameKind.OPEN, opening.SerializeToString()),

@@ -62,7 +62,7 @@ def unix_calls(client: shardwell.Client) -> list[Any]:
 def stream_counts(running: LocalCluster) -> list[int]:
     """Connections by which each shard serves a call now."""
     return [
-        sum(connection.task is not None for connection in server._unix_streams._open)
+        sum(connection.task is not None for connection in server._endpoint.unix_streams._open)
         for server in running.servers
     ]
 
@@ -152,7 +152,7 @@ def test_same_host_off(cluster, connect) -> None:
     client = connect(running, "w0")
     assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
     assert not unix_calls(client)
-    assert running.servers[0]._unix_streams.address == ""
+    assert running.servers[0]._endpoint.unix_streams.address == ""
 
 
 def test_a_directory(cluster, connect, tmp_path) -> None:
@@ -393,7 +393,7 @@ def test_a_stream_that_gave_way_is_opened_again(cluster, connect) -> None:
 def test_more_connections_than_there_may_be(cluster, connect, monkeypatch) -> None:
     """A client that is not let in calls over gRPC."""
     running = cluster(1)
-    running.servers[0]._unix_streams._count_max = 1
+    running.servers[0]._endpoint.unix_streams._count_max = 1
     nets = [opened(connect(running, f"w{rank}"), f"net{rank}") for rank in range(3)]
     for step in range(2):
         for net in nets:
@@ -429,7 +429,7 @@ def dialled(cluster) -> Iterator[Any]:
         def dial(*parts: bytes) -> socket.socket:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connection.settimeout(PATIENCE_S)
-            connection.connect(socket_path(running.servers[0]._unix_streams.address))
+            connection.connect(socket_path(running.servers[0]._endpoint.unix_streams.address))
             connection.sendall(b"".join(parts))
             return connection
 

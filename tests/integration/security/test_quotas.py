@@ -291,7 +291,7 @@ def test_watching_health_takes_no_stream(cluster, connect, tokens) -> None:
         assert stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == 1
         for watch in watches:
             watch.cancel()
-        eventually("there is room", lambda: not running.servers[0]._health._call_count)
+        eventually("there is room", lambda: not running.servers[0]._endpoint.health._call_count)
         silent = threading.Event()
 
         def nothing() -> Iterator[bytes]:
@@ -305,7 +305,7 @@ def test_watching_health_takes_no_stream(cluster, connect, tokens) -> None:
             assert connect(running, "w0", token_file=tokens.add("ci", "read")).status()
             for call in asked:
                 call.cancel()
-            eventually("there is room", lambda: not running.servers[0]._health._call_count)
+            eventually("there is room", lambda: not running.servers[0]._endpoint.health._call_count)
         silent.set()
 
 

@@ -488,7 +488,7 @@ def test_over_a_unix_socket(cluster, tokens, method, row) -> None:
     running = made(cluster, tokens)
     before = held(running, tokens)
     server = running.servers[0]
-    address = server._unix_streams.address
+    address = server._endpoint.unix_streams.address
     assert address
     callers = authorizations(tokens)
     cells = {who: expected(row, who) if is_there else Code.UNIMPLEMENTED for who in callers}
@@ -504,7 +504,7 @@ def test_over_a_unix_socket(cluster, tokens, method, row) -> None:
             request_of(method, row, identity(running)),
             callers[who],
             has_one_answer=has_one_answer,
-            is_open=lambda: server._streams.count == 1,
+            is_open=lambda: server._endpoint.streams.count == 1,
         )
     assert found == cells
 

@@ -170,7 +170,9 @@ def test_a_step_waits_for_the_next_token(cluster, connect, tokens, caplog) -> No
     client = connect(running, "w0", token_file=tokens.add("w", "create", expires=in_seconds(3)))
     net = opened(client)
     assert (net.exchange(ONES) == -1).all()
-    eventually("its streams are ended", lambda: not any(s._streams.count for s in running.servers))
+    eventually(
+        "its streams are ended", lambda: not any(s._endpoint.streams.count for s in running.servers)
+    )
     waiting = in_background(lambda: net.exchange(ONES))
     eventually("it says so", lambda: "calls wait for another one" in caplog.text)
     assert "token 'w' expired at" in caplog.text
@@ -201,10 +203,14 @@ def test_revoking_ends_what_is_under_way(cluster, connect, tokens) -> None:
     net = opened(client, worker_count=2)
     waiting = in_background(lambda: net.exchange(ONES, timeout_s=60))
     server = running.servers[0]
-    eventually("it waits", lambda: server._streams.count == 1 and server.shard.sessions.count == 1)
+    eventually(
+        "it waits", lambda: server._endpoint.streams.count == 1 and server.shard.sessions.count == 1
+    )
     tokens.remove("w")
     began_s = time.monotonic()
-    eventually("all has ended", lambda: not (server._streams.count or server.shard.sessions.count))
+    eventually(
+        "all has ended", lambda: not (server._endpoint.streams.count or server.shard.sessions.count)
+    )
     assert time.monotonic() - began_s < 5
     client.close()
     with pytest.raises(shardwell.ClosedError):
@@ -495,7 +501,7 @@ def test_members_count_in_the_quota(cluster, tokens) -> None:
     target = running.target
     file = tokens.add("w", "contribute", quota={"members": 1})
     waiting = in_background(lambda: join(file, 0, target))
-    meetings = running.servers[0]._meetings._meetings
+    meetings = running.servers[0]._endpoint.meetings._meetings
     eventually("it waits", lambda: meetings.group_count == 1)
 
     def is_full() -> bool:

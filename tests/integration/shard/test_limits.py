@@ -142,7 +142,7 @@ def test_idle_streams_give_way(cluster, connect) -> None:
         for model in models:
             model.exchange(gradient)
     np.testing.assert_array_equal(models[0].get_weights(), -9)
-    assert running.servers[0]._streams.count <= 3
+    assert running.servers[0]._endpoint.streams.count <= 3
 
 
 def test_silent_streams_keep_no_client_out(cluster, connect) -> None:
@@ -293,7 +293,7 @@ def test_who_only_reads_keeps_no_stream(cluster, connect) -> None:
     net = trainer.parameter("net", size=10, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(10, np.float32))
     net.exchange(np.ones(10, np.float32))
-    streams = running.servers[0]._streams
+    streams = running.servers[0]._endpoint.streams
     for _ in range(3):
         assert reader.parameter("net").get_weights()[0] == -1
         assert net.get_weights()[0] == -1

@@ -445,7 +445,7 @@ def test_what_a_session_has_open_ends_with_it(cluster, kind) -> None:
         for each in (fetches, outgoing):
             each.put(None)
         assert not list(reading)
-        assert not running.servers[0]._calls.refusal_counts
+        assert not running.servers[0]._endpoint.calls.refusal_counts
 
 
 def test_a_stream_goes_on_while_its_session_attends_no_more(cluster) -> None:

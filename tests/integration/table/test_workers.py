@@ -175,7 +175,7 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
         in_background(lambda: reader.get_rows([1], min_version=1))
         for _ in range(STREAM_SET_COUNT_MAX)
     ]
-    streams = running.servers[0]._streams
+    streams = running.servers[0]._endpoint.streams
     eventually("all have their streams", lambda: streams.count == STREAM_SET_COUNT_MAX)
     with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
         reader.get_rows([1], timeout_s=0.2)

@@ -181,7 +181,7 @@ def test_no_call_fails_because_a_span_does(cluster, connect, recorder, when) -> 
     assert net.exchange(np.ones(6, np.float32))[0] == -1
     net.put_gradient(np.ones(6, np.float32))
     assert net.get_weights(min_version=2)[0] == -2
-    assert not running.servers[0]._calls.refusal_counts
+    assert not running.servers[0]._endpoint.calls.refusal_counts
 
 
 def test_no_exporter_holds_up_the_loop(cluster, connect, recorder) -> None:

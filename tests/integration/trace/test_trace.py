@@ -541,7 +541,7 @@ def test_a_session_that_attends_a_moment_later_is_not_refused(cluster, monkeypat
     with shardwell.connect(running.target, worker_id="w0"):
         is_asked(running, 1)
         assert early == [0]
-        assert not running.servers[0]._calls.refusal_counts
+        assert not running.servers[0]._endpoint.calls.refusal_counts
 
 
 def test_other_shards_ask_no_client(wire) -> None:

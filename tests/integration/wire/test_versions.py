@@ -88,7 +88,7 @@ def test_a_unix_stream_of_another_version(cluster: LocalCluster) -> None:
     reader, frames = FrameReader(), []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE_S)
-        connection.connect(socket_path(cluster.servers[0]._unix_streams.address))
+        connection.connect(socket_path(cluster.servers[0]._endpoint.unix_streams.address))
         opening = unix_stream_pb2.UnixStreamOpen(method=STATUS).SerializeToString()
         connection.sendall(head(FrameKind.OPEN, len(opening)) + opening)
         while piece := connection.recv(2**16):
