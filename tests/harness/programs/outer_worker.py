@@ -27,6 +27,7 @@ import shardwell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.programs.commands import Program
+from shardwell.outer.fragment import LearnerFragment
 
 PATH = Path(__file__)
 NAME = "net"
@@ -53,12 +54,11 @@ class KnownOuter(shardwell.Outer):
 
     @override
     def _offer(
-        self, index: int, weights: Mapping[str, Any], sample_count: int | None = None
+        self, fragment: LearnerFragment, weights: Mapping[str, Any], sample_count: int | None = None
     ) -> None:
-        state = self.fragments[index]
-        (name,) = state.tensors
-        moved = outer_gradient(self.worker_id, index, state.step).reshape(SHAPES[name])
-        super()._offer(index, {name: self.image()[name] - moved}, 1)
+        (name,) = fragment.layout.by_name
+        moved = outer_gradient(self.worker_id, fragment.index, fragment.step).reshape(SHAPES[name])
+        super()._offer(fragment, {name: self.image()[name] - moved}, 1)
 
 
 class OuterWorker(Program):

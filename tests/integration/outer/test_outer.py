@@ -17,6 +17,7 @@ import shardwell
 from harness.faults.interrupts import Interrupt
 from harness.polling import BRIEF_S, eventually
 from harness.threads import in_background, together
+from shardwell.outer.fragment import Offer
 
 SHAPES = {f"layers.{n}.w": (3, 4) for n in range(4)}
 EXACT = {"outer": shardwell.SGD(1.0), "codec": "fp32", "sync_every": 4}
@@ -47,6 +48,12 @@ def steps(outer: shardwell.Outer) -> list[int]:
 
 def versions(outer: shardwell.Outer) -> list[int]:
     return [each.version for each in outer.fragments]
+
+
+def offer_of(outer: shardwell.Outer) -> Offer:
+    offer = outer._fragments[0].offer
+    assert offer is not None
+    return offer
 
 
 def value(weights: dict[str, np.ndarray], layer: int) -> float:
@@ -80,7 +87,7 @@ def test_who_has_the_same_weights_ends_what_another_began(cluster, connect, monk
     def cut(*_, **__) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cut_off._parameters[2], "restore", cut)
+    monkeypatch.setattr(cut_off._fragments[2].parameter, "restore", cut)
     with pytest.raises(KeyboardInterrupt):
         cut_off.init(filled(3))
     other = learner(connect(target, "w1"), worker_count=3, timeout_s=0.3)
@@ -207,7 +214,7 @@ def test_what_comes_later_is_taken_later(cluster, connect) -> None:
     assert first.overdue_count == 1
     assert versions(first) == [0, 0]
     loop(second, others, 4.0, 4)
-    eventually("the result is here", lambda: first._offers[0].has_ended)
+    eventually("the result is here", lambda: offer_of(first).state == "come")
     move(weights, 2.0)
     weights.update(first.after_step(weights))
     assert versions(first) == [1, 0]
@@ -283,7 +290,7 @@ def test_samples_of_kept_work_are_kept(cluster, connect) -> None:
     open_sets = {"min_contributors": 1, "grace_s": 20.0}
     first, second = (learner(connect(target, f"w{n}"), **options, **open_sets) for n in (0, 1))
     weights, others = first.init(filled(0)), second.init(filled(0))
-    second._sample_counts = [3]  # as of three samples whose offer did not count
+    second._fragments[0].sample_count = 3  # as of three samples whose offer did not count
     move(others, 8.0)
 
     def run(outer, own, by: float) -> None:
@@ -300,8 +307,8 @@ def test_samples_of_kept_work_are_kept(cluster, connect) -> None:
 def in_step(*outers: shardwell.Outer) -> None:
     """Has all of them await one another from the second round on."""
     for outer in outers:
-        for parameter in outer._parameters:
-            parameter.join(waits=False)
+        for fragment in outer._fragments:
+            fragment.parameter.join(waits=False)
 
 
 def elastic(client: shardwell.Client, **options) -> shardwell.Outer:
@@ -457,7 +464,7 @@ def test_a_call_that_ended_unawaited_is_made_again(cluster, connect) -> None:
     second = learner(connect(target, "w1"), **options)
     weights, others = first.init(filled(0)), second.init(filled(0))
     loop(first, weights, 1.0, 1)
-    eventually("the call has ended", lambda: first._offers[0].error is not None)
+    eventually("the call has ended", lambda: offer_of(first).state == "failed")
     loop(first, weights, 1.0, 2)
     loop(second, others, 1.0, 1)
     first._timeout_s = 60.0
@@ -474,13 +481,13 @@ def test_with_later_an_error_is_raised_once_and_the_offer_goes_again(cluster, co
     weights, others = first.init(filled(0)), second.init(filled(0))
     first._position = second._position = 99
     loop(first, weights, 1.0, 1)
-    eventually("the call has ended", lambda: first._offers[0].error is not None)
+    eventually("the call has ended", lambda: offer_of(first).state == "failed")
     first._timeout_s = 60.0
     with pytest.raises(shardwell.WorkersMissingError, match=r"net\.fragment-0"):
         loop(first, weights, 1.0, 1)
     loop(first, weights, 1.0, 1)
     loop(second, others, 3.0, 1)
-    eventually("the result is here", lambda: first._offers[0].has_ended)
+    eventually("the result is here", lambda: offer_of(first).state == "come")
     loop(first, weights, 1.0, 1)
     assert value(first.image(), 0) == 2.0
 
@@ -493,7 +500,7 @@ def test_ctrl_c_ends_a_wait_and_the_offer_is_taken_later(cluster, connect) -> No
     assert main is not None
 
     def interrupt() -> None:
-        eventually("it waits", lambda: first._offers)
+        eventually("it waits", lambda: first.fragments[0].is_offered)
         threading.Event().wait(0.2)
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -516,7 +523,7 @@ def test_ctrl_c_at_any_moment_loses_nothing_that_was_moved(cluster, connect, alp
     while True:
         move(weights, 1.0)
         moved += 1.0
-        interrupt = Interrupt(("outer/outer.py", "outer/schedule.py"), at)
+        interrupt = Interrupt(("outer/outer.py", "outer/fragment.py", "outer/schedule.py"), at)
         is_over = not interrupt.run(lambda: weights.update(outer.after_step(weights)))
         weights.update(outer.after_step(weights))
         assert {value(weights, layer) for layer in range(4)} == {moved}, interrupt.place

@@ -334,7 +334,7 @@ def test_ctrl_c_loses_nothing_that_diloco_moved(cluster, connect) -> None:
     with shardwell.torch.DiLoCo(model, optimizer, client, overlap=0, **options) as diloco:
         at, moved, places = 0, 0.0, set()
         while True:
-            interrupt = Interrupt(("torch/diloco.py", "outer/outer.py"), at)
+            interrupt = Interrupt(("torch/diloco.py", "outer/outer.py", "outer/fragment.py"), at)
             is_over = not interrupt.run(lambda: step(1.0))
             places.add(interrupt.place)
             try:
