@@ -73,8 +73,8 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
+from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.open_exchange import OpenExchange
-from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc

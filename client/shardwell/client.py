@@ -24,7 +24,7 @@ from shardwell.errors import (
     UnknownTableError,
 )
 from shardwell.numerics.arguments import check_integer
-from shardwell.parameter.membership import find_spec
+from shardwell.parameter.opening import find_spec
 from shardwell.parameter.parameter import LateName, Parameter, checked_late
 from shardwell.parameter.values import NamedArrays
 from shardwell.process.allocator import tune_malloc
@@ -62,7 +62,7 @@ from shardwell.specs.table import DIM_MAX, ROW_COUNT_MAX, TableSpec
 from shardwell.steps.handle import Handle
 from shardwell.steps.opening import Ranking
 from shardwell.table.cache import CACHE_ROW_COUNT_MAX
-from shardwell.table.membership import find_table_spec
+from shardwell.table.opening import find_table_spec
 from shardwell.table.table import Table
 from shardwell.threads.asking import ask_all
 from shardwell.threads.spread import thread_count
@@ -432,7 +432,6 @@ class Client(Connected, Closing):
         made = Parameter[Any](
             spec,
             self._shards,
-            worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             traffic=self.traffic,
             idle_streams=self._idle_streams,
@@ -536,7 +535,6 @@ class Client(Connected, Closing):
         made = Table(
             spec,
             self._shards,
-            worker_id=self.worker_id,
             timeout_s=self._timeout_s,
             traffic=self.traffic,
             idle_streams=self._idle_row_streams,

@@ -31,7 +31,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.first_weights import FirstWeights
-from shardwell.parameter.membership import ParameterOpening
+from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.slices import Slice
 from shardwell.process.local_paths import local_path
 from shardwell.rpc.retry import Attempts

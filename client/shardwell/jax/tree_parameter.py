@@ -16,7 +16,7 @@ from shardwell.jax.callbacks import is_traced, on_host
 from shardwell.jax.tree_shape import TreeShape
 from shardwell.jax.update_watch import UpdateWatch
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.process.connected import Connected

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.feedback import Outcome
 from shardwell.placement.slices import Slice
 
 

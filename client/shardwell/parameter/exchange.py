@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import override
 
@@ -20,18 +20,19 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.numerics.arguments import OF_PARAMETER, REFUSED_STEP, check_finite
 from shardwell.numerics.codec import NonFiniteValueError
 from shardwell.parameter.image import Image
-from shardwell.parameter.pieces import Pieces
+from shardwell.parameter.values import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
-from shardwell.process.spans import Spans, now_ns
+from shardwell.process.spans import now_ns
+from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.steps import transfer
+from shardwell.steps.opening import Opening
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
-from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.transport.arena import (
     BATCH_COUNT,
@@ -67,7 +68,7 @@ _LOOK_ELEMENT_COUNT = 1 << 20
 
 @dataclass
 class Gradient:
-    """A gradient on its way."""
+    """A gradient on its way, and what the shards have said of it. Attempts share it."""
 
     values: Pieces
     step: int
@@ -78,17 +79,14 @@ class Gradient:
     """Numbers of chunks that were found to be finite: of all parts, in order."""
     after_refusal: bool = False
     """Whether a shard refused a part of the step's gradient before, and this is another one."""
-    has_carried: bool = False
-    """Whether it has what did not count of the gradients before."""
-    own: Pieces | None = None
-    """The gradient without that; None: `values` are."""
-    is_again: bool = False
-    """Whether an attempt has failed that may have sent some of it."""
-    is_clipped: bool = False
-    """Whether the worker has scaled it down to its largest norm, or found that it need not."""
-    has_effect: bool = True
-    """Whether its values count for anything: 0 samples of a synchronous step have none, and neither
-    has what only ends a step."""
+    superseded: set[Slice] = field(default_factory=set)
+    """Ranges that a shard had counted before with other values; those of calls that failed, too."""
+    late: set[Slice] = field(default_factory=set)
+    """Ranges whose step had closed, or that were of a tenure that is over."""
+    unknown: set[Slice] = field(default_factory=set)
+    """Those of them that may have counted when an earlier attempt or call sent them."""
+    outcomes: dict[int, pb.StepOutcome] = field(default_factory=dict)
+    """The outcome of the step on each shard, where sets are open."""
 
 
 class ShardSlice:
@@ -154,66 +152,59 @@ class _Wanted(NamedTuple):
 
 
 class Transfer(StepTransfer[ShardSlice]):
-    """How one parameter's chunks are sent and taken.
+    """The way of one parameter's chunks.
 
     Any thread may fetch weights; the rest is for one thread at a time.
-
-    Args:
-        spec: The parameter.
-        pool: Streams of its exchanges.
-        spans: What they are timed in.
-        worker_id: The worker that calls.
-        traffic: The client's, which counts them.
-        threads: What takes pieces of their work.
     """
 
-    _opening_type = types_pb2.StreamOpen
+    _open_type = types_pb2.StreamOpen
     _answer_type = pb.ExchangeResponse
+    _aside = "superseded"
     _shares = True
 
     def __init__(
         self,
-        spec: ParameterSpec,
+        opening: Opening[ParameterSpec, Any],
         pool: StreamPool,
-        *,
-        spans: Spans,
-        worker_id: str,
+        shards: Shards,
         traffic: Traffic,
-        threads: CoreThreads,
     ) -> None:
-        super().__init__(
-            "parameter",
-            spec.name,
-            pool,
-            spans=spans,
-            worker_id=worker_id,
-            traffic=traffic,
-            threads=threads,
-        )
-        self._spec = spec
+        super().__init__(opening, pool, shards, traffic)
+        spec = self._spec = opening.spec
         self.parts: list[ShardSlice] = []
         """Where the elements are, in the order of the shards; once the shards have said it."""
         self._rotates = spec.min_contributors > 0
         """Whether each step begins with another chunk."""
         self._codec = ChunkCodec.of(spec)
-        self._gradient_context = checksum.gradient_context(spec.name, worker_id)
+        self._gradient_context = checksum.gradient_context(spec.name, opening.worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._outcome_context = checksum.outcome_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
         self.image = Image(spec, self._weights_context) if spec.has_image else None
         """What this worker holds of the weights, where shards send what changes it."""
-        self.late: set[Slice] = set()
-        """Ranges whose step had closed, or that were of a tenure that is over; the same."""
-        self.unknown: set[Slice] = set()
-        """Those of them that may have counted when an earlier attempt or call sent them."""
-        self.outcomes: dict[int, pb.StepOutcome] = {}
-        """What each shard says of the last step, where sets are open; the same."""
-        self.superseded: set[Slice] = set()
-        """Ranges that a shard had counted before with other values; the caller empties it."""
+        self._closed_version = 0
+        """Steps before it have closed everywhere, where they close by their norm."""
         self.non_finite_remedy = OF_PARAMETER
         """What NonFiniteError advises about a gradient that was not sent."""
         self.refusal_remedy = REFUSED_STEP.format("parameter")
         """What it advises beside what a shard says that has refused a part."""
+
+    def reopen(self, parts: list[ShardSlice]) -> None:
+        """Goes on with what the shards have now, whose past may be another one."""
+        self.parts, self._closed_version = parts, 0
+        if self.image is not None:
+            self.image.forget()
+
+    def read(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
+        """Fills `weights`; returns their version. Attempts it until it succeeds."""
+        self.close_steps_before(min_version, attempts)
+        return int(attempts.run(lambda: self.get_weights(weights, min_version, attempts)).version)
+
+    def close_steps_before(self, version: int, attempts: Attempts) -> None:
+        """Closes the step that leads to a version, where that needs a call. Attempts it, too."""
+        if self._spec.closes_by_norm and version > self._closed_version:
+            attempts.run(lambda: self.close_step(version - 1, attempts))
+            self._closed_version = version
 
     def get_weights(
         self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
@@ -223,9 +214,8 @@ class Transfer(StepTransfer[ShardSlice]):
         `max_version`: see GetWeightsRequest.
         """
         step = min_version - 1
-        with self._lines(
-            _whole(self.parts), attempts, span_kind=SPAN_KIND_GET, step=step, reads=True
-        ) as lines:
+        whole = _whole(self.parts)
+        with self._lines(whole, attempts, SPAN_KIND_GET, step, reads=True) as lines:
             for line in lines:
                 request = pb.ExchangeRequest()
                 self._begin(request, line)
@@ -290,7 +280,7 @@ class Transfer(StepTransfer[ShardSlice]):
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
         stretches = _whole(parts)
-        with self._lines(stretches, attempts, span_kind=SPAN_KIND_PUT, step=work.step) as lines:
+        with self._lines(stretches, attempts, SPAN_KIND_PUT, work.step, work=work) as lines:
             self._send(lines, work, attempts, counts_only=True)
             for line in lines:
                 answer, *_ = self._next(line)
@@ -298,13 +288,13 @@ class Transfer(StepTransfer[ShardSlice]):
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 is_intact = checksum.of_message(answer.counted) == answer.counted.crc32c
                 if not (answer.HasField("counted") and is_intact and counted == chunk_count):
-                    raise self._damaged(
+                    raise self._opening.damaged(
                         line.part.channel,
                         f"counted {counted} of {chunk_count} chunks of {self._spec.name!r}, or its "
                         "answer was damaged; call again",
                     )
                 if self._spec.has_open_sets:
-                    self._note_outcome(line.part, answer.counted.outcome)
+                    self._note_outcome(line, answer.counted.outcome)
                 progress.counted_shards.add(shard_index)
 
     def close_step(self, step: int, attempts: Attempts) -> None:
@@ -334,7 +324,7 @@ class Transfer(StepTransfer[ShardSlice]):
                 close = request.close
                 close.shard.CopyFrom(line.part.channel.identity)
                 close.parameter = self._spec.name
-                close.incarnation = self.incarnation
+                close.incarnation = self._opening.incarnation
                 close.step = step
                 if norm is not None:
                     close.norm = norm
@@ -347,7 +337,7 @@ class Transfer(StepTransfer[ShardSlice]):
         """What a shard says of a step that is to close."""
         channel = line.part.channel
         if not answer.HasField("closed"):
-            raise self._damaged(
+            raise self._opening.damaged(
                 channel,
                 f"was to close a step of {self._spec.name!r}, and answered something else; call "
                 "again",
@@ -357,7 +347,7 @@ class Transfer(StepTransfer[ShardSlice]):
         is_bounded = len(squares) <= _SQUARES_MAX and all(abs(each) < 2.0**400 for each in squares)
         is_alone = self._spec.allow_non_finite and list(map(str, squares)) in (["inf"], ["nan"])
         if not (is_alone or (is_bounded and math.fsum(squares) >= 0.0)):
-            raise self._damaged(
+            raise self._opening.damaged(
                 channel,
                 f"said that squares of {self._spec.name!r} add up to the sum of {squares[:3]}; at "
                 f"most {_SQUARES_MAX} numbers with a sum of at least 0 are expected; call again",
@@ -401,9 +391,7 @@ class Transfer(StepTransfer[ShardSlice]):
         if not stretches:  # an attempt failed behind the last answer
             return int(progress.version)
         wanted = _Wanted(weights, min_version, work.step, is_exchange=True)
-        with self._lines(
-            stretches, attempts, span_kind=SPAN_KIND_EXCHANGE, step=work.step
-        ) as lines:
+        with self._lines(stretches, attempts, SPAN_KIND_EXCHANGE, work.step, work=work) as lines:
             self._send(lines, work, attempts)
             return self._fill(lines, progress, wanted)
 
@@ -508,7 +496,7 @@ class Transfer(StepTransfer[ShardSlice]):
     def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
         """Says what the first message of a call has to say about its stream."""
         if line.opens:
-            request.open.CopyFrom(self._opening(line.part.channel))
+            request.open.CopyFrom(self._stream_open(line.part.channel))
         arena = line.arena
         if arena is not None and not arena.is_announced:
             request.arena, arena.is_announced = arena.token, True
@@ -597,16 +585,6 @@ class Transfer(StepTransfer[ShardSlice]):
     def _explain(self, line: Line, error: NonFiniteError) -> None:
         error.args = (f"{error.message}; {self.refusal_remedy}",)
 
-    @override
-    def _next(self, line: Line, step: int = 0, unit: int | None = None) -> Answer:
-        answer = super()._next(line, step, unit)
-        while answer[0].HasField("superseded"):
-            self._note_superseded(line.part, answer[0].superseded)
-            answer = super()._next(line, step, unit)
-        if answer[0].HasField("outcome"):
-            self._note_outcome(line.part, answer[0].outcome)
-        return answer
-
     def _fill(self, lines: Sequence[Line], progress: Progress, wanted: _Wanted) -> int:
         """Reads all chunks of weights, which follow `progress`; returns the version so far.
 
@@ -629,47 +607,39 @@ class Transfer(StepTransfer[ShardSlice]):
                 progress.row = row + 1
         return int(progress.version)
 
-    def _note_superseded(self, part: ShardSlice, found: pb.SupersededChunks) -> None:
-        """Notes what a shard says that it had counted before with other values.
-
-        Raises:
-            CorruptChunkError: that was damaged.
-        """
+    @override
+    def _take_aside(self, line: Line, answer: pb.ExchangeResponse) -> None:
+        """Notes chunks that a shard had counted before with other values."""
+        part, found = line.part, answer.superseded
         indexes = found.chunk_indexes
         is_whole = checksum.of_message(found) == found.crc32c
         if not is_whole or not indexes or max(indexes) >= len(part.chunks):
-            raise self._damaged(
+            raise self._opening.damaged(
                 part.channel,
                 f"answered for {self._spec.name!r} which chunks it had counted before, and the "
                 "answer is damaged; call again",
             )
-        self.superseded.update(part.chunks[index] for index in indexes)
+        if line.work is not None:
+            line.work.superseded.update(part.chunks[index] for index in indexes)
 
-    def forget_outcome(self) -> None:
-        """Makes room for what the shards say of another gradient."""
-        self.late.clear()
-        self.unknown.clear()
-        self.outcomes.clear()
-
-    def _note_outcome(self, part: ShardSlice, found: pb.StepOutcome) -> None:
-        """Notes what a shard says has become of a gradient.
-
-        Raises:
-            CorruptChunkError: that was damaged.
-        """
+    def _note_outcome(self, line: Line, found: pb.StepOutcome) -> None:
+        """Notes what has become of a gradient on a shard."""
+        part, work = line.part, line.work
         indexes = found.late_chunk_indexes
         is_whole = checksum.outcome(self._outcome_context, found) == found.crc32c
         if not is_whole or (indexes and max(indexes) >= len(part.chunks)):
-            raise self._damaged(
+            raise self._opening.damaged(
                 part.channel,
                 f"answered for {self._spec.name!r} what it counted, and the answer is damaged; "
                 "call again",
             )
+        if work is None:
+            return
         late = [part.chunks[index] for index in indexes]
-        self.late.update(late)
+        work.late.update(late)
         if found.late_may_have_counted:
-            self.unknown.update(late)
-        self.outcomes[part.channel.shard_index] = found
+            work.unknown.update(late)
+        work.outcomes[part.channel.shard_index] = found
 
     def _decode(
         self,
@@ -687,8 +657,10 @@ class Transfer(StepTransfer[ShardSlice]):
         header, payload, size_bytes = answer
         index = unit
         ends_open_step = self._spec.has_open_sets and wanted.is_exchange and unit == line.stop - 1
-        if ends_open_step and not header.HasField("outcome"):
-            raise self._damaged(
+        if header.HasField("outcome"):
+            self._note_outcome(line, header.outcome)
+        elif ends_open_step:
+            raise self._opening.damaged(
                 part.channel,
                 f"ended a step of {self._spec.name!r}, and did not answer what it counted; call "
                 "again",
@@ -709,7 +681,7 @@ class Transfer(StepTransfer[ShardSlice]):
                     self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
-            raise self._damaged(
+            raise self._opening.damaged(
                 part.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         min_version = wanted.min_version
@@ -717,7 +689,7 @@ class Transfer(StepTransfer[ShardSlice]):
         if self._spec.has_open_sets:  # its step may have closed without this worker, or not yet
             exact, min_version = False, min_version - wanted.is_exchange
         if chunk.chunk_index != index or header.version < min_version:
-            raise self._damaged(
+            raise self._opening.damaged(
                 part.channel,
                 f"answered chunk {chunk.chunk_index} at version {header.version} of "
                 f"{self._spec.name!r}; expected chunk {index} at version {min_version}"
@@ -726,11 +698,11 @@ class Transfer(StepTransfer[ShardSlice]):
         if exact and header.version > min_version:  # a later step closes with this worker only
             raise went_on_elsewhere(
                 part.channel,
-                self._what,
-                self._worker_id,
+                self._opening.what,
+                self._opening.worker_id,
                 expected=min_version,
                 found=header.version,
-                **self._of,
+                **self._opening.of,
             )
         shared_bytes = chunk.shared.size
         self._traffic.add_received(size_bytes + shared_bytes, where.size, shared_bytes)

@@ -1,7 +1,9 @@
-"""What a worker's next gradient adds of earlier ones: what did not count, and what rounding took.
+"""The outcome of a step, and what the next gradient makes up for of it.
 
-Pure. A step may be tried by several calls: one that fails may have been counted in part. When the
-step has ended, an element's state is, by what became of it there,
+That is what did not count, and what rounding took off what counted. Pure.
+
+A step may be tried by several calls: one that fails may have been counted in part. When the step
+has ended, an element's state is, by what became of it there,
 
     of a gradient                                  carried               residual
     counted                                        0                     what rounding took off it
@@ -28,19 +30,86 @@ counted, and is lost rather than doubled where nothing tells which gradient has.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import BlockCodec, Float32
-from shardwell.parameter.pieces import Pieces
+from shardwell.parameter.values import Pieces
 from shardwell.placement.slices import Slice
+from shardwell.process.html_table import html_table
 
 _TRIED_COUNT_MAX = 3
 """How many gradients of a step are kept apart by what rounding takes off them. With more it is
 unknown which of them was counted, as it is of two beside the one that ends the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the shards counted of the gradient that this worker gave last.
+
+    Examples:
+        >>> net = client.parameter("counted", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> weights = net.exchange(np.ones(3))
+        >>> net.outcome.step, net.outcome.counted
+        (0, 'all')
+    """
+
+    step: int
+    """The step that it was of."""
+    size: int
+    """Elements of the parameter."""
+    version: int = 0
+    """Updates that every chunk had seen when the shards answered."""
+    superseded: tuple[Slice, ...] = ()
+    """Ranges of elements, in order, for which another gradient of the step had been counted before:
+    that of an earlier process of this worker, or one that a shard refused in part. What this
+    gradient has there was not counted."""
+    late: tuple[Slice, ...] = ()
+    """Ranges of elements, in order, whose step had closed before this gradient came, or that a
+    member gave whose tenure was over. What it has there was not counted."""
+    unknown: tuple[Slice, ...] = ()
+    """Ranges of elements, in order, that were sent again by a member that was away for so long that
+    no shard knows any more whether they had counted before. They do not count again, and are not
+    carried over."""
+    contributors: tuple[str, ...] = ()
+    """Workers whose gradients the step has in any chunk, sorted, where steps may close without a
+    worker; else empty. Of a step that is still open, those so far."""
+
+    def _repr_html_(self) -> str:
+        def words(ranges: tuple[Slice, ...]) -> str:
+            return ", ".join(f"{where.offset} to {where.stop - 1}" for where in ranges)
+
+        names = ("step", "counted", "superseded", "late", "unknown", "contributors")
+        ranges = map(words, (self.superseded, self.late, self.unknown))
+        row = (self.step, self.counted, *ranges, ", ".join(self.contributors))
+        return html_table("what counted of a gradient", names, [row])
+
+    @property
+    def counted(self) -> str:
+        """How much of the gradient counted: "all", a "part" or "none"."""
+        counted = self.counted_elements
+        return "all" if counted == self.size else "part" if counted else "none"
+
+    @property
+    def counted_elements(self) -> int:
+        """Elements of the gradient that counted."""
+        ranges = (*self.superseded, *self.late, *self.unknown)
+        return self.size - sum(where.size for where in ranges)
+
+
+def merged(ranges: Iterable[Slice]) -> tuple[Slice, ...]:
+    """Ranges in order, those that touch each other as one."""
+    found: list[Slice] = []
+    for each in sorted(ranges, key=lambda each: each.offset):
+        if found and found[-1].stop == each.offset:
+            found[-1] = Slice(found[-1].offset, found[-1].size + each.size)
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 @dataclass

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias
+from functools import partial
+from typing import Generic
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwell.errors import (
     ArgumentError,
@@ -35,8 +35,9 @@ from shardwell.errors import (
     ShardwellError,
     WorkersMissingError,
 )
-from shardwell.parameter.exchange import Progress, ShardSlice
-from shardwell.parameter.values import ValuesT
+from shardwell.parameter.exchange import Progress
+from shardwell.parameter.step_call import StepCall
+from shardwell.parameter.values import Pieces, ValuesT
 from shardwell.placement.readiness import Ranges, ReadyChunks
 from shardwell.rpc.call_scope import await_call
 from shardwell.rpc.retry import Attempts
@@ -67,22 +68,16 @@ class Piece:
         self.progress = Progress(row=min(starts, default=0))
 
 
-Exchange: TypeAlias = Callable[[Piece, Attempts], None]
-"""Exchanges a piece; returns when it is through."""
-
-
 class OpenExchange(Generic[ValuesT]):
     """Made by `Parameter.begin_exchange`.
 
     Args:
-        parts: What lies where.
-        values: The gradient, (size,).
-        exchange: Exchanges a piece.
+        call: The call that ends the step.
+        weights: Where the weights go.
         start: Runs a part of the exchange in the background. None: nothing is exchanged before
             `finish`.
         finish: Runs the end of the exchange, which gets its time and returns the fewest updates
             that a chunk has seen.
-        allow_non_finite: Whether values that are not finite may have left.
 
     Examples:
         >>> net = client.parameter("parts", size=4, optimizer=shardwell.SGD(lr=1.0))
@@ -98,21 +93,18 @@ class OpenExchange(Generic[ValuesT]):
 
     def __init__(
         self,
-        parts: Sequence[ShardSlice],
-        values: npt.NDArray[Any],
-        exchange: Exchange,
+        call: StepCall,
+        weights: Pieces,
         start: Callable[[Callable[[Attempts], None]], Future[None]] | None,
         finish: Callable[[Callable[[Attempts], int], float | None], ValuesT],
-        *,
-        allow_non_finite: bool = False,
     ) -> None:
-        self._parts = parts
-        self._values = values
-        self._exchange = exchange
+        self._call = call
+        self._weights = weights
+        self._values = call.work.values.whole()
         self._start = start
         self._finish = finish
-        self._allow_non_finite = allow_non_finite
-        self._chunks = ReadyChunks([part.chunks for part in parts])
+        self._parts = call.tools.transfer.parts
+        self._chunks = ReadyChunks([part.chunks for part in self._parts])
         self._pieces: list[Piece] = []
         """The pieces that were begun, in order: each begins in a slice where the one before
         ends."""
@@ -170,10 +162,11 @@ class OpenExchange(Generic[ValuesT]):
         exchange may be forgotten as a whole, without `finish`.
         """
         self._is_closed = True
+        allows_all = self._call.tools.spec.allow_non_finite
         for part, begun in zip(self._parts, self._chunks.begun, strict=True):
             for index, where in enumerate(part.chunks):
                 chunk = self._values[where.offset : where.stop]
-                if index >= begun or not (self._allow_non_finite or np.isfinite(chunk).all()):
+                if index >= begun or not (allows_all or np.isfinite(chunk).all()):
                     chunk[:] = 0.0
 
     def await_pieces(self, attempts: Attempts) -> None:
@@ -185,6 +178,10 @@ class OpenExchange(Generic[ValuesT]):
         for piece in self._pieces:
             if piece.call is not None:
                 await_call(piece.call, attempts, "a piece of the gradient")
+
+    def _exchange(self, piece: Piece, attempts: Attempts) -> None:
+        self._call.exchange_piece(self._weights, piece.progress, piece.ranges, attempts)
+        piece.is_through = True
 
     # In the background.
 
@@ -216,17 +213,13 @@ class OpenExchange(Generic[ValuesT]):
     def _begin(
         self, piece: Piece, start: Callable[[Callable[[Attempts], None]], Future[None]]
     ) -> None:
-        def exchange(attempts: Attempts) -> None:
-            self._exchange(piece, attempts)
-            piece.is_through = True
-
         def ended(_: Future[None]) -> None:
             self._announced.put(piece)
             self._advance()
 
         self._pieces.append(piece)
         try:
-            piece.call = start(exchange)
+            piece.call = start(partial(self._exchange, piece))
         except ShardwellError:
             self._has_failed = True  # `finish` says so
         else:
@@ -265,7 +258,7 @@ class OpenExchange(Generic[ValuesT]):
             self._chunks.begin_all()
             raise
         self._chunks.begin_all()
-        self._rest.is_through = True
+        self._rest.is_through = True  # an empty one, too
         self._pieces.append(self._rest)
 
     def _send_again(self, attempts: Attempts) -> None:
@@ -277,7 +270,6 @@ class OpenExchange(Generic[ValuesT]):
         if not again.is_empty:
             self._pieces.append(again)
             self._exchange(again, attempts)
-            again.is_through = True
 
     def _not_through(self) -> Ranges:
         through = [0] * len(self._parts)

@@ -8,63 +8,40 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, get_args
+from typing import Any, Generic, Literal, get_args
 
 import numpy as np
 from typing_extensions import override
 
-from shardwell.errors import (
-    ArgumentError,
-    ClosedError,
-    CorruptChunkError,
-    DeadlineError,
-    DivergedError,
-    LimitError,
-    NonFiniteError,
-    ShardUnavailableError,
-    StepOrderError,
-)
+from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.arguments import check_finite, check_integer
 from shardwell.numerics.codec import Float32, block_codec
-from shardwell.numerics.update_rules import TensorRules, clip_factor
-from shardwell.parameter.exchange import Gradient, Progress, ShardSlice, Transfer
-from shardwell.parameter.feedback import NOTHING_LOST, Ended, Feedback
+from shardwell.numerics.update_rules import TensorRules
+from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
+from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
-from shardwell.parameter.membership import ParameterOpening
-from shardwell.parameter.open_exchange import OpenExchange, Piece
-from shardwell.parameter.outcome import Outcome, merged
-from shardwell.parameter.pieces import Pieces
-from shardwell.parameter.values import Room, ValuesT, values_of
-from shardwell.placement.readiness import Ranges
+from shardwell.parameter.open_exchange import OpenExchange
+from shardwell.parameter.opening import ParameterOpening
+from shardwell.parameter.reports import Reports
+from shardwell.parameter.step_call import StepCall, Tools, Tried
+from shardwell.parameter.values import Pieces, Values, ValuesT, values_of, zeros
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
-from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import ask_parameters
 from shardwell.specs.learner import LearnerProgress
-from shardwell.specs.names import check_name
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec, block_size_of
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
-from shardwell.threads.asking import ask_all
 from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
-from shardwell.v1 import parameter_server_pb2 as pb
 
-_REPORT_S = 10.0
-"""After so long a report is given up."""
-_REPORT_ERROR_COUNT = 10
-"""Reasons that are logged why reports were refused."""
+_OVERLAPS = "out must not overlap the gradient; pass another array"
 _LOG = logging.getLogger("shardwell")
 
 LateName = Literal["drop", "carry"]
@@ -81,14 +58,6 @@ def checked_late(late: Any) -> LateName:
         raise ArgumentError(f"late must be 'drop' or 'carry'; got {late!r:.80}")
     found: LateName = late
     return found
-
-
-class Settled(NamedTuple):
-    """What became of first weights."""
-
-    version: int
-    is_own: bool
-    """Whether they are the caller's."""
 
 
 class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
@@ -119,13 +88,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         spec: ParameterSpec,
         shards: Shards,
         *,
-        worker_id: str,
         timeout_s: float,
         traffic: Traffic,
         idle_streams: IdleStreams,
         late: LateName = "drop",
     ) -> None:
-        super().__init__(spec, shards, timeout_s=timeout_s)
+        opening = ParameterOpening(spec, shards.channels, shards.worker_id)
+        super().__init__(spec, opening, shards, timeout_s)
         self.is_draining = False
         """Whether an operator wants this elastic member to leave after its step, as `shardwell
         members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
@@ -133,48 +102,26 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._feedback = Feedback(spec.size, codec)
         """What the next gradient adds of earlier ones."""
         self.late = late
-        self._sent_step = -1
-        """The step of which a call has failed that may have sent something."""
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
-        self._worker_id = worker_id
         self._timeout_s = timeout_s
         self._idle_streams = idle_streams
         self._traffic = traffic
-        self._values = values_of(spec)
-        self._rules = TensorRules(spec.optimizer, spec.layout)
-        self._reporting: Future[None] | None = None
-        """The report that was sent last."""
-        self._report_errors: set[str] = set()
-        """Why reports were refused, as it was logged."""
-        self._progress: LearnerProgress | None = None
-        """This learner's next report of progress."""
-        self._saying: Future[None] | None = None
-        """The call that sends its last report."""
-        self._closes_by_norm = spec.closes_by_norm
-        self._clips = bool(spec.optimizer.clip_norm) and not spec.closes_by_norm
-        """Whether the worker knows the norm of the mean, and clips it."""
-        self._closed_version = 0
-        """Steps before it have closed everywhere, where they close by their norm."""
-        pool = StreamPool(idle_streams, self._what, count_max=None, **self._of)
-        self._has_seat = False
+        self._values: Values[ValuesT] = values_of(spec)
+        self._reports = Reports(opening, self._calls, shards.channels[0])
+        self._opening = opening
+        pool = StreamPool(idle_streams, opening.what, count_max=None, **opening.of)
+        self._transfer = Transfer(opening, pool, shards, traffic)
+        rules = TensorRules(spec.optimizer, spec.layout)
+        self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
+        self._tried = Tried()
+        """What calls that failed have left of the next step."""
         self._is_in_step = False
         """Whether a part of this worker's next step may be counted: of an earlier process of it, or
         of a call that failed."""
-        self._refused_step = -1
-        """The step of which a shard refused a part."""
-        self._opening = ParameterOpening(spec, shards.channels, worker_id)
-        self._transfer = Transfer(
-            spec,
-            pool,
-            spans=shards.spans,
-            worker_id=worker_id,
-            traffic=traffic,
-            threads=shards.core_threads,
-        )
-        self._member = self._member_of(self._transfer, worker_id)
+        self._has_seat = False
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
@@ -248,7 +195,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def settle(attempts: Attempts) -> int:
             given = GivenValues(self._first_values(weights, is_weights=True))
-            return self._settle(given, attempts).version
+            return self._settle(given, attempts)[0]
 
         return self._calls.run(settle, timeout_s, in_turn=True)
 
@@ -283,23 +230,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             if self.spec.has_image and len(values) == 1 + slot_count and (slot_count or version):
                 values.append(values[0])
             given = GivenValues(*values, version=version, load_id=load_id)
-            settled = self._settle(given, attempts)
-            if settled.is_own:
-                return settled.version
-
-            def ask(channel: ShardChannel) -> pb.GetStatusResponse:
-                return attempts.beside().run(
-                    lambda: ask_parameters(channel, attempts.rest_s, self.name)
-                )
-
-            found = ask_all(self._shards.channels, ask)
-            if any(each.load_id != load_id for status in found for each in status.parameters):
-                raise ArgumentError(
-                    f"parameter {self.name!r} has first weights already, which are others than "
-                    "these; delete it before, or give these another name",
-                    parameter=self.name,
-                )
-            return settled.version
+            settled_version, is_own = self._settle(given, attempts)
+            if not is_own:
+                self._opening.check_first_weights(load_id, attempts)
+            return settled_version
 
         return self._calls.run(settle, timeout_s, in_turn=True)
 
@@ -313,13 +247,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             )
         return values
 
-    def _settle(self, values: GivenValues, attempts: Attempts) -> Settled:
-        """Has first weights, these or others, and goes on behind them."""
+    def _settle(self, values: GivenValues, attempts: Attempts) -> tuple[int, bool]:
+        """Has first weights; returns their version, and whether they are the caller's."""
         first_weights = FirstWeights(
             self.spec,
             values,
             self._shards.channels,
-            worker_id=self._worker_id,
+            worker_id=self._opening.worker_id,
             traffic=self._traffic,
             attempts=attempts,
             incarnation=self._opening.incarnation,
@@ -328,7 +262,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         known_step = self.next_step + self._gives_again
         if self.spec.mode == "sync" and known_step < version:  # a checkpoint was restored
             self._open(attempts, is_known=True)
-        return Settled(version, first_weights.is_own)
+        return version, first_weights.is_own
 
     def get_weights(
         self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None
@@ -403,17 +337,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def put(attempts: Attempts) -> int:
-            work = self._gradient(gradient, sample_count, learning_rate, attempts)
-            if self._clips:
-                self._clip(work)
-            work.after_refusal = work.step == self._refused_step
+            call = self._step_call(gradient, sample_count, learning_rate, attempts)
             try:
-                self._put(work, attempts)
-            except BaseException as error:
-                self._note_failure(work, error)
-                raise
-            self._end_step(work, attempts)
-            return work.step
+                call.put(attempts)
+            finally:
+                self._go_on(call)
+            return call.work.step
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_gradient")
 
@@ -510,10 +439,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def abandon(attempts: Attempts) -> int:
-            work = self._without_gradient(None, attempts)
-            self._put(work, attempts)  # of which no value is new to the shards
-            self._end_step(work, attempts)
-            return work.step
+            call = self._step_call(None, 0, None, attempts, has_values=False)
+            try:
+                call.abandon(attempts)
+            finally:
+                self._go_on(call)
+            return call.work.step
 
         return self._calls.run(abandon, timeout_s, in_turn=True, verb="abandon_step")
 
@@ -545,28 +476,22 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             NotInitializedError, SeatsTakenError: see the errors.
         """
 
-        def begin(attempts: Attempts) -> tuple[Gradient, Room[ValuesT]]:
-            work = self._gradient(gradient, sample_count, learning_rate, attempts, is_whole=False)
-            return work, self._room_beside(work, out)
+        def begin(attempts: Attempts) -> tuple[StepCall, Pieces, ValuesT]:
+            call = self._step_call(gradient, sample_count, learning_rate, attempts, is_whole=False)
+            weights, result = self._values.room(out)
+            if weights.overlaps(call.work.values):
+                raise ArgumentError(_OVERLAPS)
+            return call, weights, result
 
-        work, room = self._calls.run(begin, timeout_s, in_turn=True)
+        call, weights, result = self._calls.run(begin, timeout_s, in_turn=True)
         turn = JointTurn()
-
-        def exchange(piece: Piece, attempts: Attempts) -> None:
-            own = replace(work, looked_at=set())  # what is not finite may be mended in between
-            try:
-                self._exchange_chunks(own, room.pieces, attempts, piece.progress, piece.ranges)
-            except BaseException:
-                work.is_again = True
-                raise
-            work.is_again |= attempts.is_again
 
         def start(body: Callable[[Attempts], None]) -> Future[None]:
             def ahead(attempts: Attempts) -> None:
-                if self.next_step != work.step:
+                if self.next_step != call.work.step:
                     raise StepOrderError(
-                        f"step {work.step} of {self.name!r} has ended before this piece of its "
-                        "gradient could leave",
+                        f"step {call.work.step} of {self.name!r} has ended before this piece of "
+                        "its gradient could leave",
                         parameter=self.name,
                     )
                 body(attempts)
@@ -575,14 +500,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
-                work.looked_at.clear()
-                if self._feedback.keeps and self._feedback.is_due and not work.has_carried:
-                    self._transfer.check_finite(work)  # what is not may be mended, where it lies
-                    self._add_carried(work)
-                self._end_exchange(work, room.pieces, attempts, rest, begun.await_pieces)
+                call.look_again()
+                try:
+                    call.exchange(weights, attempts, rest, begun.await_pieces)
+                finally:
+                    self._go_on(call)
                 if self._member is not None and self._member.has_joined():  # with this gradient
-                    self._read_first(self._member, room.pieces, attempts)
-                return room.result
+                    self._read_first(self._member, weights, attempts)
+                return result
 
             bound_s = timeout_s if own_s is None else own_s
             return self._calls.run(end, bound_s, in_turn=turn, verb="exchange")
@@ -591,14 +516,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_whole_at_once = (
             bool(self.spec.optimizer.clip_norm) or self.late == "carry" or self.spec.has_image
         )
-        begun = OpenExchange(
-            self._transfer.parts,
-            work.values.whole(),
-            exchange,
-            None if is_whole_at_once else start,
-            finish,
-            allow_non_finite=self.spec.allow_non_finite,
-        )
+        begun = OpenExchange(call, weights, None if is_whole_at_once else start, finish)
         return begun
 
     def report(self, *, step: int | None = None, **figures: float) -> None:
@@ -618,22 +536,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ArgumentError: a figure is no number, a name is invalid, or no figure was given.
             ClosedError: the parameter or its client was closed.
         """
-        values = {name: _figure(name, value) for name, value in figures.items()}
-        if not values:
+        if not figures:
             raise ArgumentError("report figures by name, such as report(loss=0.3); got none")
         number = self.next_step if step is None else check_integer("step", step, 0, STEP_MAX)
-        if self._reporting is not None and not self._reporting.done():
-            self._calls.check_open()
-            return
-
-        figure_list = [pb.Figure(name=name, value=value) for name, value in values.items()]
-
-        def send(attempts: Attempts) -> None:
-            self._send_report(pb.ReportRequest(step=number, figures=figure_list), attempts)
-
-        with contextlib.suppress(LimitError):  # as many calls are under way as there may be
-            self._reporting = self._calls.start(send, _REPORT_S)
-            self._reporting.add_done_callback(self._note_report)
+        self._reports.send_figures(number, figures)
 
     def report_learner(self, progress: LearnerProgress) -> None:
         """Reports to the cluster how far a learner in outer training has come.
@@ -659,48 +565,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 f"parameter {self.name!r} is not fragment 0 of a family; call report_learner of "
                 "that one, for all fragments"
             )
-        self._progress = progress
-        if self._saying is not None and not self._saying.done():
-            self._calls.check_open()
-            return
-        self._say_progress()
-
-    def _say_progress(self) -> None:
-        def send(attempts: Attempts) -> None:
-            progress, self._progress = self._progress, None
-            if progress is not None:  # else the call before this one has said it
-                request = pb.ReportRequest(
-                    worker_id=self._worker_id,
-                    session=self._shards.channels[0].session.number,
-                    learner=progress.to_proto(),
-                )
-                self._send_report(request, attempts)
-
-        def go_on(call: Future[None]) -> None:
-            self._note_report(call)
-            if self._progress is not None:
-                with contextlib.suppress(ClosedError):
-                    self._say_progress()
-
-        with contextlib.suppress(LimitError):  # as many calls are under way as there may be
-            self._saying = self._calls.start(send, _REPORT_S)
-            self._saying.add_done_callback(go_on)
-
-    def _send_report(self, request: pb.ReportRequest, attempts: Attempts) -> None:
-        channel = self._shards.channels[0]
-        request.shard.CopyFrom(channel.identity)
-        request.parameter, request.incarnation = self.name, self._opening.incarnation
-        channel.call(
-            "Report", request, pb.ReportResponse, timeout_s=attempts.rest_s, parameter=self.name
-        )
-
-    def _note_report(self, call: Future[None]) -> None:
-        error = call.exception()
-        if error is None or isinstance(error, ClosedError | DeadlineError | ShardUnavailableError):
-            return
-        if str(error) not in self._report_errors and len(self._report_errors) < _REPORT_ERROR_COUNT:
-            self._report_errors.add(str(error))
-            _LOG.warning("reports of parameter %r are refused: %s", self.name, error)
+        self._reports.send_progress(progress)
 
     # Elastic members.
 
@@ -736,81 +601,17 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         number = check_integer("step", step, 0, STEP_MAX)
 
         def get(attempts: Attempts) -> list[tuple[Slice, tuple[str, ...]]]:
-            def ask(part: ShardSlice) -> list[tuple[Slice, tuple[str, ...]]]:
-                return self._contributions(part, number, attempts.beside())
-
-            found: list[tuple[Slice, tuple[str, ...]]] = []
-            for where, workers in itertools.chain(*ask_all(self._transfer.parts, ask)):
-                last = found[-1] if found else (Slice(0, 0), ())
-                if last[0].stop == where.offset and last[1] == workers:
-                    found[-1] = Slice(last[0].offset, last[0].size + where.size), workers
-                else:
-                    found.append((where, workers))
-            if not found:
-                raise StepOrderError(
-                    f"no shard knows who contributed to step {number} of parameter {self.name!r}: "
-                    "it is open, or not among the last 16 that closed; the shards' "
-                    "--contribution-log keeps all steps",
-                    parameter=self.name,
-                )
-            return found
+            return self._opening.contributions(self._transfer.parts, number, attempts)
 
         return self._calls.run(get, timeout_s)
-
-    def _contributions(
-        self, part: ShardSlice, step: int, attempts: Attempts
-    ) -> list[tuple[Slice, tuple[str, ...]]]:
-        """Contributors to each chunk of a shard that has closed a step, in order."""
-        channel = part.channel
-        request = pb.GetContributionsRequest(
-            shard=channel.identity,
-            parameter=self.name,
-            step=step,
-            incarnation=self._opening.incarnation,
-        )
-
-        def ask() -> pb.GetContributionsResponse:
-            request.shard.CopyFrom(channel.identity)
-            answer = channel.call(
-                "GetContributions",
-                request,
-                pb.GetContributionsResponse,
-                timeout_s=attempts.rest_s,
-                parameter=self.name,
-            )
-            first, stop = request.first_chunk_index, len(part.chunks)
-            indexes = [index for each in answer.sets for index in each.chunk_indexes]
-            following = answer.next_chunk_index if answer.HasField("next_chunk_index") else stop
-            if len(set(indexes)) < len(indexes) or not all(
-                first <= index < following for index in indexes
-            ):
-                following = 0
-            if not first <= following <= stop or (following < stop and not indexes):
-                raise CorruptChunkError(
-                    f"shard {channel.shard_index} names chunks of parameter {self.name!r} that it "
-                    f"does not have: expected indexes from {first} to {stop - 1}, each once; run "
-                    "the same version everywhere",
-                    shard_index=channel.shard_index,
-                    parameter=self.name,
-                )
-            return answer
-
-        workers: dict[int, tuple[str, ...]] = {}
-        while True:
-            answer = attempts.run(ask)
-            for each in answer.sets:
-                workers.update(dict.fromkeys(each.chunk_indexes, tuple(each.worker_ids)))
-            if not answer.HasField("next_chunk_index"):
-                return [(part.chunks[index], workers[index]) for index in sorted(workers)]
-            request.first_chunk_index = answer.next_chunk_index
 
     def _read_first(self, member: Member, weights: Pieces, attempts: Attempts) -> None:
         """Reads the weights of the first step that awaits this member, waiting for them."""
 
         def read(step: int, part: Attempts) -> int:
-            if self._closes_by_norm:  # all who were to close these steps may be gone
+            if self.spec.closes_by_norm:  # all who were to close these steps may be gone
                 for version in range(self._opening.oldest_version + 1, step + 1):
-                    self._close_steps_before(version, part)
+                    self._transfer.close_steps_before(version, part)
             found = part.run(partial(self._transfer.get_weights, weights, step, part))
             return int(found.version)
 
@@ -883,26 +684,23 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
         """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
-        self._transfer.parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        parts, self.next_step = self._opening.open(attempts, is_known=is_known)
+        self._transfer.reopen(parts)
         self.spec = self._opening.spec
         self._gives_again = False
         if not self.spec.has_open_sets:
             self._feedback.reopened(self.next_step)
-        self._transfer.incarnation = self._opening.incarnation
         self._is_in_step = self._opening.has_seat
-        self._closed_version = 0
-        if self._transfer.image is not None:
-            self._transfer.image.forget()
 
     def _get_weights(self, out: ValuesT | None, min_version: int, attempts: Attempts) -> ValuesT:
         min_version = check_integer("min_version", min_version, 0, STEP_MAX)
-        room: Room[ValuesT] = self._values.room(out)
-        self._close_steps_before(min_version, attempts)
+        weights, result = self._values.room(out)
+        self._transfer.close_steps_before(min_version, attempts)
         step = None
         if self._is_in_step and self.spec.mode == "sync" and not self.spec.has_open_sets:
             step = self.next_step
         found = attempts.run(
-            lambda: self._transfer.get_weights(room.pieces, min_version, attempts, step)
+            lambda: self._transfer.get_weights(weights, min_version, attempts, step)
         )
         self.version = int(found.version)
         if self.spec.has_open_sets:  # a gradient of these weights is of their version
@@ -914,11 +712,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 "of them is another than was counted in part",
                 self.name,
                 step,
-                self._worker_id,
+                self._opening.worker_id,
                 self.version,
                 found.version_max,
             )
-        return room.result
+        return result
 
     def _exchange(
         self,
@@ -930,214 +728,27 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         *,
         reads_first: bool = True,
     ) -> ValuesT:
-        if gradient is None and self.spec.mode == "async":
+        has_values = gradient is not None
+        if not has_values and self.spec.mode == "async":
             return self._get_weights(out, 0, attempts)
-        if gradient is None:
-            work = self._without_gradient(learning_rate, attempts)
-        else:
-            work = self._gradient(gradient, sample_count, learning_rate, attempts)
-        room = self._room_beside(work, out)
-        self._end_exchange(work, room.pieces, attempts)
-        if self._member is not None and not reads_first:
-            self._member.first_step = None
-        elif self._member is not None and self._member.has_joined():  # with this gradient
-            self._read_first(self._member, room.pieces, attempts)
-        return room.result
-
-    def _room_beside(self, work: Gradient, out: ValuesT | None) -> Room[ValuesT]:
-        """Where weights go, which is nowhere in the gradient."""
-        room: Room[ValuesT] = self._values.room(out)
-        if room.pieces.overlaps(work.values):
-            raise ArgumentError("out must not overlap the gradient; pass another array")
-        return room
-
-    def _end_exchange(
-        self,
-        work: Gradient,
-        weights: Pieces,
-        attempts: Attempts,
-        rest: Callable[[Attempts], int] | None = None,
-        await_pieces: Callable[[Attempts], None] | None = None,
-    ) -> None:
-        """Exchanges all of a gradient, or what `rest` does, and ends the step.
-
-        With `rest`, `await_pieces` returns when no piece of it is under way.
-        """
-        if self._clips:
-            self._clip(work)
-        work.after_refusal |= work.step == self._refused_step
+        call = self._step_call(
+            gradient, sample_count, learning_rate, attempts, has_values=has_values
+        )
+        weights, result = self._values.room(out)
+        if weights.overlaps(call.work.values):
+            raise ArgumentError(_OVERLAPS)
         try:
-            if self._closes_by_norm:
-                self.version = self._exchange_clipped(work, weights, attempts)
-            elif rest is not None:
-                self.version = rest(attempts)
-            else:
-                self.version = self._exchange_chunks(work, weights, attempts, Progress())
-        except DivergedError as error:  # some of it is counted, so all of it is to be
-            try:
-                if await_pieces is not None:
-                    await_pieces(attempts)
-                if not self._closes_by_norm:
-                    self._put(work, attempts)
-            except BaseException:
-                self._note_failure(work, error)
-                raise
-            self._end_step(work, attempts)
-            raise
-        except BaseException as error:
-            self._note_failure(work, error)
-            raise
-        self._end_step(work, attempts)
+            call.exchange(weights, attempts)
+        finally:
+            self._go_on(call)
+        member = self._member
+        if member is not None and not reads_first:
+            member.first_step = None
+        elif member is not None and member.has_joined():  # with this gradient
+            self._read_first(member, weights, attempts)
+        return result
 
-    def _note_failure(self, work: Gradient, error: BaseException) -> None:
-        """Lets the step end with other values, if a shard has refused a part of these."""
-        if isinstance(error, NonFiniteError):
-            if error.shard_index is None:
-                return  # nothing has left
-            self._refused_step = work.step
-        self._sent_step = work.step
-        if work.has_effect:
-            self._feedback.tried(work.step, work.values)
-
-    def _end_step(self, work: Gradient, attempts: Attempts) -> None:
-        """Goes on to the next step: all of this one is counted."""
-        transfer, ended = self._transfer, NOTHING_LOST
-        superseded: tuple[Slice, ...] = ()
-        if transfer.superseded or transfer.late:
-            is_again = work.is_again or attempts.is_again or self._sent_step == work.step
-            unknown = transfer.unknown if is_again else ()
-            ended = Ended({*transfer.late} - {*unknown}, {*transfer.superseded}, {*unknown})
-            superseded = merged(ended.superseded)
-            transfer.superseded.clear()
-        if self._feedback.keeps:
-            sent = work.values if work.has_effect else None
-            self._feedback.end(work.step, sent, work.own, ended)
-        self.next_step, self._is_in_step, self._sent_step = work.step + 1, False, -1
-        if self.spec.has_open_sets:
-            self.outcome = self._end_open_step(work, ended)
-        else:
-            version = max(self.version, work.step)
-            size = self.spec.size
-            self.outcome = Outcome(
-                step=work.step, size=size, version=version, superseded=superseded
-            )
-        if superseded:
-            _LOG.warning(
-                "parameter %r: of step %d of worker %r, another gradient had been counted before "
-                "for %d of %d elements, so what this one has there was not; see `outcome`",
-                self.name,
-                work.step,
-                self._worker_id,
-                sum(where.size for where in superseded),
-                self.size,
-            )
-
-    def _end_open_step(self, work: Gradient, ended: Ended) -> Outcome:
-        """What became of a gradient whose step may have closed without it."""
-        transfer = self._transfer
-        is_late = bool(transfer.late)
-        outcomes = list(transfer.outcomes.values())
-        if outcomes:
-            transfer.forget_outcome()
-        names = {name for each in outcomes for name in each.contributor_ids}
-        version = min((int(each.version) for each in outcomes), default=work.step)
-        is_over = any(each.tenure_is_over for each in outcomes)
-        if self._member is not None:
-            self._member.is_settled |= not is_late
-            if is_over:
-                self._member.lose()
-        self.is_draining = any(each.is_draining for each in outcomes)
-        # It may give the step again in its next tenure alone; what it gave counts once.
-        self.next_step = max(version, work.step + (not is_over or not is_late))
-        if ended.unknown:
-            _LOG.warning(
-                "parameter %r: worker %r was away for so long that no shard knows whether step %d "
-                "had counted, for %d of %d elements; they do not count again; see `outcome`",
-                self.name,
-                self._worker_id,
-                work.step,
-                sum(where.size for where in ended.unknown),
-                self.size,
-            )
-        return Outcome(
-            step=work.step,
-            size=self.spec.size,
-            version=version,
-            superseded=merged(ended.superseded),
-            late=merged(ended.late),
-            unknown=merged(ended.unknown),
-            contributors=tuple(sorted(names)),
-        )
-
-    def _add_carried(self, work: Gradient) -> None:
-        """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
-        if not work.has_effect or work.has_carried:
-            return
-        if self._clips:  # what is added was clipped before
-            self._clip(work)
-        values: Float32 = work.values.whole().astype(np.float32, copy=False)
-        work.own, work.values = work.values, Pieces(self._feedback.added(values))
-        work.looked_at.clear()
-        work.has_carried = True
-
-    def _end_tried(self, attempts: Attempts) -> None:
-        """Asks what became of a step that calls have failed with, and that has closed since.
-
-        A contribution without values joins what was counted of it, and changes nothing.
-        """
-        work = Gradient(self._zeros(), self._feedback.tried_step, 0, None)
-        work.has_effect, work.after_refusal, work.is_clipped = False, True, True
-        self._transfer.forget_outcome()
-        self._put(work, attempts)
-        self._end_step(work, attempts)
-
-    def _exchange_chunks(
-        self,
-        work: Gradient,
-        weights: Pieces,
-        attempts: Attempts,
-        progress: Progress,
-        ranges: Ranges | None = None,
-    ) -> int:
-        """Exchanges chunks from `progress` on, or all; returns the version so far."""
-        return attempts.run(
-            lambda: self._transfer.exchange(work, weights, progress, ranges, attempts)
-        )
-
-    def _exchange_clipped(self, work: Gradient, weights: Pieces, attempts: Attempts) -> int:
-        """The same where no weights come before all gradients of the step are counted."""
-        self._put(work, attempts)
-        self._close_steps_before(work.step + 1, attempts)
-        found = attempts.run(lambda: self._transfer.get_weights(weights, work.step + 1, attempts))
-        return int(found.version)
-
-    def _put(self, work: Gradient, attempts: Attempts) -> None:
-        """Has a gradient counted, all of it."""
-        self._close_steps_before(work.step, attempts)
-        progress = Progress()
-        attempts.run(lambda: self._transfer.put_gradient(work, progress, attempts))
-
-    def _close_steps_before(self, version: int, attempts: Attempts) -> None:
-        """Closes the step that leads to a version, where that needs a call."""
-        if self._closes_by_norm and version > self._closed_version:
-            attempts.run(lambda: self._transfer.close_step(version - 1, attempts))
-            self._closed_version = version
-
-    def _clip(self, work: Gradient) -> None:
-        """Scales a gradient down to its largest norm, once."""
-        if work.is_clipped:
-            return
-        clip_norm = self.spec.optimizer.clip_norm
-        self._transfer.check_finite(work)
-        with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
-            values: Float32 = work.values.whole().astype(np.float32, copy=False)
-            squares = self._rules.squares(0, values, block_size_of(values.size))
-            factor = clip_factor(math.sqrt(math.fsum(squares)), clip_norm)
-            if factor != 1.0:
-                work.values = Pieces(values * np.float32(factor))
-        work.is_clipped = True
-
-    def _gradient(
+    def _step_call(
         self,
         gradient: Any,
         sample_count: int,
@@ -1145,71 +756,121 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         attempts: Attempts,
         *,
         is_whole: bool = True,
-    ) -> Gradient:
+        has_values: bool = True,
+    ) -> StepCall:
         """Checks everything that can be checked before anything is sent; takes a seat, once.
 
-        With `is_whole` its values are there; if not, they are read later, where they lie.
+        Without `has_values` it is a contribution of the weight 0, which joins what was counted of
+        the step. With `is_whole` values are there; if not, they are read later, where they lie.
         """
-        values = self._values.pieces(f"gradient of {self.name!r}", gradient, in_place=not is_whole)
-        count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
-        if learning_rate is not None:
-            self.spec.check_rate(learning_rate)
-        return self._contribution(values, count, learning_rate, attempts, is_whole=is_whole)
-
-    def _without_gradient(self, learning_rate: float | None, attempts: Attempts) -> Gradient:
-        """A contribution of the weight 0, which joins what was counted of the step."""
-        if learning_rate is not None:
-            self.spec.check_rate(learning_rate)
-        work = self._contribution(self._zeros(), 0, learning_rate, attempts, has_effect=False)
-        work.after_refusal = work.is_clipped = True
-        return work
-
-    def _zeros(self) -> Pieces:
-        return Pieces(np.broadcast_to(np.float32(0), (self.spec.size,)))
-
-    def _contribution(
-        self,
-        values: Pieces,
-        count: int,
-        learning_rate: float | None,
-        attempts: Attempts,
-        *,
-        is_whole: bool = True,
-        has_effect: bool = True,
-    ) -> Gradient:
-        """A gradient of this worker's next step, for which it has a seat."""
-        self._shards.given.add(self._what)
-        if self._feedback.keeps and self._feedback.is_open(self.next_step):
-            self._end_tried(attempts)
-        if self._transfer.superseded and self._sent_step != self.next_step:
-            self._transfer.superseded.clear()  # of a call that failed, and whose step has ended
-        work = Gradient(values, self.next_step, count, learning_rate)
-        work.has_effect = has_effect and (count > 0 or self.spec.mode == "async")
-        if is_whole and self._feedback.keeps and self._feedback.is_due:
-            self._add_carried(work)
-        if self._transfer.outcomes:
-            self._transfer.forget_outcome()  # of a call that failed
-        member = self._member
-        if self._has_seat if member is None else member.takes_part:
-            self._is_in_step = True
-            return work
-        if is_whole:
-            self._transfer.check_finite(work)
-        if member is not None:
-            member.join(attempts)
+        feedback = self._feedback
+        if has_values:
+            what = f"gradient of {self.name!r}"
+            values = self._values.pieces(what, gradient, in_place=not is_whole)
+            sample_count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         else:
-            self._opening.take_seat(self.next_step, attempts)
-            self._transfer.tenure = self._opening.tenure
-            self._has_seat = True
-            work.step = self.next_step
+            values, sample_count = zeros(self.spec.size), 0
+        if learning_rate is not None:
+            self.spec.check_rate(learning_rate)
+        self._shards.given.add(self._what)
+        if feedback.keeps and feedback.is_open(self.next_step):
+            self._end_tried(attempts)
+        tried = self._tried
+        if tried.step != self.next_step or not tried.is_sent:
+            tried = self._tried = Tried(self.next_step)
+        call = StepCall(
+            self._tools,
+            tried,
+            Gradient(
+                values,
+                tried.step,
+                sample_count,
+                learning_rate,
+                after_refusal=not has_values,
+                superseded=tried.superseded,
+            ),
+            self.version,
+            has_effect=has_values and (sample_count > 0 or self.spec.mode == "async"),
+            is_clipped=not (has_values and self._tools.clips),
+        )
+        if is_whole and feedback.keeps and feedback.is_due:
+            call.add_carried()
+        member = self._member
+        if not (self._has_seat if member is None else member.takes_part):
+            if is_whole:
+                self._transfer.check_finite(call.work)
+            if member is not None:
+                member.join(attempts)
+            else:
+                self._opening.take_seat(self.next_step, attempts)
+                self._has_seat = True
         self._is_in_step = True
-        return work
+        return call
+
+    def _go_on(self, call: StepCall) -> None:
+        """Goes on to the step behind a call, if all of it is counted."""
+        if call.outcome is not None:
+            if call.found_version is not None:
+                self.version = call.found_version
+            self.outcome, self.next_step = call.outcome, call.next_step
+            self.is_draining, self._is_in_step, self._tried = call.is_draining, False, Tried()
+
+    def _end_tried(self, attempts: Attempts) -> None:
+        """Asks what became of a step that calls have failed with, and that has closed since.
+
+        A contribution without values joins what was counted of it, and changes nothing.
+        """
+        step = self._feedback.tried_step
+        tried = self._tried if self._tried.step == step else Tried(step)
+        work = Gradient(zeros(self.spec.size), step, 0, None, after_refusal=True)
+        work.superseded = tried.superseded
+        call = StepCall(self._tools, tried, work, self.version, has_effect=False, is_clipped=True)
+        try:
+            call.abandon(attempts)
+        finally:
+            self._go_on(call)
 
 
-def _figure(name: str, value: Any) -> float:
-    """A figure as a number; a torch tensor or NumPy array of one element is one, too."""
-    check_name("figure", name)
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"figure {name!r} must be a number; got {value!r:.80}") from None
+class SliceProbe(Parameter[Any]):
+    """A parameter whose calls move one shard's slice alone, for measuring; see `shardwell bench`.
+
+    A gradient that one shard has and the others have not is a step that is not whole. So it is for
+    asynchronous parameters without training. Values are those of the whole.
+
+    Args:
+        parameter: An asynchronous one, open and initialized. Its connections are used, and its
+            client counts nothing of it: `traffic` does.
+        shard_index: The shard.
+
+    Raises:
+        ArgumentError: the parameter is synchronous, or that shard has nothing of it.
+        ShardUnavailableError: a shard is away.
+    """
+
+    def __init__(self, parameter: Parameter[Any], shard_index: int) -> None:
+        if parameter.spec.mode != "async":
+            raise ArgumentError(
+                f"parameter {parameter.name!r} is synchronous: a gradient for one shard alone "
+                "would leave its step open; measure with one of mode='async'"
+            )
+        if not any(one.size for one in parameter.slices[shard_index : shard_index + 1]):
+            raise ArgumentError(f"shard {shard_index} has no elements of {parameter.name!r}")
+        self._shard_index = shard_index
+        self.traffic = Traffic()
+        """What went to this shard, and came from it."""
+        super().__init__(
+            parameter.spec,
+            parameter._shards,
+            timeout_s=parameter._timeout_s,
+            traffic=self.traffic,
+            idle_streams=parameter._idle_streams,
+        )
+
+    @override
+    def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
+        super()._open(attempts, is_known=is_known)
+        self._transfer.parts = [
+            ShardSlice(part.channel, part.where, part.chunk_element_count, 0)
+            for part in self._transfer.parts
+            if part.channel.shard_index == self._shard_index
+        ]

@@ -1,16 +1,18 @@
-"""What a parameter's verbs take and return: one vector, or its tensors by name.
+"""The values that a parameter's verbs take and return: one vector, or its tensors by name.
 
 Underneath it is one vector in either case. Tensors that lie one behind the other in one buffer, as
-a parameter returns them, are that vector already; others are its pieces.
+a parameter returns them, are that vector already; others are its pieces. Pure.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeAlias
 
 import numpy as np
@@ -20,8 +22,7 @@ from typing_extensions import TypeVar, override
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import as_flat, as_floats, as_output
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.tensors import Tensors
-from shardwell.parameter.pieces import Pieces
+from shardwell.numerics.tensors import Found, Tensors, joined
 from shardwell.specs.layout import TensorLayout, TensorSpec
 from shardwell.specs.names import neighbour
 from shardwell.specs.parameter import ParameterSpec
@@ -33,16 +34,150 @@ ValuesT = TypeVar("ValuesT", default=Float32)
 """What a parameter's values are: one array, or NamedArrays."""
 _NAMED_MAX = 5
 """Of more names, a message has as many and counts the rest."""
+_STOP = operator.itemgetter(1)
 
 
-@dataclass(frozen=True)
-class Room(Generic[ValuesT]):
-    """Where weights go."""
+class Pieces:
+    """The ranges of arrays; one within a single array is moved without a copy.
 
-    pieces: Pieces
-    """(size,), to be filled."""
-    result: ValuesT
-    """What the caller gets, which has these."""
+    Any thread may read, and write what no other one does.
+
+    Args:
+        arrays: One behind the other, each (n,), to be read: floating point of any stride; one
+            alone that is float32 may be written, too.
+    """
+
+    def __init__(self, *arrays: npt.NDArray[Any]) -> None:
+        self._arrays = arrays
+        self._stops = list(itertools.accumulate([array.size for array in arrays]))
+        self._tensors: tuple[Tensors, Found] | None = None
+        """What arrays that are to be written are, and where."""
+        self._copies: dict[tuple[int, int], Float32] = {}
+        """Copies of ranges that several arrays share, by range."""
+        self._given = arrays
+        """The caller's arrays; not copied."""
+
+    @staticmethod
+    def to_read(
+        arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
+    ) -> Pieces:
+        """Makes pieces of tensors to read; small neighbours are copied into one piece.
+
+        Args:
+            arrays: Arrays of the tensors' shapes, floating point of any strides.
+            tensors: What they are.
+            found: What `tensors.look_over` has found of them.
+        """
+        parts: list[npt.NDArray[Any]] = []
+        large: list[npt.NDArray[Any]] = []
+        for run in tensors.runs:
+            if run.is_large:
+                large.append(arrays[run.first].reshape(-1))
+                parts.append(large[-1])
+            else:
+                parts.append(tensors.join(arrays, run, found))
+        pieces = Pieces(*parts)
+        pieces._given = tuple(large)
+        return pieces
+
+    @staticmethod
+    def to_write(arrays: Sequence[Float32], tensors: Tensors, found: Found) -> Pieces:
+        """Makes pieces of tensors that are written in place.
+
+        Args:
+            arrays: Arrays of the tensors' shapes, writable.
+            tensors: What they are.
+            found: What `tensors.look_over` has found of them.
+        """
+        pieces = Pieces()
+        pieces._arrays = pieces._given = tuple(arrays)
+        pieces._stops = tensors.stops
+        pieces._tensors = tensors, found
+        return pieces
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Elements [start, stop): a view, or, where several arrays have them, a copy.
+
+        A copy is kept: it is the same whenever the range is read. What overflows float32 in it is
+        infinite.
+        """
+        view = self._view(start, stop)
+        if view is not None:
+            return view
+        copy = self._copies.get((start, stop))
+        if copy is None:
+            copy = joined(self._views(start, stop))
+            self._copies[start, stop] = copy
+        return copy
+
+    def whole(self) -> npt.NDArray[Any]:
+        """All of it; see `read`."""
+        return self.read(0, self._stops[-1])
+
+    def writing(self, start: int, stop: int) -> contextlib.AbstractContextManager[Float32]:
+        """Memory for elements [start, stop), which have what it is filled with after the block."""
+        view = self._view(start, stop)
+        return self._scattering(start, stop) if view is None else contextlib.nullcontext(view)
+
+    @contextlib.contextmanager
+    def _scattering(self, start: int, stop: int) -> Iterator[Float32]:
+        """`writing` of elements that several arrays have."""
+        assert self._tensors is not None
+        filled: Float32 = np.empty(stop - start, np.float32)
+        yield filled
+        self._tensors[0].part(filled, self._arrays, start)
+
+    def overlaps(self, other: Pieces) -> bool:
+        """Whether some memory may be in both."""
+        if len(self._given) == len(other._given) == 1:
+            return np.may_share_memory(self._given[0], other._given[0])
+        if not self._given or not other._given:
+            return False
+        few, many = sorted([sorted(self._spans()), sorted(other._spans())], key=len)
+        stops = list(itertools.accumulate(map(_STOP, many), max))
+        for start, stop in few:
+            before = bisect_left(many, (stop,))  # how many start before it ends
+            if before and stops[before - 1] > start:
+                return True
+        return False
+
+    def _spans(self) -> Iterable[tuple[int, int]]:
+        """The addresses of the caller's memory."""
+        if self._tensors is not None:
+            tensors, found = self._tensors
+            return tensors.spans(self._given, found)
+        return self._spans_of_arrays()
+
+    def _spans_of_arrays(self) -> Iterator[tuple[int, int]]:
+        for array in self._given:
+            if array.size:
+                start: int = array.__array_interface__["data"][0]
+                (stride,) = array.strides
+                reach = (array.size - 1) * stride
+                if stride < 0:
+                    start, reach = start + reach, -reach
+                yield start, start + reach + array.itemsize
+
+    def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
+        """Elements [start, stop), if one array has all of them."""
+        if len(self._arrays) == 1 and stop <= self._stops[0]:
+            return self._arrays[0].reshape(-1)[start:stop]
+        number = bisect_right(self._stops, start)
+        if stop > self._stops[number]:
+            return None
+        array = self._arrays[number]
+        first = self._stops[number] - array.size
+        return array.reshape(-1)[start - first : stop - first]
+
+    def _views(self, start: int, stop: int) -> Sequence[npt.NDArray[Any]]:
+        """Elements [start, stop), array by array."""
+        found = []
+        for number in range(bisect_right(self._stops, start), len(self._arrays)):
+            first = self._stops[number] - self._arrays[number].size
+            if first >= stop:
+                break
+            found.append(self._arrays[number].reshape(-1)[max(start - first, 0) : stop - first])
+        return found
 
 
 class Values(ABC, Generic[ValuesT]):
@@ -62,8 +197,8 @@ class Values(ABC, Generic[ValuesT]):
         """
 
     @abstractmethod
-    def room(self, out: Any) -> Room[ValuesT]:
-        """Where weights go: to `out`, or to new memory for None.
+    def room(self, out: Any) -> tuple[Pieces, ValuesT]:
+        """Memory for weights, of `out` or new for None, and what the caller gets, which has it.
 
         Raises:
             ArgumentError: `out` can't be written.
@@ -123,11 +258,11 @@ class VectorValues(Values[Float32]):
         return Pieces(as_flat(what, values, self._size))
 
     @override
-    def room(self, out: Any) -> Room[Float32]:
+    def room(self, out: Any) -> tuple[Pieces, Float32]:
         if out is None:
             made: Float32 = np.empty(self._size, np.float32)
-            return Room(Pieces(made), made)
-        return Room(Pieces(as_output(out, self._size)), out)
+            return Pieces(made), made
+        return Pieces(as_output(out, self._size)), out
 
 
 class TensorValues(Values[NamedArrays]):
@@ -152,9 +287,9 @@ class TensorValues(Values[NamedArrays]):
         if arrays is None or found is None:
             arrays = self._converted(what, values)
             found = self._tensors.look_over(arrays)
-        joined = None if found is None else self._tensors.as_one(arrays, found)
-        if joined is not None:
-            return Pieces(joined)
+        whole = None if found is None else self._tensors.as_one(arrays, found)
+        if whole is not None:
+            return Pieces(whole)
         if in_place:
             raise ArgumentError(
                 f"{what} must lie in one buffer, its tensors one behind the other, float32; pass "
@@ -163,22 +298,22 @@ class TensorValues(Values[NamedArrays]):
         return Pieces.to_read(arrays, self._tensors, found)
 
     @override
-    def room(self, out: Any) -> Room[NamedArrays]:
+    def room(self, out: Any) -> tuple[Pieces, NamedArrays]:
         if out is None:
             flat: Float32 = np.empty(self._layout.size, np.float32)
-            return Room(Pieces(flat), TensorViews(self._layout, flat))
+            return Pieces(flat), TensorViews(self._layout, flat)
         if isinstance(out, TensorViews) and (buffer := out.buffer(self._layout)) is not None:
-            return Room(Pieces(as_output(buffer, self._layout.size)), out)
+            return Pieces(as_output(buffer, self._layout.size)), out
         arrays: Sequence[Float32] | None = self._in_order(out)
         found = None if arrays is None else self._tensors.look_over(arrays)
         if arrays is None or found is None or not found.are_writable or not found.are_aligned:
             arrays = self._outputs(out)
             found = self._tensors.look_over(arrays)
             assert found is not None
-        joined = self._tensors.as_one(arrays, found)
-        if joined is not None:
-            return Room(Pieces(joined), out)
-        return Room(Pieces.to_write(arrays, self._tensors, found), out)
+        whole = self._tensors.as_one(arrays, found)
+        if whole is not None:
+            return Pieces(whole), out
+        return Pieces.to_write(arrays, self._tensors, found), out
 
     def _in_order(self, values: Any) -> tuple[Any, ...] | None:
         """The tensors in the order of the layout; None: that takes a closer look."""
@@ -256,6 +391,11 @@ def _named(names: Any) -> str:
     listed = [f"{name!r:.80}" for name in names]
     more = f" and {len(listed) - _NAMED_MAX} more" if len(listed) > _NAMED_MAX else ""
     return ", ".join(listed[:_NAMED_MAX]) + more
+
+
+def zeros(size: int) -> Pieces:
+    """(size,) zeros, which take no memory, to be read."""
+    return Pieces(np.broadcast_to(np.float32(0), (size,)))
 
 
 def values_of(spec: ParameterSpec) -> Values[Any]:

@@ -21,7 +21,6 @@ from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer, check_learning_rate
 from shardwell.steps.member import Member
 from shardwell.steps.opening import Opening, Ranking
-from shardwell.steps.transfer import StepTransfer
 
 
 class Spec(Protocol):
@@ -69,30 +68,34 @@ class Handle(Connected, Closing, Generic[SpecT]):
 
     kind: ClassVar[str]
     """"parameter" or "table"."""
-    _opening: Opening[Any, Any]
-    _member: Member | None = None
-    """This worker, where members come and go."""
     _ranking: Ranking | None = None
     """Once it is known, where it stays."""
+    _opening: Opening[Any, Any]
     _gives_again = False
     """Whether an earlier process of this worker has given all of `next_step`."""
     on_give_again: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
     """A weak reference to what reads the weights again when it has gone back to such a step."""
 
-    def __init__(self, spec: SpecT, shards: Shards, *, timeout_s: float) -> None:
+    def __init__(
+        self, spec: SpecT, opening: Opening[Any, Any], shards: Shards, timeout_s: float
+    ) -> None:
         self.spec: SpecT = spec
         """What all workers agreed on."""
         self.name: str = spec.name
         """Its name in the cluster."""
         self.on_close: Callable[[], None] = _do_nothing
         """Lets the client go of what was closed."""
-        self._what = f"{self.kind} {spec.name!r}"
-        self._of: dict[str, Any] = {self.kind: spec.name}
         self._elsewhere = (
             f"connect in the other process, and open the {self.kind} there by its name"
         )
         self._shards = shards
-        self._calls = CallScope(shards, timeout_s, self._what, **self._of)
+        self._what = opening.what
+        self._calls = CallScope(shards, timeout_s, self._what, **opening.of)
+        self._member: Member | None = None
+        """This worker, where members come and go."""
+        if spec.members is not None:
+            self._member = Member(opening, shards.heartbeats, spec.members)
+            self._calls.member = self._member
 
     @property
     @abstractmethod
@@ -194,15 +197,6 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """Makes the step before the next one the next, of which all may be counted."""
 
     # Elastic members.
-
-    def _member_of(self, transfer: StepTransfer[Any], worker_id: str) -> Member | None:
-        """This worker as an elastic member; None: there are none."""
-        members = self.spec.members
-        if members is None:
-            return None
-        member = Member(self._opening, transfer, self._shards.heartbeats, worker_id, members)
-        self._calls.member = member
-        return member
 
     def join(self, *, waits: bool = True, timeout_s: float | None = None) -> int:
         """Takes part as an elastic member, ahead of its first gradient; returns the step of that.

@@ -15,7 +15,6 @@ from shardwell.rpc.heartbeat import Heartbeats, Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.members import Elastic
 from shardwell.steps.opening import Opening
-from shardwell.steps.transfer import StepTransfer
 
 _LOG = logging.getLogger("shardwell")
 _ASK_S = 1.0
@@ -29,30 +28,22 @@ class Member:
     """See the module.
 
     Args:
-        opening: The calls about the parameter or table as a whole, which agree on a first step.
-        transfer: How its gradients travel; the tenure that they name is set here.
+        opening: The calls about the parameter or table as a whole; it owns the tenure.
         heartbeats: Those of the client.
-        worker_id: The worker's id.
         members: How long it may be silent, among others.
     """
 
     def __init__(
-        self,
-        opening: Opening[Any, Any],
-        transfer: StepTransfer[Any],
-        heartbeats: Heartbeats,
-        worker_id: str,
-        members: Elastic,
+        self, opening: Opening[Any, Any], heartbeats: Heartbeats, members: Elastic
     ) -> None:
         self._opening = opening
-        self._transfer = transfer
         self._heartbeats = heartbeats
-        self._worker_id = worker_id
         self._lease_s = members.member_lease_s
         self._gave_way: Membership | None = None
         """The tenure that it ended for another parameter or table last."""
         heartbeats.members.add(self)
-        self._membership: Membership | None = None
+        self._has_tenure = False
+        """Whether that of `opening` goes on, as far as it knows."""
         self.is_settled = False
         """Whether a gradient of its tenure has counted whole."""
         self.first_step: int | None = None
@@ -61,18 +52,18 @@ class Member:
     @property
     def membership(self) -> Membership | None:
         """Its tenure, as far as it knows; None: it has none."""
-        return self._membership
+        return self._opening.membership if self._has_tenure else None
 
     def give_way(self) -> None:
         """Ends its tenure, for what else this worker is a member of; see `Heartbeats.give_way`."""
-        membership = self._membership
+        membership = self.membership
         if membership is not None:
             _LOG.warning(
                 "%s %r: worker %r waits elsewhere for workers that may wait for it here, and gives "
                 "way; it takes part again with its next gradient",
                 membership.kind,
                 membership.name,
-                self._worker_id,
+                membership.worker_id,
             )
             self._gave_way = membership
             self._heartbeats.end_soon(membership)
@@ -90,10 +81,10 @@ class Member:
     @property
     def takes_part(self) -> bool:
         """Whether it has a tenure, as far as it knows; notes where a shard has found it over."""
-        membership = self._membership
+        membership = self.membership
         if membership is not None and self._heartbeats.is_over(membership):
             self.lose()
-        return self._membership is not None
+        return self._has_tenure
 
     def join(self, attempts: Attempts) -> None:
         """Takes a seat on all shards, and agrees with them from which step on it is awaited.
@@ -101,12 +92,10 @@ class Member:
         Raises:
             ShardwellError: see `Opening.join_members`.
         """
-        opening = self._opening
-        self._give_up()
-        self.first_step = opening.join_members(attempts)
-        self._transfer.tenure = opening.tenure
-        self._membership = opening.membership
-        self._heartbeats.begin(self._membership, self._lease_s)
+        self.forget()
+        self.first_step = self._opening.join_members(attempts)
+        self._has_tenure = True
+        self._beat()
 
     def read_first(self, read: Callable[[int, Attempts], int], attempts: Attempts) -> int | None:
         """Reads what its first step is to be computed on, waiting for the steps before.
@@ -130,45 +119,41 @@ class Member:
             except (DeadlineError, ShardUnavailableError):  # of the part's time alone
                 if attempts.remaining_s <= 0:
                     raise
+                before = self.membership
                 self.first_step = self._opening.join_members(attempts, step)
-                self._renew()
+                if before is not None and before != self.membership:  # a shard had ended it
+                    self._heartbeats.forget(before)
+                    self._beat()
                 continue
             self.first_step = None
         return version
 
+    def _beat(self) -> None:
+        membership = self.membership
+        if membership is not None:
+            self._heartbeats.begin(membership, self._lease_s)
+
     def leave(self, attempts: Attempts) -> None:
         """No step awaits it from now on. Does nothing where it is no member."""
-        membership = self._give_up()
+        membership = self.forget()
         if membership is not None:
             self._heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
 
     def lose(self) -> None:
         """Notes that its tenure is over, which it did not want."""
-        membership = self._give_up()
+        membership = self.forget()
         if membership is not None and membership != self._gave_way:
             _LOG.warning(
                 "%s %r: shards lost worker %r and went on without it; it takes part again with "
                 "its next gradient",
                 membership.kind,
                 membership.name,
-                self._worker_id,
+                membership.worker_id,
             )
 
-    def forget(self) -> None:
-        """Has it join anew: another process of this worker may have taken its seat over."""
-        self._give_up()
-
-    def _renew(self) -> None:
-        """Goes on in the tenure that it has on the shards: another one, if one was over."""
-        membership = self._opening.membership
-        if membership != self._membership:
-            if self._membership is not None:
-                self._heartbeats.forget(self._membership)
-            self._transfer.tenure, self._membership = membership.tenure, membership
-            self._heartbeats.begin(membership, self._lease_s)
-
-    def _give_up(self) -> Membership | None:
-        membership, self._membership = self._membership, None
+    def forget(self) -> Membership | None:
+        """Has it join anew, and returns the tenure that it had."""
+        membership, self._has_tenure = self.membership, False
         self.first_step, self.is_settled = None, False
         if membership is not None:
             self._heartbeats.forget(membership)

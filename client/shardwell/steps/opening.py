@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from shardwell.errors import DeadlineError
+from shardwell.errors import CorruptChunkError, DeadlineError
 from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
@@ -66,7 +66,7 @@ class KindCalls(Generic[AnswerT]):
 
 
 class Opening(Generic[SpecT, AnswerT]):
-    """Any thread may use it.
+    """Owns the incarnation that is meant and this worker's tenure. Any thread may use it.
 
     Args:
         spec: The parameter or table.
@@ -79,31 +79,33 @@ class Opening(Generic[SpecT, AnswerT]):
     def __init__(self, spec: SpecT, channels: list[ShardChannel], worker_id: str = "") -> None:
         self.spec = spec
         self._channels = channels
-        self._worker_id = worker_id
-        self._of: dict[str, Any] = {self.calls.kind: spec.name}
-        self._what = f"{self.calls.kind} {spec.name!r}"
+        self.worker_id = worker_id
+        self.of: dict[str, Any] = {self.calls.kind: spec.name}
+        """The field of requests and errors that names it."""
+        self.what = f"{self.calls.kind} {spec.name!r}"
+        """Its kind and name, for messages."""
         self.incarnation = 0
         """Of what was opened, drawn when it was made: tells it from others of its name; 0: of
         nothing yet."""
         self.tenure = 0
-        """Tenure of this worker's seats, which its gradients name; 0: none, or they are for
-        good."""
+        """Tenure of this worker's seats, which its gradients and streams name; 0: none, or they
+        are for good."""
+        self.membership: Membership | None = None
+        """The tenure as heartbeats name it, of a worker that was an elastic member."""
         self.has_seat = False
         """Whether this worker had a seat when it opened: an earlier process of it contributed."""
         self._opened_in = 0
         """The tenure that it had when it opened."""
 
     @property
-    def membership(self) -> Membership:
-        """This worker's tenure, as heartbeats name it."""
-        return Membership(
-            self.calls.kind, self.spec.name, self.incarnation, self._worker_id, self.tenure
-        )
-
-    @property
     def shard_count(self) -> int:
         """Shards of the cluster."""
         return len(self._channels)
+
+    def damaged(self, channel: ShardChannel, deed: str) -> CorruptChunkError:
+        """The error for an answer that can't be believed; `deed` says what its shard has done."""
+        index = channel.shard_index
+        return CorruptChunkError(f"shard {index} {deed}", shard_index=index, **self.of)
 
     def join_all(
         self,
@@ -138,7 +140,7 @@ class Opening(Generic[SpecT, AnswerT]):
             channel.has_seats |= takes_seat
             request = request_type(
                 shard=channel.identity,
-                worker_id=self._worker_id,
+                worker_id=self.worker_id,
                 spec=spec.to_proto(),
                 take_seat=takes_seat,
                 incarnation=incarnation,
@@ -149,7 +151,7 @@ class Opening(Generic[SpecT, AnswerT]):
                 from_step=from_step,
             )
             return channel.call(
-                method, request, response_type, timeout_s=attempts.rest_s, **self._of
+                method, request, response_type, timeout_s=attempts.rest_s, **self.of
             )
 
         is_known = incarnation > 0 and not takes_seat
@@ -198,7 +200,6 @@ class Opening(Generic[SpecT, AnswerT]):
         answers = claim_seat(attempts, take)
         if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
             answers = claim_seat(attempts, partial(take, begins_anew=True))
-        self.tenure = common_tenure(answer.tenure for answer in answers)
         return answers
 
     def join_members(self, attempts: Attempts, from_step: int | None = None) -> int:
@@ -216,20 +217,21 @@ class Opening(Generic[SpecT, AnswerT]):
             WorkerIdInUseError, NotInitializedError, LimitError: see the errors.
             DeadlineError: the shards did not agree in time.
         """
-        ahead = 1
+        ahead, tenure = 1, self.tenure
         while True:
             if attempts.remaining_s <= 0:
                 raise DeadlineError(
-                    f"{self._what}: worker {self._worker_id!r} is no member after "
+                    f"{self.what}: worker {self.worker_id!r} is no member after "
                     f"{attempts.timeout_s:g} s: each time a shard had ended its tenure, or steps "
                     "closed faster than it joined; call again, or raise timeout_s",
-                    worker_id=self._worker_id,
-                    **self._of,
+                    worker_id=self.worker_id,
+                    **self.of,
                 )
             if from_step is None:
-                self.tenure = secrets.randbits(63) + 1
-            answers = claim_seat(attempts, partial(self._join_members, attempts, from_step))
-            if common_tenure(answer.tenure for answer in answers) != self.tenure:
+                tenure = secrets.randbits(63) + 1
+            join = partial(self._join_members, attempts, tenure, from_step)
+            answers = claim_seat(attempts, join)
+            if common_tenure(answer.tenure for answer in answers) != tenure:
                 from_step = None  # a shard has found meanwhile that it is over
                 attempts.pause(_JOIN_PAUSE_S)
                 continue
@@ -241,14 +243,20 @@ class Opening(Generic[SpecT, AnswerT]):
             elif from_step is None or newest > from_step:
                 wanted, ahead = newest + ahead, 2 * ahead
             else:
-                return from_step
+                wanted = from_step
             if wanted == from_step:
+                self.tenure = tenure
+                self.membership = Membership(
+                    self.calls.kind, self.spec.name, self.incarnation, self.worker_id, tenure
+                )
                 return wanted
             from_step = wanted
 
-    def _join_members(self, attempts: Attempts, from_step: int | None) -> list[AnswerT]:
+    def _join_members(
+        self, attempts: Attempts, tenure: int, from_step: int | None
+    ) -> list[AnswerT]:
         return self.join_all(
-            attempts, tenure=self.tenure, from_step=from_step, incarnation=self.incarnation
+            attempts, tenure=tenure, from_step=from_step, incarnation=self.incarnation
         )
 
     @staticmethod
@@ -282,7 +290,7 @@ class Opening(Generic[SpecT, AnswerT]):
                 learning_rate=learning_rate,
                 from_step=from_step,
                 incarnation=self.incarnation,
-                **self._of,
+                **self.of,
             ),
             response_type,
             attempts,
@@ -299,7 +307,7 @@ class Opening(Generic[SpecT, AnswerT]):
 
         def tell(channel: ShardChannel) -> ResponseT:
             return channel.call(
-                method, request(channel), response_type, timeout_s=attempts.rest_s, **self._of
+                method, request(channel), response_type, timeout_s=attempts.rest_s, **self.of
             )
 
         return [attempts.run(partial(tell, channel)) for channel in self._channels]

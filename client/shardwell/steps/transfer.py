@@ -28,10 +28,11 @@ import grpc
 
 from shardwell.errors import CorruptChunkError, NonFiniteError
 from shardwell.numerics.codec import Bytes
-from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
+from shardwell.process.spans import ALL_CHUNKS, now_ns
+from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.threads.spread import CoreThreads
+from shardwell.steps.opening import Opening
 from shardwell.traffic import Traffic
 from shardwell.transport.arena import Arena
 from shardwell.transport.call_group import CallGroup
@@ -78,6 +79,9 @@ class Line(Generic[PartT]):
     """Whether the first message must say what the stream is for."""
     arena: Arena | None = None
     """What the stream shares with the shard, as long as the attempt lasts."""
+    work: Any = None
+    """The gradient that it sends, which its answers are about; None: it sends none, or answers
+    say it themselves."""
     is_shared: bool = False
     """Whether all payloads of the attempt have room there."""
     answers: deque[Answer] = field(default_factory=deque)
@@ -89,56 +93,46 @@ Stretch: TypeAlias = tuple[PartT, int, int]
 
 
 class StepTransfer(ABC, Generic[PartT]):
-    """How the steps of one parameter or table travel.
+    """The way of one parameter's or table's steps to the shards and back.
 
     Args:
-        kind: "parameter" or "table".
-        name: Its name.
+        opening: The calls about it as a whole; it owns the incarnation and tenure that are named.
         pool: Streams of its calls.
-        spans: What they are timed in.
-        worker_id: The worker that calls.
+        shards: The cluster.
         traffic: The client's, which counts them.
-        threads: What takes pieces of their work.
     """
 
-    _opening_type: Callable[..., Any]
+    _open_type: Callable[..., Any]
     _answer_type: type[Any]
+    _aside = ""
+    """The field of answers that come between those of units; "": none do."""
     _shares = False
     """Whether payloads may lie in memory that a shard of this machine shares."""
 
     def __init__(
         self,
-        kind: str,
-        name: str,
+        opening: Opening[Any, Any],
         pool: StreamPool,
-        *,
-        spans: Spans,
-        worker_id: str,
+        shards: Shards,
         traffic: Traffic,
-        threads: CoreThreads,
     ) -> None:
-        self._of: dict[str, Any] = {kind: name}
-        self._what = f"{kind} {name!r}"
-        self._name = name
+        self._opening = opening
+        self._name: str = opening.spec.name
         self._pool = pool
-        self._spans = spans
-        self._worker_id = worker_id
+        self._spans = shards.spans
         self._traffic = traffic
-        self._threads = threads
-        self.tenure = 0
-        """See StreamOpen; once the shards have said it."""
-        self.incarnation = 0
-        """The incarnation; once the shards have said it."""
+        self._threads = shards.core_threads
 
     @contextlib.contextmanager
     def _lines(
         self,
         stretches: Sequence[Stretch[PartT]],
         attempts: Attempts,
-        *,
         span_kind: int | None = None,
         step: int = 0,
+        *,
         reads: bool = False,
+        work: Any = None,
     ) -> Iterator[list[Line[PartT]]]:
         """A stream to the shard of each part, for some of its units, in the order given.
 
@@ -150,11 +144,11 @@ class StepTransfer(ABC, Generic[PartT]):
         begin_ns = now_ns()
         try:
             with self._pool.borrowed(attempts.rest_s) as streams:
-                subject = (self._name, self.incarnation, self.tenure)
+                subject = (self._name, self._opening.incarnation, self._opening.tenure)
                 streams.only_reads = reads and streams.is_new
                 opened = streams.streams(channels, subject, attempts.rest_s)
                 for stretch, (stream, opens) in zip(stretches, opened, strict=True):
-                    line = Line(*stretch, stream, streams.call_group, opens)
+                    line = Line(*stretch, stream, streams.call_group, opens, work=work)
                     lines.append(line)
                     if not self._shares or streams.only_reads:
                         continue
@@ -212,9 +206,9 @@ class StepTransfer(ABC, Generic[PartT]):
                 spread.wait()
         for line in lines:
             if line.answers:
-                raise self._damaged(
+                raise self._opening.damaged(
                     line.part.channel,
-                    f"answered more of {self._what} than it was asked for; call again",
+                    f"answered more of {self._opening.what} than it was asked for; call again",
                 )
 
     def _next(self, line: Line[PartT], step: int = 0, unit: int | None = None) -> Answer:
@@ -223,42 +217,47 @@ class StepTransfer(ABC, Generic[PartT]):
         Raises:
             ShardwellError: what ended the attempt, which may be another shard's error.
         """
-        if not line.answers:
+        while True:
+            if line.answers:
+                answer = line.answers.popleft()
+                if not self._aside or not answer[0].HasField(self._aside):
+                    return answer
+                self._take_aside(line, answer[0])
+                continue
             channel, begin_ns = line.part.channel, now_ns()
             try:
                 message = line.stream.read()
                 line.answers.extend(framing.parse_all(self._answer_type, message))
             except grpc.RpcError as error:
-                failed = line.call_group.error_of(channel, error, **self._of)
+                failed = line.call_group.error_of(channel, error, **self._opening.of)
                 if isinstance(failed, NonFiniteError):
                     self._explain(line, failed)
                 raise failed from None
             except CorruptChunkError as error:
-                raise self._damaged(
+                raise self._opening.damaged(
                     channel, f"answered for {self._name!r}: {error.message}"
                 ) from None
             if unit is not None:
                 self._spans.add(SPAN_KIND_WAIT, self._name, step, unit, channel.name, begin_ns)
-        return line.answers.popleft()
+
+    def _take_aside(self, line: Line[PartT], answer: Any) -> None:
+        """Takes an answer of `_aside`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _explain(self, line: Line[PartT], error: NonFiniteError) -> None:
         """Completes a shard's refusal of values with what this worker knows."""
 
-    def _damaged(self, channel: ShardChannel, what: str) -> CorruptChunkError:
-        """The error for an answer that can't be believed; `what` its shard has done."""
-        shard_index = channel.shard_index
-        return CorruptChunkError(f"shard {shard_index} {what}", shard_index=shard_index, **self._of)
-
-    def _opening(self, channel: ShardChannel) -> Any:
-        """What a stream's first message says of it."""
+    def _stream_open(self, channel: ShardChannel) -> Any:
+        """The part of a stream's first message that says what the stream is for."""
+        opening = self._opening
         return checksum.seal(
-            self._opening_type(
+            self._open_type(
                 shard=channel.identity,
-                worker_id=self._worker_id,
+                worker_id=opening.worker_id,
                 session=channel.session.number,
-                tenure=self.tenure,
-                incarnation=self.incarnation,
-                **self._of,
+                tenure=opening.tenure,
+                incarnation=opening.incarnation,
+                **opening.of,
             )
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -24,16 +24,17 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.process.spans import NO_STEP, Spans, now_ns
+from shardwell.process.spans import NO_STEP, now_ns
+from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.specs.deadlines import wait_milliseconds
 from shardwell.specs.table import TableSpec
 from shardwell.steps import transfer
+from shardwell.steps.opening import Opening
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
 from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums
-from shardwell.threads.spread import CoreThreads
 from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1 import table_pb2 as pb
@@ -203,46 +204,24 @@ Line: TypeAlias = transfer.Line[Asked]
 
 
 class RowTransfer(StepTransfer[Asked]):
-    """How one table's rows are sent and taken. Any thread may use it; one at a time puts.
+    """The way of one table's rows. Any thread may use it; one at a time puts."""
 
-    Args:
-        spec: The table.
-        channels: The shards, in order.
-        pool: Streams of the table's calls.
-        spans: What they are timed in.
-        worker_id: The worker that calls.
-        traffic: The client's, which counts them.
-        threads: What takes pieces of their work.
-    """
-
-    _opening_type = pb.TableOpen
+    _open_type = pb.TableOpen
     _answer_type = pb.ExchangeRowsResponse
 
     def __init__(
         self,
-        spec: TableSpec,
-        channels: list[ShardChannel],
+        opening: Opening[TableSpec, Any],
         pool: StreamPool,
-        *,
-        spans: Spans,
-        worker_id: str,
+        shards: Shards,
         traffic: Traffic,
-        threads: CoreThreads,
     ) -> None:
-        super().__init__(
-            "table",
-            spec.name,
-            pool,
-            spans=spans,
-            worker_id=worker_id,
-            traffic=traffic,
-            threads=threads,
-        )
-        self._spec = spec
-        self._channels = channels
+        super().__init__(opening, pool, shards, traffic)
+        spec = self._spec = opening.spec
+        self._channels = shards.channels
         self._codec = RowCodec.of(spec)
         self._row_bytes = ID_SIZE_BYTES + self._codec.codec.item_size * spec.dim
-        self._gradient_context = checksum.row_gradients_context(spec.name, worker_id)
+        self._gradient_context = checksum.row_gradients_context(spec.name, opening.worker_id)
         self._fetch_context = checksum.rows_fetch_context(spec.name)
         self._answer_context = checksum.rows_answer_context(spec.name)
         self._counted_context = checksum.rows_counted_context(spec.name)
@@ -297,7 +276,7 @@ class RowTransfer(StepTransfer[Asked]):
         asked = line.part
         header = pb.ExchangeRowsRequest()
         if line.opens:
-            header.open.CopyFrom(self._opening(asked.channel))
+            header.open.CopyFrom(self._stream_open(asked.channel))
         if asked.put is not None:
             step, peer = asked.put.step, asked.channel.name
             for index, span in enumerate(asked.parts):
@@ -377,7 +356,7 @@ class RowTransfer(StepTransfer[Asked]):
                 asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
             )
         if checksum.rows_counted(self._counted_context, counted, header.version) != counted.crc32c:
-            raise self._damaged(
+            raise self._opening.damaged(
                 asked.channel,
                 f"answered for {self._spec.name!r}: the count of step {put.step} is damaged; call "
                 "again",
@@ -397,7 +376,7 @@ class RowTransfer(StepTransfer[Asked]):
         is_whole = checksum.rows_outcome(self._outcome_context, found) == found.crc32c
         indexes = (*found.late_part_indexes, *found.superseded_part_indexes)
         if not is_whole or found.step != put.step or max(indexes, default=0) >= part_count:
-            raise self._damaged(
+            raise self._opening.damaged(
                 asked.channel,
                 f"answered for {self._spec.name!r}: the outcome of step {put.step} is damaged; "
                 "call again",
@@ -444,7 +423,7 @@ class RowTransfer(StepTransfer[Asked]):
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
-            raise self._damaged(
+            raise self._opening.damaged(
                 asked.channel, f"answered for {self._spec.name!r}: {error.message}"
             ) from None
         if rows.row_count != count or header.version < min_version:
@@ -455,11 +434,11 @@ class RowTransfer(StepTransfer[Asked]):
         if fetch.is_exact and header.version > fetch.min_version:
             raise went_on_elsewhere(
                 asked.channel,
-                self._what,
-                self._worker_id,
+                self._opening.what,
+                self._opening.worker_id,
                 expected=fetch.min_version,
                 found=header.version,
-                **self._of,
+                **self._opening.of,
             )
         if header.version < fetch.known_version:
             raise OtherIncarnationError(
@@ -476,7 +455,7 @@ class RowTransfer(StepTransfer[Asked]):
                 "before it: a gradient of these is another than was counted in part",
                 self._spec.name,
                 fetch.max_version,
-                self._worker_id,
+                self._opening.worker_id,
                 asked.channel.shard_index,
             )
         self._traffic.add_received(size_bytes, count * self._spec.dim)
@@ -493,7 +472,7 @@ class RowTransfer(StepTransfer[Asked]):
                 f"step {counted.step} counted in "
                 f"{counted.counted_part_count + counted.duplicate_part_count} parts"
             )
-        return self._damaged(
+        return self._opening.damaged(
             asked.channel, f"answered {got} for {self._spec.name!r}; expected {expected}"
         )
 

@@ -20,7 +20,7 @@ from shardwell.steps.member import Member
 from shardwell.table.batch import ShardedIds
 from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
 from shardwell.table.gradient_sums import RowSums
-from shardwell.table.membership import Joined, TableOpening
+from shardwell.table.opening import Joined, TableOpening
 from shardwell.table.outcome import RowOutcome
 from shardwell.table.view import Moment, TableView
 
@@ -253,9 +253,9 @@ class TableSteps:
     def _resume(self, joined: Joined) -> int:
         """Goes on where the shards say."""
         self._transfer.row_count_max = joined.row_count_max
-        self._transfer.incarnation = joined.incarnation
-        is_other = joined.tenure != self._transfer.tenure
-        self._transfer.tenure = joined.tenure
+        opening = self._opening
+        is_other = joined.tenure != opening.tenure
+        opening.incarnation, opening.tenure = joined.incarnation, joined.tenure
         if is_other or joined.next_step != self._view.next_step:
             self._begun = None
         self._view.resume(

@@ -29,7 +29,7 @@ from shardwell.table.batch import RowBatch, as_ids, as_row_output
 from shardwell.table.cache import RowCache
 from shardwell.table.exchange import RowTransfer
 from shardwell.table.gradient_sums import RowSums, as_gradients
-from shardwell.table.membership import TableOpening
+from shardwell.table.opening import TableOpening
 from shardwell.table.outcome import RowOutcome
 from shardwell.table.reader import RowReading
 from shardwell.table.steps import TableSteps
@@ -59,27 +59,19 @@ class Table(Handle[TableSpec]):
         spec: TableSpec,
         shards: Shards,
         *,
-        worker_id: str,
         timeout_s: float,
         traffic: Traffic,
         idle_streams: IdleStreams,
         caching: tuple[int, int] = (0, 0),
     ) -> None:
-        super().__init__(spec, shards, timeout_s=timeout_s)
+        opening = TableOpening(spec, shards.channels, shards.worker_id)
+        super().__init__(spec, opening, shards, timeout_s)
         self.caching = caching
         """Rows that are kept here, and for how many steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
-        self._opening = TableOpening(spec, shards.channels, worker_id)
-        pool = StreamPool(idle_streams, self._what, **self._of)
-        transfer = RowTransfer(
-            spec,
-            shards.channels,
-            pool,
-            spans=shards.spans,
-            worker_id=worker_id,
-            traffic=traffic,
-            threads=shards.core_threads,
-        )
+        self._opening = opening
+        pool = StreamPool(idle_streams, opening.what, **opening.of)
+        transfer = RowTransfer(opening, pool, shards, traffic)
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
         self._view = TableView(
             cache, is_sync=spec.mode == "sync", is_elastic=spec.members is not None
@@ -91,7 +83,6 @@ class Table(Handle[TableSpec]):
             view=self._view,
             every_shard=len(shards.channels) if spec.members is not None else 0,
         )
-        self._member = self._member_of(transfer, worker_id)
         self._steps = TableSteps(
             spec,
             transfer=transfer,

@@ -35,8 +35,8 @@ from shardwell.errors import (
     UnknownParameterError,
 )
 from shardwell.numerics.tensors import LARGE_ELEMENT_COUNT
+from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.open_exchange import OpenExchange
-from shardwell.parameter.outcome import Outcome
 from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt

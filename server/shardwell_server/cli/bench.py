@@ -25,8 +25,7 @@ import shardwell
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError, UnknownParameterError
 from shardwell.numerics.codec import CODECS, Float32
-from shardwell.parameter.parameter import Parameter
-from shardwell.parameter.probe import SliceProbe
+from shardwell.parameter.parameter import Parameter, SliceProbe
 from shardwell.process.environment import host_name
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import ShardChannel

@@ -635,9 +635,9 @@ def test_reports_that_are_refused_are_told_once(open_cluster, connect, caplog) -
     net.report(**{f"f{index}": 1.0 for index in range(16)})
     eventually("they came", lambda: len(view(running)["parameters"][0]["reports"]) == 16)
     for _ in range(3):
-        eventually("it was sent", lambda: net._reporting.done())
+        eventually("it was sent", lambda: net._reports.are_sent)
         net.report(another=1.0)
-    eventually("it was sent", lambda: net._reporting.done())
+    eventually("it was sent", lambda: net._reports.are_sent)
     told = [each for each in caplog.messages if "reports of parameter 'net' are refused" in each]
     assert len(told) == 1
     assert "16 figures at the most" in told[0]

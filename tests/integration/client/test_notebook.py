@@ -15,7 +15,7 @@ import pytest
 
 import shardwell
 from harness.polling import Stopwatch
-from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.feedback import Outcome
 from shardwell.placement.slices import Slice
 from shardwell.process.html_table import Link, html_table
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from shardwell.parameter.probe import SliceProbe
+from shardwell.parameter.parameter import SliceProbe
 
 SIZE = 1000
 OPTIONS = {"size": SIZE, "optimizer": shardwell.SGD(1.0), "mode": "async", "codec": "fp32"}

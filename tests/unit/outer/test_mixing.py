@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardwell.outer import mixing
-from shardwell.parameter.outcome import Outcome
+from shardwell.parameter.feedback import Outcome
 from shardwell.placement.slices import Slice
 
 IMAGE, NEW, LOCAL = (np.arange(1, 9) * by for by in (16.0, 8.0, 4.0))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwell.parameter.feedback import Ended, Feedback
-from shardwell.parameter.pieces import Pieces
+from shardwell.parameter.values import Pieces
 from shardwell.placement.slices import Slice
 
 CARRIED, RESIDUAL, OWN = 4000.0, 3.0, 201.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwell.numerics.tensors import Tensors
-from shardwell.parameter.pieces import Pieces
+from shardwell.parameter.values import Pieces
 
 sizes = st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any)
 

@@ -37,8 +37,8 @@ def test_views_of_one_buffer_are_that_buffer() -> None:
     pieces = values().pieces("gradient", views(vector))
     assert pieces.whole().tolist() == vector.tolist()
     assert np.shares_memory(pieces.whole(), vector)
-    room = values().room(views(vector))
-    assert np.shares_memory(room.pieces.whole(), vector)
+    room, _ = values().room(views(vector))
+    assert np.shares_memory(room.whole(), vector)
     vector.flags.writeable = False
     assert not values().pieces("gradient", views(vector)).whole().flags.writeable
 
@@ -52,7 +52,7 @@ def test_a_window_into_a_larger_vector_is_used_where_it_lies(
     window = larger[5:16]
     given = window if layout is None else views(window)
     pieces = values(layout).pieces("gradient", given, in_place=in_place)
-    for used in (pieces, values(layout).room(given).pieces):
+    for used in (pieces, values(layout).room(given)[0]):
         flat = used.whole()
         assert flat.__array_interface__["data"] == window.__array_interface__["data"]
         assert flat.tolist() == window.tolist()
@@ -79,9 +79,9 @@ def test_large_ones_are_read_where_they_lie() -> None:
     assert np.shares_memory(pieces.read(3, 262147), given["w"])
     assert np.shares_memory(pieces.read(500, 600), given["w"])
     assert pieces.read(262145, 262155).tolist() == [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
-    assert pieces.overlaps(of.room(given).pieces)
+    assert pieces.overlaps(of.room(given)[0])
     small = {**given, "w": np.zeros((512, 512), np.float32)}
-    assert not pieces.overlaps(of.room(small).pieces)
+    assert not pieces.overlaps(of.room(small)[0])
 
 
 def test_a_vector_that_is_cut_otherwise_is_not_taken_for_one() -> None:
@@ -111,26 +111,26 @@ def test_buffers_and_dlpack_are_taken() -> None:
 
 
 def test_weights_come_as_views_of_one_buffer() -> None:
-    room = values().room(None)
-    room.pieces.whole()[:] = VECTOR
-    filled = room.result
+    room, result = values().room(None)
+    room.whole()[:] = VECTOR
+    filled = result
     assert {name: each.shape for name, each in filled.items()} == {
         "w": (2, 3),
         "none": (0,),
         "b": (4,),
         "scale": (),
     }
-    assert np.shares_memory(values().pieces("gradient", filled).whole(), room.pieces.whole())
+    assert np.shares_memory(values().pieces("gradient", filled).whole(), room.whole())
     assert values().pieces("gradient", filled).whole().tolist() == VECTOR.tolist()
 
 
 def test_weights_are_put_where_the_caller_wants_them() -> None:
     out = {name: np.zeros_like(each) for name, each in apart().items()}
     memory = out["b"]
-    room = values().room(out)
-    with room.pieces.writing(0, 11) as filled:
+    room, result = values().room(out)
+    with room.writing(0, 11) as filled:
         filled[:] = VECTOR
-    assert room.result is out
+    assert result is out
     assert memory.tolist() == [6, 7, 8, 9]
     assert out["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert float(out["scale"]) == 10
@@ -212,7 +212,7 @@ def test_mappings_of_any_kind_are_taken(kind: Any, layout: TensorLayout) -> None
     given = {tensor.name: apart()[tensor.name] for tensor in reversed(layout.tensors)}
     found = of.pieces("gradient", kind(given)).whole()
     assert found.tolist() == VECTOR[: layout.size].tolist()
-    with of.room(kind(given)).pieces.writing(0, layout.size) as filled:
+    with of.room(kind(given))[0].writing(0, layout.size) as filled:
         filled[:] = 7
     assert all((array == 7).all() for array in given.values())
 
@@ -233,7 +233,7 @@ def test_one_array_may_be_several_tensors() -> None:
     given = {"a": memory, "b": memory, "c": memory[1:]}
     of = TensorValues(layout)
     assert of.pieces("gradient", given).whole().tolist() == [0, 1, 2, 0, 1, 2, 1, 2]
-    with of.room(given).pieces.writing(0, 8) as filled:
+    with of.room(given)[0].writing(0, 8) as filled:
         filled[:] = np.arange(8)
     assert memory.tolist() == [3, 6, 7]
 
@@ -254,20 +254,20 @@ def test_neighbours_by_chance_are_not_one_buffer() -> None:
         piece = memoryview(memory)[4 * tensor.offset : 4 * tensor.stop]
         parts[tensor.name] = np.frombuffer(piece, np.float32).reshape(tensor.shape)
     assert not np.shares_memory(values().pieces("gradient", parts).whole(), memory)
-    assert not np.shares_memory(values().room(parts).pieces.whole(), memory)
+    assert not np.shares_memory(values().room(parts)[0].whole(), memory)
 
 
 def test_views_that_were_moved_are_not_taken_for_what_they_were() -> None:
-    made = values().room(None)
-    tensors = made.result
-    made.pieces.whole()[:] = VECTOR
+    made, result = values().room(None)
+    tensors = result
+    made.whole()[:] = VECTOR
     tensors["w"] = tensors["w"] + 1
     moved = values().pieces("gradient", tensors).whole()
     assert moved.tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
-    renamed = values().room(None).result
+    renamed = values().room(None)[1]
     renamed["c"] = renamed.pop("b")
     with pytest.raises(ArgumentError, match="lacks 'b'"):
         values().pieces("gradient", renamed).whole()
-    copied = copy.deepcopy(values().room(None).result)
+    copied = copy.deepcopy(values().room(None)[1])
     copied["b"][...] = 7
     assert values().pieces("gradient", copied).whole()[6:10].tolist() == [7] * 4

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from shardwell.errors import (
     ArgumentError,
-    CorruptChunkError,
     OtherIncarnationError,
     StepOrderError,
     UnknownTableError,
@@ -120,12 +119,12 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         """
         joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
         check_next_step(
-            self._what,
+            self.what,
             joined.next_step,
             opened_at,
             took_over=joined.took_over,
             lost_seat=self._opened_in not in (0, joined.tenure),
-            **self._of,
+            **self.of,
         )
         return joined
 
@@ -133,17 +132,15 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         self, answers: list[pb.OpenTableResponse], attempts: Attempts, *, takes_seat: bool
     ) -> Joined:
         """What the answers of all shards come to, once they were checked."""
-        self.incarnation = answers[0].incarnation
+        incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self.spec)
         for channel, answer in zip(self._channels, answers, strict=True):
             if not 1 <= answer.rows_per_message_max <= most:
-                raise CorruptChunkError(
-                    f"shard {channel.shard_index} has messages of up to "
-                    f"{answer.rows_per_message_max} rows for table {self.spec.name!r}; expected "
-                    f"1 to {most}; run the same version everywhere",
-                    shard_index=channel.shard_index,
-                    table=self.spec.name,
+                raise self.damaged(
+                    channel,
+                    f"has messages of up to {answer.rows_per_message_max} rows for {self.what}; "
+                    f"expected 1 to {most}; run the same version everywhere",
                 )
         is_known |= self.spec.has_open_sets
         steps = [answer.next_step if is_known else 0 for answer in answers]
@@ -151,9 +148,10 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         if self.spec.has_open_sets:
             pass  # a shard may be steps ahead of another that awaits other workers
         elif takes_seat or self.spec.mode == "async":
-            self._check_same_past("this worker's next step is", steps, attempts)
+            self._check_same_past("this worker's next step is", steps, attempts, incarnation)
         else:
-            self._check_versions([answer.version for answer in answers], attempts)
+            versions = [answer.version for answer in answers]
+            self._check_versions(versions, attempts, incarnation)
         return Joined(
             next_step=min(steps),
             # What an elastic member has begun is at its end with its tenure.
@@ -164,13 +162,13 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             ),
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
-            incarnation=answers[0].incarnation,
+            incarnation=incarnation,
             took_over=any(answer.took_over for answer in answers),
             tenure=common_tenure(answer.tenure for answer in answers),
             has_seat=any(answer.has_seat for answer in answers),
         )
 
-    def _check_versions(self, versions: list[int], attempts: Attempts) -> None:
+    def _check_versions(self, versions: list[int], attempts: Attempts, incarnation: int) -> None:
         """Refuses a synchronous table of which a shard is more than a step behind another.
 
         No training makes it so: a worker sends a step when all shards have counted its last one.
@@ -178,21 +176,26 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         """
         newest = max(versions)
         if newest - min(versions) > 1:
-            since = [min(status.version, newest) for status in self.status(attempts)]
-            self._check_same_past("the step that is open is", since, attempts)
+            found = self._statuses(attempts, incarnation)
+            since = [min(status.version, newest) for status in found]
+            self._check_same_past("the step that is open is", since, attempts, incarnation)
 
-    def _check_same_past(self, what: str, steps: list[int], attempts: Attempts) -> None:
+    def _check_same_past(
+        self, what: str, steps: list[int], attempts: Attempts, incarnation: int
+    ) -> None:
         """Refuses shards that are further apart than any training makes them.
 
         Where one is being restored, it is for the calls to come to say so.
         """
         low, high = min(steps), max(steps)
-        if high - low > 1 and not any(status.loading for status in self.status(attempts)):
+        if high - low <= 1:
+            return
+        if not any(status.loading for status in self._statuses(attempts, incarnation)):
             raise OtherIncarnationError(
                 f"shards disagree on the step of table {self.spec.name!r}: {what} {low} on shard "
                 f"{steps.index(low)} and {high} on shard {steps.index(high)}; a shard lost its "
                 "memory; restore a checkpoint, or start the training again under another name",
-                table=self.spec.name,
+                **self.of,
             )
 
     @staticmethod
@@ -207,7 +210,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             raise StepOrderError(
                 f"learning rate of table {self.spec.name!r} from step {next_step}, this worker's "
                 f"next: a shard has reached step {newest}; pass now=True, or open the table again",
-                table=self.spec.name,
+                **self.of,
             )
         return max(newest, next_step)
 
@@ -233,16 +236,18 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             UnknownTableError: a shard has no such table, or the one that was opened was deleted.
             OtherIncarnationError: shard 0 lost its memory, and has another one.
         """
+        return self._statuses(attempts, self.incarnation)
 
+    def _statuses(self, attempts: Attempts, incarnation: int) -> list[TableStatus]:
         def ask(channel: ShardChannel) -> TableStatus:
-            own, known = attempts.beside(), self.incarnation
-            for found in _held(channel, self.spec.name, own, known):
+            own = attempts.beside()
+            for found in _held(channel, self.spec.name, own, incarnation):
                 return TableStatus.from_proto(found)
             raise UnknownTableError(
                 f"shard {channel.shard_index} has no table {self.spec.name!r} any more; it lost "
                 "its memory",
                 shard_index=channel.shard_index,
-                table=self.spec.name,
+                **self.of,
             )
 
         return ask_all(self._channels, ask)
@@ -267,7 +272,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         )
         found = [np.empty(0, np.int64)]
         context = checksum.rows_scan_context(self.spec.name, request.content)
-        with channel.translated(table=self.spec.name):
+        with channel.translated(**self.of):
             call = channel.scan_rows(request, timeout=with_answer(attempts.rest_s))
             try:
                 with cancelled_by(call.cancel):
@@ -279,10 +284,8 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
                         )
                         found.append(rows.ids)
             except ArgumentError as error:
-                raise CorruptChunkError(
-                    f"shard {channel.shard_index} answered for {self.spec.name!r}: {error.message}",
-                    shard_index=channel.shard_index,
-                    table=self.spec.name,
+                raise self.damaged(
+                    channel, f"answered for {self.spec.name!r}: {error.message}"
                 ) from None
             finally:
                 call.cancel()

@@ -1,14 +1,19 @@
-"""Opens a parameter on all shards of a cluster, and checks that they agree on its step."""
+"""One worker's calls about a parameter as a whole: opening, seats, learning rates, contributors.
+
+All are safe to repeat, and repeated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from functools import partial
 
 from typing_extensions import override
 
 from shardwell.errors import (
-    CorruptChunkError,
+    ArgumentError,
     OtherIncarnationError,
     StepOrderError,
     UnknownParameterError,
@@ -114,14 +119,14 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
                 f"shards disagree on the step of parameter {self.spec.name!r}: this worker's "
                 f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
                 "lost its memory; start the training again under another name",
-                parameter=self.spec.name,
+                **self.of,
             )
         if unconfirmed is not None:
             raise unconfirmed
         self.has_seat = any(answer.has_seat for answer in answers)
         self.incarnation = answers[0].incarnation
         tenures = {answer.tenure for answer in answers}
-        self.tenure = self._opened_in = common_tenure(tenures)
+        self._opened_in = common_tenure(tenures)
         if self.spec.members is not None:
             return parts, min(next_steps)
         return parts, min(next_steps) if len(tenures) == 1 else 0
@@ -140,14 +145,16 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             UnknownParameterError: the parameter that was opened was deleted.
         """
         answers = self._seated(attempts)
+        tenure = common_tenure(answer.tenure for answer in answers)
         check_next_step(
-            self._what,
+            self.what,
             min(answer.next_step for answer in answers if answer.slice_size),
             opened_at,
             took_over=any(answer.took_over for answer in answers),
-            lost_seat=self._opened_in not in (0, self.tenure),
-            **self._of,
+            lost_seat=self._opened_in not in (0, tenure),
+            **self.of,
         )
+        self.tenure = tenure
 
     @override
     def _first_spec(self) -> ParameterSpec:
@@ -160,9 +167,9 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
 
     @override
     def _join_members(
-        self, attempts: Attempts, from_step: int | None
+        self, attempts: Attempts, tenure: int, from_step: int | None
     ) -> list[pb.CreateParameterResponse]:
-        answers = super()._join_members(attempts, from_step)
+        answers = super()._join_members(attempts, tenure, from_step)
         self.oldest_version = min(each.version for each in answers if each.slice_size)
         return answers
 
@@ -189,15 +196,96 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             raise UnknownParameterError(
                 f"shard {lacking} has no parameter {name!r} any more; it lost its memory",
                 shard_index=lacking,
-                parameter=name,
+                **self.of,
             )
         if newest > next_step + 1:
             raise StepOrderError(
                 f"learning rate of {name!r} from step {next_step}, this worker's next: "
                 f"chunks have reached step {newest}; pass now=True, or open the parameter again",
-                parameter=name,
+                **self.of,
             )
         return max(newest, next_step)
+
+    def check_first_weights(self, load_id: int, attempts: Attempts) -> None:
+        """Refuses first weights of another `restore`.
+
+        Raises:
+            ArgumentError: a shard has other ones.
+        """
+        ask = partial(_status, name=self.spec.name)
+        found = ask_all(self._channels, lambda channel: ask(channel, attempts=attempts.beside()))
+        if any(each.load_id != load_id for status in found for each in status.parameters):
+            raise ArgumentError(
+                f"{self.what} has first weights already, which are others than these; delete it "
+                "before, or give these another name",
+                **self.of,
+            )
+
+    def contributions(
+        self, parts: Sequence[ShardSlice], step: int, attempts: Attempts
+    ) -> list[tuple[Slice, tuple[str, ...]]]:
+        """Ranges that have closed a step, in order, each with its workers.
+
+        Raises:
+            StepOrderError: no shard knows the step.
+        """
+        ask = partial(self._contributions, step=step)
+        found: list[tuple[Slice, tuple[str, ...]]] = []
+        of_parts = ask_all(parts, lambda part: ask(part, attempts=attempts.beside()))
+        for where, workers in itertools.chain(*of_parts):
+            last = found[-1] if found else (Slice(0, 0), ())
+            if last[0].stop == where.offset and last[1] == workers:
+                found[-1] = Slice(last[0].offset, last[0].size + where.size), workers
+            else:
+                found.append((where, workers))
+        if not found:
+            raise StepOrderError(
+                f"no shard knows who contributed to step {step} of {self.what}: it is open, or not "
+                "among the last 16 that closed; the shards' --contribution-log keeps all steps",
+                **self.of,
+            )
+        return found
+
+    def _contributions(
+        self, part: ShardSlice, step: int, attempts: Attempts
+    ) -> list[tuple[Slice, tuple[str, ...]]]:
+        channel = part.channel
+        request = pb.GetContributionsRequest(
+            shard=channel.identity, step=step, incarnation=self.incarnation, **self.of
+        )
+
+        def ask() -> pb.GetContributionsResponse:
+            request.shard.CopyFrom(channel.identity)
+            answer = channel.call(
+                "GetContributions",
+                request,
+                pb.GetContributionsResponse,
+                timeout_s=attempts.rest_s,
+                **self.of,
+            )
+            first, stop = request.first_chunk_index, len(part.chunks)
+            indexes = [index for each in answer.sets for index in each.chunk_indexes]
+            following = answer.next_chunk_index if answer.HasField("next_chunk_index") else stop
+            if len(set(indexes)) < len(indexes) or not all(
+                first <= index < following for index in indexes
+            ):
+                following = 0
+            if not first <= following <= stop or (following < stop and not indexes):
+                raise self.damaged(
+                    channel,
+                    f"names chunks of {self.what} that it does not have: expected indexes from "
+                    f"{first} to {stop - 1}, each once; run the same version everywhere",
+                )
+            return answer
+
+        workers: dict[int, tuple[str, ...]] = {}
+        while True:
+            answer = attempts.run(ask)
+            for each in answer.sets:
+                workers.update(dict.fromkeys(each.chunk_indexes, tuple(each.worker_ids)))
+            if not answer.HasField("next_chunk_index"):
+                return [(part.chunks[index], workers[index]) for index in sorted(workers)]
+            request.first_chunk_index = answer.next_chunk_index
 
     def _part(
         self, channel: ShardChannel, answer: pb.CreateParameterResponse, first_chunk: int
@@ -208,7 +296,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
                 "and shard 0 does not: it lost its memory; delete the parameter (Client.delete, or "
                 "shardwell delete), then open it again",
                 shard_index=channel.shard_index,
-                parameter=self.spec.name,
+                **self.of,
             )
         where = Slice(answer.slice_offset, answer.slice_size)
         bytes_ = CODECS[self.spec.codec_name].item_size * answer.chunk_element_count
@@ -217,11 +305,9 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         )
         is_cut = answer.chunk_element_count % self.spec.slice_unit
         if where != expected or is_cut or not 0 < bytes_ <= PAYLOAD_SIZE_MAX_BYTES:
-            raise CorruptChunkError(
-                f"shard {channel.shard_index} answers {where} in chunks of "
-                f"{answer.chunk_element_count} elements for {self.spec.name!r}; expected "
-                f"{expected}; run the same version everywhere",
-                shard_index=channel.shard_index,
-                parameter=self.spec.name,
+            raise self.damaged(
+                channel,
+                f"answers {where} in chunks of {answer.chunk_element_count} elements for "
+                f"{self.spec.name!r}; expected {expected}; run the same version everywhere",
             )
         return ShardSlice(channel, where, answer.chunk_element_count, first_chunk)

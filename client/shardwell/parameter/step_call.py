@@ -1,0 +1,286 @@
+"""One call of a worker that ends its next step of a parameter, and what became of the step.
+
+A step's states, as one worker sees them (docs/adr/0005-steps.md):
+
+    state     the shards have of it                a call that fails   a call that succeeds
+    untried   nothing                              untried, tried      ended
+    tried     parts of calls that failed, or of    tried               ended: a part counts once, as
+              an earlier process                                       the shards had it first
+    refused   parts, and one had a value that is   refused             ended: other values may take
+              not finite                                               the place of that part
+    ended     all of it                            -                   -
+
+A call that fails leaves a step untried only if nothing of it has left. A shard's refusal leads to
+refused from untried and from tried. Weights that diverged are an error that ends the step all the
+same, once the rest of the gradient is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from shardwell.errors import DivergedError, NonFiniteError
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.update_rules import TensorRules, clip_factor
+from shardwell.parameter.exchange import Gradient, Progress, Transfer
+from shardwell.parameter.feedback import NOTHING_LOST, Ended, Feedback, Outcome, merged
+from shardwell.parameter.opening import ParameterOpening
+from shardwell.parameter.values import Pieces
+from shardwell.placement.readiness import Ranges
+from shardwell.placement.slices import Slice
+from shardwell.rpc.retry import Attempts
+from shardwell.specs.parameter import ParameterSpec, block_size_of
+from shardwell.steps.member import Member
+
+_LOG = logging.getLogger("shardwell")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The things that all steps of one parameter use."""
+
+    spec: ParameterSpec
+    opening: ParameterOpening
+    transfer: Transfer
+    feedback: Feedback
+    rules: TensorRules
+    member: Member | None
+
+    @cached_property
+    def clips(self) -> bool:
+        """Whether the worker clips, which then knows the norm of the mean."""
+        return bool(self.spec.optimizer.clip_norm) and not self.spec.closes_by_norm
+
+
+@dataclass
+class Tried:
+    """The traces of calls that have failed in a step, from which its next call goes on."""
+
+    step: int = -1
+    """-1: no step."""
+    is_sent: bool = False
+    """Whether one may have sent something."""
+    is_refused: bool = False
+    """Whether a shard refused a part."""
+    superseded: set[Slice] = field(default_factory=set)
+    """Ranges that a shard had counted before with other values."""
+
+
+@dataclass(eq=False)
+class StepCall:
+    """The work, progress and outcome of one call that ends a step. For one thread at a time."""
+
+    tools: Tools
+    tried: Tried
+    work: Gradient
+    version: int
+    """That of the weights in this worker before it."""
+    has_effect: bool
+    """Whether its values count for anything: 0 samples of a synchronous step have none, and neither
+    has what only ends a step."""
+    is_clipped: bool
+    """Whether the values have their largest norm at most, or it is none of the worker's."""
+    own: Pieces | None = None
+    """The gradient without what it carries of earlier ones; None: the work has nothing else."""
+    is_again: bool = False
+    """Whether a piece has failed that may have sent some of it."""
+    found_version: int | None = None
+    """The version of the weights that an exchange has brought."""
+    outcome: Outcome | None = None
+    """Once all of it is counted; the rest, below, is known then."""
+    next_step: int = -1
+    is_draining: bool = False
+
+    def put(self, attempts: Attempts) -> None:
+        """Has all of it counted, and ends the step."""
+        self._prepare()
+        try:
+            self._put(attempts)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        self._end(attempts)
+
+    def abandon(self, attempts: Attempts) -> None:
+        """Ends the step, of which no value here is new to the shards."""
+        self.outcome = None
+        self._put(attempts)
+        self._end(attempts)
+
+    def exchange(
+        self,
+        weights: Pieces,
+        attempts: Attempts,
+        rest: Callable[[Attempts], int] | None = None,
+        await_pieces: Callable[[Attempts], None] | None = None,
+    ) -> None:
+        """Exchanges all of it, or what `rest` does, and ends the step.
+
+        With `rest`, `await_pieces` returns when no piece of it is under way.
+        """
+        self._prepare()
+        transfer, by_norm = self.tools.transfer, self.tools.spec.closes_by_norm
+        try:
+            if by_norm:  # no weights come before all gradients of the step are counted
+                self._put(attempts)
+                self.found_version = transfer.read(weights, self.work.step + 1, attempts)
+            elif rest is not None:
+                self.found_version = rest(attempts)
+            else:
+                progress = Progress()
+                self.found_version = attempts.run(
+                    lambda: transfer.exchange(self.work, weights, progress, None, attempts)
+                )
+        except DivergedError as error:  # some of it is counted, so all of it is to be
+            try:
+                if await_pieces is not None:
+                    await_pieces(attempts)
+                if not by_norm:
+                    self._put(attempts)
+            except BaseException:
+                self._note_failure(error)
+                raise
+            self._end(attempts)
+            raise
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        self._end(attempts)
+
+    def exchange_piece(
+        self, weights: Pieces, progress: Progress, ranges: Ranges, attempts: Attempts
+    ) -> None:
+        """Exchanges some chunks, ahead of `exchange`. Several threads at a time."""
+        transfer = self.tools.transfer
+        own = replace(self.work, looked_at=set())  # what is not finite may be mended in between
+        try:
+            attempts.run(lambda: transfer.exchange(own, weights, progress, ranges, attempts))
+        except BaseException:
+            self.is_again = True
+            raise
+        self.is_again |= attempts.is_again
+
+    def look_again(self) -> None:
+        """Takes values that are complete now, and may have been mended where they lie."""
+        self.work.looked_at.clear()
+        feedback = self.tools.feedback
+        if feedback.keeps and feedback.is_due and self.own is None:
+            self.tools.transfer.check_finite(self.work)
+            self.add_carried()
+
+    def add_carried(self) -> None:
+        """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
+        if not self.has_effect or self.own is not None:
+            return
+        self._clip()  # what is added was clipped before
+        work = self.work
+        values: Float32 = work.values.whole().astype(np.float32, copy=False)
+        self.own, work.values = work.values, Pieces(self.tools.feedback.added(values))
+        work.looked_at.clear()
+
+    def _prepare(self) -> None:
+        self.outcome = None
+        if not self.is_clipped:
+            self._clip()
+        self.work.after_refusal |= self.tried.is_refused
+
+    def _clip(self) -> None:
+        """Scales the gradient down to its largest norm, once."""
+        if self.is_clipped:
+            return
+        spec, work = self.tools.spec, self.work
+        self.tools.transfer.check_finite(work)
+        with np.errstate(all="ignore"):  # where allow_non_finite lets anything through
+            values: Float32 = work.values.whole().astype(np.float32, copy=False)
+            squares = self.tools.rules.squares(0, values, block_size_of(values.size))
+            factor = clip_factor(math.sqrt(math.fsum(squares)), spec.optimizer.clip_norm)
+            if factor != 1.0:
+                work.values = Pieces(values * np.float32(factor))
+        self.is_clipped = True
+
+    def _put(self, attempts: Attempts) -> None:
+        transfer, progress = self.tools.transfer, Progress()
+        transfer.close_steps_before(self.work.step, attempts)
+        attempts.run(lambda: transfer.put_gradient(self.work, progress, attempts))
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Lets the step end with other values, if a shard has refused a part of these."""
+        if isinstance(error, NonFiniteError):
+            if error.shard_index is None:
+                return  # nothing has left
+            self.tried.is_refused = True
+        self.tried.is_sent = True
+        if self.has_effect:
+            self.tools.feedback.tried(self.work.step, self.work.values)
+
+    def _end(self, attempts: Attempts) -> None:
+        """Finds out what became of the step, of which all is counted."""
+        work, feedback, spec = self.work, self.tools.feedback, self.tools.spec
+        ended = NOTHING_LOST
+        superseded: tuple[Slice, ...] = ()
+        if work.superseded or work.late:
+            is_again = self.is_again or attempts.is_again or self.tried.is_sent
+            unknown = work.unknown if is_again else ()
+            ended = Ended({*work.late} - {*unknown}, {*work.superseded}, {*unknown})
+            superseded = merged(ended.superseded)
+        if feedback.keeps:
+            feedback.end(work.step, work.values if self.has_effect else None, self.own, ended)
+        if spec.has_open_sets:
+            self._end_open(ended, superseded)
+        else:
+            self.next_step = work.step + 1
+            version = self.version if self.found_version is None else self.found_version
+            version = max(version, work.step)
+            self.outcome = Outcome(
+                step=work.step, size=spec.size, version=version, superseded=superseded
+            )
+        if superseded:
+            _LOG.warning(
+                "parameter %r: of step %d of worker %r, another gradient had been counted before "
+                "for %d of %d elements, so what this one has there was not; see `outcome`",
+                spec.name,
+                work.step,
+                self.tools.opening.worker_id,
+                sum(where.size for where in superseded),
+                spec.size,
+            )
+
+    def _end_open(self, ended: Ended, superseded: tuple[Slice, ...]) -> None:
+        """Goes on behind a step that may have closed without this gradient."""
+        spec, work, member = self.tools.spec, self.work, self.tools.member
+        outcomes = list(work.outcomes.values())
+        names = {name for each in outcomes for name in each.contributor_ids}
+        version = min((int(each.version) for each in outcomes), default=work.step)
+        is_over = any(each.tenure_is_over for each in outcomes)
+        if member is not None:
+            member.is_settled |= not work.late
+            if is_over:
+                member.lose()
+        self.is_draining = any(each.is_draining for each in outcomes)
+        # It may give the step again in its next tenure alone; what it gave counts once.
+        self.next_step = max(version, work.step + (not is_over or not work.late))
+        if ended.unknown:
+            _LOG.warning(
+                "parameter %r: worker %r was away for so long that no shard knows whether step %d "
+                "had counted, for %d of %d elements; they do not count again; see `outcome`",
+                spec.name,
+                self.tools.opening.worker_id,
+                work.step,
+                sum(where.size for where in ended.unknown),
+                spec.size,
+            )
+        self.outcome = Outcome(
+            step=work.step,
+            size=spec.size,
+            version=version,
+            superseded=superseded,
+            late=merged(ended.late),
+            unknown=merged(ended.unknown),
+            contributors=tuple(sorted(names)),
+        )
