@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.rendezvous.registry import Owner
 from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
+from shardwell.process import telemetry
 from shardwell.specs.deadlines import check_duration
 from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -114,7 +116,8 @@ class ShardServer:
         if data_dir is not None:
             self._origin = {"data_dir": str(data_dir.path), "begins_anew": data_dir.is_new}
         self._audit: AuditLog | None = None
-        self._access_looker: Future[None] | None = None
+        self._lookers: list[Future[None]] = []
+        """What the loop does again and again."""
         config.durability.check_files(data_dir is not None)
         # It tells from here on that files are being read.
         self.admin = AdminPort(config) if config.admin_listen else None
@@ -124,6 +127,11 @@ class ShardServer:
         except BaseException:
             self._close_admin()
             raise
+        self._exporter = telemetry.StepExporter(
+            self.shard.spans,
+            config.shard_index,
+            lambda name: self.shard.tables.find(name) is not None,
+        )
         self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
         self._imager = threading.Thread(target=self._image, name="shardwell-image")
         self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
@@ -167,7 +175,8 @@ class ShardServer:
         self._loop.run(self._endpoint.server.start())
         self._loop.run(self._endpoint.unix_streams.start())
         if self._endpoint.access.asks or self._endpoint.tls is not None:
-            self._access_looker = self._loop.begin(self._look_at_access())
+            self._lookers.append(self._loop.begin(self._look_at_access()))
+        self._lookers.append(self._loop.begin(self._export_steps()))
         self._verifier.start()
         if self.config.durability.interval_s is not None:
             self._syncer.start()
@@ -207,8 +216,8 @@ class ShardServer:
         except TimeoutError:
             self._is_stuck = True
             _LOG.error("gRPC does not end its calls, and is left to itself")
-        if self._access_looker is not None:
-            self._access_looker.cancel()
+        for looker in self._lookers:
+            looker.cancel()
         self.shard.stop()
         self._endpoint.arenas.close()
         for thread in (self._verifier, self._syncer, self._imager, self._looker):
@@ -217,6 +226,7 @@ class ShardServer:
         if not self._is_closed:
             self._is_closed = True
             self._endpoint.threads.close()
+            telemetry.bounded(partial(self._exporter.export, 0.0))
             if not self._is_stuck:
                 self._loop.close()
             if self._audit is not None:
@@ -327,6 +337,13 @@ class ShardServer:
             except Exception:  # or tokens would be good for ever
                 _LOG.exception("could not look whether tokens have ended")
             await asyncio.sleep(_TOKEN_LOOK_INTERVAL_S)
+
+    async def _export_steps(self) -> None:
+        """Exports steps to OpenTelemetry, once this process uses it."""
+        while True:
+            await asyncio.sleep(telemetry.QUIET_S)
+            if sys.modules.get(telemetry.MODULE):
+                await self._endpoint.threads.run(self._exporter.export)
 
     def __enter__(self) -> ShardServer:
         self.start()

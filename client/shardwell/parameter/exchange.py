@@ -444,15 +444,14 @@ class Transfer(StepTransfer[ShardSlice]):
         if work.learning_rate is not None:
             common.learning_rate = work.learning_rate
             common.rate_factors.extend(factors_of(work.learning_rate))
-        trace_parent = attempts.trace_parent
         if not are_made_here:
             for line in lines:
-                line.stream.submit(self._messages(line, work, common, trace_parent, leaves=True))
+                line.stream.submit(self._messages(line, work, common, leaves=True))
             return
         if self._threads.count < 2 or are_short:
-            made = [[*self._messages(line, work, common, trace_parent)] for line in lines]
+            made = [[*self._messages(line, work, common)] for line in lines]
         else:
-            made = self._made_beside(lines, work, common, trace_parent)
+            made = self._made_beside(lines, work, common)
         for line, messages in zip(lines, made, strict=True):
             is_short = line.part.where.size <= _SHORT_ELEMENT_COUNT
             is_short = is_short or sum(map(len, messages)) <= SHORT_BYTES
@@ -463,7 +462,6 @@ class Transfer(StepTransfer[ShardSlice]):
         lines: Sequence[Line],
         work: Gradient,
         common: types_pb2.GradientChunk,
-        trace_parent: str,
     ) -> list[list[bytes]]:
         """Each line's messages, made by all threads that are free.
 
@@ -478,7 +476,7 @@ class Transfer(StepTransfer[ShardSlice]):
                 pieces.append([[] for _ in starts])
                 for messages, start in zip(pieces[-1], starts, strict=True):
                     stretch = (start, min(start + size, line.stop))
-                    spread.give(self._make, messages, line, work, common, trace_parent, stretch)
+                    spread.give(self._make, messages, line, work, common, stretch)
         return [list(itertools.chain.from_iterable(made)) for made in pieces]
 
     def _make(
@@ -487,11 +485,10 @@ class Transfer(StepTransfer[ShardSlice]):
         line: Line,
         work: Gradient,
         common: types_pb2.GradientChunk,
-        trace_parent: str,
         stretch: tuple[int, int],
     ) -> None:
         """Adds some of a line's messages."""
-        messages += self._messages(line, work, common, trace_parent, stretch)
+        messages += self._messages(line, work, common, stretch)
 
     def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
         """Says what the first message of a call has to say about its stream."""
@@ -506,7 +503,6 @@ class Transfer(StepTransfer[ShardSlice]):
         line: Line,
         work: Gradient,
         common: types_pb2.GradientChunk,
-        trace_parent: str,
         stretch: tuple[int, int] | None = None,
         *,
         leaves: bool = False,
@@ -517,7 +513,6 @@ class Transfer(StepTransfer[ShardSlice]):
             line: The shard, and its chunks.
             work: The gradient.
             common: What the chunks have in common.
-            trace_parent: Id of the call's span.
             stretch: The first chunk that is made, and the one behind the last; None: all.
             leaves: Whether each is sent when it is made: its values were looked at before.
         """
@@ -541,7 +536,6 @@ class Transfer(StepTransfer[ShardSlice]):
             chunk = gradient.chunk
             if unit == first:
                 self._begin(header, line)
-                gradient.trace_parent = trace_parent
             gradient.end_of_step = unit == last
             held = None if self.image is None else self.image.held(part.first_chunk + index)
             if held is not None:

@@ -41,6 +41,10 @@ class Spans:
         if now_ns() - begin_ns >= LONG_NS:
             self.add(kind, subject, NO_STEP, ALL_CHUNKS, "", begin_ns)
 
+    def all(self) -> list[Span]:
+        """The kept spans, in order."""
+        return [Span(*span) for span in self._kept.copy()]
+
     def since(self, begin_ns: int, subject: str) -> list[Span]:
         """The kept spans of a subject that began since then, in order."""
         found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
-from shardwell.process.telemetry import call_span
+from shardwell.process import telemetry
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.heartbeat import TakesPart
 from shardwell.rpc.retry import Attempts
@@ -112,16 +113,15 @@ class CallScope:
         __tracebackhide__ = True  # of notebooks and of pytest
         self.check_open()
         bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
-        span = call_span(verb, self._shards.spans, self._worker_id, self._where)
-        with contextlib.nullcontext() if span is None else span:
-            trace_parent = "" if span is None else span.trace_parent
-            call = partial(
-                self._attempted, body, bound_s, in_turn=in_turn, trace_parent=trace_parent
-            )
-            tell = partial(self._tell_wait, verb, bound_s) if verb else None
-            look = partial(self._look, f"{verb or 'a call'} of {self._what}")
-            end_s = with_answer(bound_s)
-            return self._shards.threads.run(call, end_s, scope=self, tell=tell, look=look)
+        call = partial(self._attempted, body, bound_s, in_turn=in_turn)
+        tell = partial(self._tell_wait, verb, bound_s) if verb else None
+        look = partial(self._look, f"{verb or 'a call'} of {self._what}")
+        end_s = with_answer(bound_s)
+        run = partial(self._shards.threads.run, call, end_s, scope=self, tell=tell, look=look)
+        if verb and sys.modules.get(telemetry.MODULE):
+            shards, where = self._shards, self._where
+            return telemetry.exported(run, verb, shards.spans, self._worker_id, where)
+        return run()
 
     def _look(self, what: str, waited_s: float) -> None:
         """A call has waited for some seconds."""
@@ -185,10 +185,8 @@ class CallScope:
         timeout_s: float,
         *,
         in_turn: bool | JointTurn = False,
-        trace_parent: str = "",
     ) -> ResultT:
         attempts = Attempts(timeout_s, self._shards)
-        attempts.trace_parent = trace_parent
         joint = in_turn if isinstance(in_turn, JointTurn) else None
         if joint is not None:
             joint.enter(self._turn_lock, partial(self._await_turn, attempts))

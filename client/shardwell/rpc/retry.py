@@ -88,8 +88,6 @@ class Attempts:
         self._corrupt_count = 0
         self.is_again = False
         """Whether an attempt has failed, and another one is or was made."""
-        self.trace_parent = ""
-        """Id of the call's span, for the shards: see `process.telemetry`."""
 
     def beside(self) -> Attempts:
         """Attempts of a part of the call on another thread, with the same deadline."""

@@ -254,7 +254,7 @@ class RowTransfer(StepTransfer[Asked]):
             for line in lines:
                 if put is not None and line.part.parts:
                     put.is_sent = True
-                messages = self._messages(line, wait_ms, attempts.trace_parent)
+                messages = self._messages(line, wait_ms)
                 line.stream.submit(messages, is_short=self._is_short(line.part))
             self._receive(lines, 0, step, self._take)
 
@@ -271,7 +271,7 @@ class RowTransfer(StepTransfer[Asked]):
             error.element_index = put.element_index(error.shard_index, error.element_index)
             error.args = (f"{error.message}; {REFUSED_STEP.format('table')}",)
 
-    def _messages(self, line: Line, wait_timeout_ms: int, trace_parent: str) -> Iterator[bytes]:
+    def _messages(self, line: Line, wait_timeout_ms: int) -> Iterator[bytes]:
         """What a shard is sent: parts of a gradient, then questions. On another thread, mostly."""
         asked = line.part
         header = pb.ExchangeRowsRequest()
@@ -281,8 +281,6 @@ class RowTransfer(StepTransfer[Asked]):
             step, peer = asked.put.step, asked.channel.name
             for index, span in enumerate(asked.parts):
                 begin_ns = now_ns()
-                if trace_parent and index == 0:
-                    header.gradient.trace_parent = trace_parent
                 message = self._part(header, asked.put, asked, index, span, wait_timeout_ms)
                 self._spans.add(SPAN_KIND_ENCODE, self._name, step, index, peer, begin_ns)
                 yield message

@@ -157,7 +157,7 @@ class Rows(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., crc32c: _Optional[int] = ..., lz4: bool = ...) -> None: ...
 
 class RowGradients(_message.Message):
-    __slots__ = ("rows", "step", "part_index", "end_of_step", "sample_count", "wait_timeout_ms", "abandons", "trace_parent")
+    __slots__ = ("rows", "step", "part_index", "end_of_step", "sample_count", "wait_timeout_ms", "abandons")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PART_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +165,6 @@ class RowGradients(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ABANDONS_FIELD_NUMBER: _ClassVar[int]
-    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     part_index: int
@@ -173,8 +172,7 @@ class RowGradients(_message.Message):
     sample_count: int
     wait_timeout_ms: int
     abandons: bool
-    trace_parent: str
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., part_index: _Optional[int] = ..., end_of_step: bool = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., abandons: bool = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., part_index: _Optional[int] = ..., end_of_step: bool = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., abandons: bool = ...) -> None: ...
 
 class RowsFetch(_message.Message):
     __slots__ = ("rows", "min_version", "wait_timeout_ms", "max_version", "unless_late")

@@ -446,14 +446,13 @@ class StreamOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
-    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "trace_parent", "counts_only", "after_refusal", "control_crc32c", "rate_factors", "held_version")
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "counts_only", "after_refusal", "control_crc32c", "rate_factors", "held_version")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     WAIT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     END_OF_STEP_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
-    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     COUNTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     AFTER_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     CONTROL_CRC32C_FIELD_NUMBER: _ClassVar[int]
@@ -465,13 +464,12 @@ class GradientChunk(_message.Message):
     wait_timeout_ms: int
     end_of_step: bool
     learning_rate: float
-    trace_parent: str
     counts_only: bool
     after_refusal: bool
     control_crc32c: int
     rate_factors: _containers.RepeatedScalarFieldContainer[float]
     held_version: int
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., trace_parent: _Optional[str] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ..., held_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ..., held_version: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")

@@ -43,7 +43,7 @@ from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import ParameterStream
-from shardwell_server.services.step_stream import Kind, Recorder, opened
+from shardwell_server.services.step_stream import Kind, moved, opened
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
 from shardwell_server.shard.members import Contributor
@@ -133,7 +133,6 @@ class ParameterServerService:
     def init_weights(self, call: Call) -> Handling:
         parameter: ParameterSlice | None = None
         opening, array_index, expected = pb.InitWeightsRequest(), 0, 0
-        recorder = Recorder(self._shard, call)
         right = Right.CONTRIBUTE
         array_count = 1
         context, has_ranges = 0, False
@@ -180,7 +179,7 @@ class ParameterServerService:
                         parameter.spec, index, "first weights", "mend them and send them again"
                     )
             parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
-            recorder.frame(received=payload.size)
+            moved(self._shard, call, received=payload.size)
             expected = where.stop
             message = yield Needs.NEXT
         if parameter is None:
@@ -240,7 +239,6 @@ class ParameterServerService:
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
         names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.slot_names))
         element_count = min(parameter.chunk_element_count, parameter.where.size)
-        recorder = Recorder(self._shard, call)
         buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
         with parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot:
             yield pb.SnapshotResponse(
@@ -260,7 +258,7 @@ class ParameterServerService:
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):
-                            recorder.frame(sent=len(message))
+                            moved(self._shard, call, sent=len(message))
                             yield message
                     except NonFiniteValueError as error:
                         raise diverged(

@@ -21,7 +21,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.messages import ALIGNMENT_BYTES, Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Handling, Needs
-from shardwell_server.services.step_stream import Due, Request, StepStream, names_that_fit
+from shardwell_server.services.step_stream import Due, Request, StepStream, moved, names_that_fit
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -58,7 +58,6 @@ class ParameterStream(StepStream[ParameterSlice]):
         yield from self.exchange()
         if self._opening is not None:
             self._slice.make_durable()
-            self._recorder.ended()
             if self._contributor is not None and self._contributor.superseded:
                 self._counted.superseded.CopyFrom(self._superseded(self._contributor.superseded))
             if self._contributor is not None and self._slice.has_open_sets:
@@ -122,17 +121,14 @@ class ParameterStream(StepStream[ParameterSlice]):
         gradient = request.gradient
         if call.is_short and (
             not self._may_be_short
-            or gradient.trace_parent  # exporting spans may take any time
             or parameter.snapshots.pending  # what it changes is written to a file for them
         ):
             yield Needs.LONG
         contributor = self._contributor or self._bind()
         chunk, self._step = gradient.chunk, gradient.step
         payload = self._payload(gradient, payload)
-        self._recorder.frame(received=payload.size)
+        moved(self._shard, self._call, received=payload.size)
         deadline = deadline_of(self._shard, call, gradient.wait_timeout_ms / 1000)
-        if gradient.trace_parent:
-            self._recorder.begun(gradient.trace_parent, gradient.step)
         begun = self._beside.pop(chunk.chunk_index, None)
         is_new = yield from until(
             parameter.contribute, contributor, gradient, payload, deadline, begun=begun
@@ -237,7 +233,7 @@ class ParameterStream(StepStream[ParameterSlice]):
                 parameter.weights_message, index, min_version, deadline, max_version, held[index]
             )
             parameter.make_durable()  # no client goes on from what could still be lost
-            self._recorder.frame(sent=len(message))
+            moved(self._shard, self._call, sent=len(message))
             shared_bytes = 0
             if places is not None:
                 message, shared_bytes = shared_message(pb.ExchangeResponse, message, places.room)

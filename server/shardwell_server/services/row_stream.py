@@ -16,7 +16,7 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell_server.services.calls import Call, Handling, Needs
-from shardwell_server.services.step_stream import Due, Request, StepStream, names_that_fit
+from shardwell_server.services.step_stream import Due, Request, StepStream, moved, names_that_fit
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
@@ -60,11 +60,10 @@ class RowStream(StepStream[TableSlice]):
             not self._may_be_short
             or payload.size > _SHORT_BYTES_MAX
             or asked.rows.row_count * table.spec.dim > _SHORT_ELEMENT_COUNT
-            or gradient.trace_parent  # exporting spans may take any time
             or not table.is_free
         ):
             yield Needs.LONG
-        self._recorder.frame(received=payload.size)
+        moved(self._shard, self._call, received=payload.size)
         deadline = deadline_of(self._shard, self._call, asked.wait_timeout_ms / 1000)
         if request.HasField("fetch"):
             rows = partial(table.rows_message, request.fetch, payload, deadline)
@@ -79,8 +78,6 @@ class RowStream(StepStream[TableSlice]):
             self._counted, self._superseded = pb.RowsCounted(step=gradient.step), []
         self._is_between_steps = False
         contributor = self._contributor or self._bind()
-        if gradient.trace_parent:
-            self._recorder.begun(gradient.trace_parent, gradient.step)
         is_new = yield from until(table.contribute, contributor, gradient, payload, deadline)
         is_late = gradient.part_index in contributor.late
         self._counted.counted_part_count += is_new

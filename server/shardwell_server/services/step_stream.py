@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeV
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.codec import Bytes
-from shardwell.process.telemetry import StepSpans
 from shardwell.specs.names import check_name
 from shardwell.transport.arena import BATCH_COUNT, shared_message
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -50,33 +49,10 @@ class Due(NamedTuple):
     """None: its payload goes into the message."""
 
 
-class Recorder:
-    """Records what others see of a call: the bytes that it moves, and spans of its steps."""
-
-    def __init__(self, shard: Shard, call: Call) -> None:
-        self.has_begun = False
-        self._shard = shard
-        self._call = call
-        self._traffic = shard.traffic
-        self._steps: StepSpans
-
-    def opened(self, kind: Kind, name: str, worker_id: str) -> None:
-        shard = self._shard
-        self._steps = StepSpans(shard.spans, shard.config.shard_index, worker_id, {kind: name})
-
-    def frame(self, *, received: int = 0, sent: int = 0) -> None:
-        self._traffic.add(received=received, sent=sent)
-        self._call.moved_bytes += received + sent
-
-    def begun(self, trace_parent: str, step: int) -> None:
-        self.has_begun = True
-        self._steps.begin(trace_parent, step)
-
-    def ended(self) -> None:
-        """Exports a step's span, once all of it is answered; may take any time."""
-        if self.has_begun:
-            self.has_begun = False
-            self._steps.end()
+def moved(shard: Shard, call: Call, *, received: int = 0, sent: int = 0) -> None:
+    """Counts bytes of payload that a call has moved."""
+    shard.traffic.add(received=received, sent=sent)
+    call.moved_bytes += received + sent
 
 
 class StepStream(ABC, Generic[SliceT]):
@@ -90,7 +66,6 @@ class StepStream(ABC, Generic[SliceT]):
         self._shard = shard
         self._call = call
         self._parse = parse
-        self._recorder = Recorder(shard, call)
         self._slice: SliceT
         self._opening: Any = None
         self._contributor: Contributor[Any] | None = None
@@ -141,8 +116,6 @@ class StepStream(ABC, Generic[SliceT]):
                 if self._pending:
                     yield from self._answers(all_=self._is_between_steps)
                 if self._is_between_steps:
-                    if self._recorder.has_begun:
-                        self._recorder.ended()
                     self._call.is_short = self._may_be_short  # whatever this step was
             if self._pending:
                 yield from self._answers(all_=True)
@@ -155,7 +128,6 @@ class StepStream(ABC, Generic[SliceT]):
         self._check_between_steps("`open`")
         self._slice = opened(self._kind, self._shard, request, self._call, Right.READ)
         self._opening, self._contributor = request.open, None
-        self._recorder.opened(self._kind, self._slice.spec.name, request.open.worker_id)
         self._may_be_short = self._opened()
 
     def _check_between_steps(self, what: str, *, is_in_step: bool = False) -> None:
@@ -196,7 +168,7 @@ class StepStream(ABC, Generic[SliceT]):
                 message, size_bytes = yield from until(_shared, first, begun=begun)
             self._slice.make_durable()  # it acknowledges a gradient, or others go on from it
             pending.popleft()
-            self._recorder.frame(sent=size_bytes)
+            moved(self._shard, self._call, sent=size_bytes)
             is_shared = first.room is not None
             if holds or is_shared:
                 yield from batch.add(message, waits=is_shared)

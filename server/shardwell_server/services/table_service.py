@@ -30,7 +30,7 @@ from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, joined
 from shardwell_server.services.row_stream import RowStream
-from shardwell_server.services.step_stream import Recorder
+from shardwell_server.services.step_stream import moved
 from shardwell_server.shard.deadline import RequestDeadline, deadline_of, until, wanted
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
@@ -80,7 +80,6 @@ class TableService:
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "table", request.table)
         table = self._shard.tables.opened(request.table, request.incarnation)
-        recorder = Recorder(self._shard, call)
         if request.content not in _CONTENTS:
             raise ArgumentError(
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
@@ -92,7 +91,7 @@ class TableService:
                 request.version,
                 deadline_of(self._shard, call, request.wait_timeout_ms / 1000),
                 wanted(self._shard, call),
-                lambda size: recorder.frame(sent=size),
+                lambda size: moved(self._shard, call, sent=size),
             )
             self._shard.copied_s = time.monotonic()
             return
@@ -109,16 +108,15 @@ class TableService:
             start = checksum.rows_scan(scanned, header)
             message = codec.encode(header, header.rows, ids, values, start=start)
             table.make_durable()  # no client goes on from what could still be lost
-            recorder.frame(sent=len(message))
+            moved(self._shard, call, sent=len(message))
             yield message
 
     def load_rows(self, call: Call) -> Handling:
         loading: _Load | None = None
-        recorder = Recorder(self._shard, call)
         message = yield Needs.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.LoadRowsRequest, message)
-            recorder.frame(received=payload.size)
+            moved(self._shard, call, received=payload.size)
             if loading is None:
                 if not request.HasField("open"):
                     raise ArgumentError("a stream's first message must have `open`; it is missing")

@@ -1,8 +1,8 @@
-"""Goal: where a process uses OpenTelemetry, each call has a span, and shards' are its children;
-where it does not, or does not sample, there is none, and nothing else changes.
+"""Goal: where a process uses OpenTelemetry, each call has a span, and each step one of each worker
+and shard; where it does not, or does not sample, there is none, and nothing else changes.
 
-Method: OpenTelemetry's SDK with an exporter in memory, real shards and workers; what is no
-traceparent by hand; processes that do not import it.
+Method: OpenTelemetry's SDK with an exporter in memory, real shards and workers; spans that are
+recorded by hand; processes that do not import it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
 
 import shardwell
 from harness.data.table_batches import open_table
-from harness.polling import PATIENCE_S
+from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program
 from harness.threads import together
 from shardwell.process import telemetry
 from shardwell.process.spans import Spans, now_ns
 from shardwell.v1 import trace_pb2 as pb
-from shardwell.wire.rows import rows_per_message_max
 from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -75,6 +74,12 @@ def recorder(request, monkeypatch) -> Iterator[Recorder]:
     made.provider.shutdown()
 
 
+def steps_of(recorder: Recorder, count: int) -> list[ReadableSpan]:
+    """Spans of steps, once so many were exported."""
+    eventually("steps are exported", lambda: len(recorder.spans("step")) >= count)
+    return recorder.spans("step")
+
+
 def trained(running: LocalCluster, connect: Any) -> None:
     """Two workers, one step."""
 
@@ -88,12 +93,11 @@ def trained(running: LocalCluster, connect: Any) -> None:
 
 @pytest.mark.same_host
 @pytest.mark.parametrize("same_host", [True, False])
-def test_a_step_is_the_child_of_its_call(cluster, connect, recorder, same_host) -> None:
+def test_a_step_has_a_span_of_each_worker_and_shard(cluster, connect, recorder, same_host) -> None:
     running = cluster(2, same_host="auto" if same_host else "off", chunk_size_bytes=256)
     trained(running, connect)
     calls = recorder.spans("exchange")
     assert {call.attributes["shardwell.worker_id"] for call in calls} == {"w0", "w1"}
-    waited: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
     for call in calls:
         assert call.parent is None
         assert call.kind is trace.SpanKind.CLIENT
@@ -103,19 +107,23 @@ def test_a_step_is_the_child_of_its_call(cluster, connect, recorder, same_host) 
         assert {"encode", "wait", "decode"} <= {
             child.name.removeprefix("shardwell.") for child in children
         }
-        steps = [child for child in children if child.name == "shardwell.step"]
-        assert sorted(step.attributes["shardwell.shard_index"] for step in steps) == [0, 1]
-        for step in steps:
-            assert step.kind is trace.SpanKind.SERVER
-            assert step.context.trace_id == call.context.trace_id
-            assert step.attributes["shardwell.worker_id"] == call.attributes["shardwell.worker_id"]
-            names = [child.name for child in recorder.children(step)]
-            assert "shardwell.add" in names or "shardwell.update" in names
-            for_whom = step.attributes.get("shardwell.waited_for", "")
-            who = step.attributes["shardwell.worker_id"]
-            waited[step.attributes["shardwell.shard_index"]].append((who, for_whom))
         for child in children:
-            assert call.start_time <= child.start_time <= child.end_time
+            assert call.start_time <= child.start_time <= child.end_time <= call.end_time
+    waited: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
+    for step in steps_of(recorder, 4):
+        assert step.kind is trace.SpanKind.SERVER
+        assert step.parent is None
+        assert step.attributes["shardwell.parameter"] == "net"
+        assert step.attributes["shardwell.step"] == 0
+        names = [child.name for child in recorder.children(step)]
+        assert "shardwell.add" in names or "shardwell.update" in names
+        assert "shardwell.encode_weights" in names
+        for_whom = step.attributes.get("shardwell.waited_for", "")
+        who = step.attributes["shardwell.worker_id"]
+        waited[step.attributes["shardwell.shard_index"]].append((who, for_whom))
+        for call in calls:
+            assert call.start_time <= step.end_time
+            assert step.start_time <= call.end_time
     for pairs in waited.values():  # on each shard one of the two was last, and waited for no worker
         assert sorted(pairs) in ([("w0", ""), ("w1", "w0")], [("w0", "w1"), ("w1", "")])
 
@@ -129,8 +137,8 @@ def test_in_the_caller_s_context(cluster, connect, recorder) -> None:
         net.get_weights(min_version=step + 1)
     names = [span.name for span in recorder.spans() if span.parent == train.get_span_context()]
     assert names == ["shardwell.exchange", "shardwell.put_gradient", "shardwell.get_weights"]
-    (put,) = recorder.spans("put_gradient")
-    assert "shardwell.step" in {child.name for child in recorder.children(put)}
+    found = [step.attributes["shardwell.step"] for step in steps_of(recorder, 2)]
+    assert found == [0, 1]
 
 
 def test_calls_of_tables_have_spans(cluster, connect, recorder) -> None:
@@ -140,9 +148,9 @@ def test_calls_of_tables_have_spans(cluster, connect, recorder) -> None:
     users.get_rows([4])
     (exchange,) = recorder.spans("exchange_rows")
     assert exchange.attributes["shardwell.table"] == "users"
-    steps = [each for each in recorder.children(exchange) if each.name == "shardwell.step"]
-    assert {each.attributes["shardwell.table"] for each in steps} == {"users"}
     assert len(recorder.spans("put_row_gradients")) == len(recorder.spans("get_rows")) == 1
+    steps = steps_of(recorder, 3)
+    assert {each.attributes["shardwell.table"] for each in steps} == {"users"}
 
 
 def test_a_call_that_fails_says_so(cluster, connect, recorder) -> None:
@@ -182,6 +190,8 @@ def test_no_call_fails_because_a_span_does(cluster, connect, recorder, when) -> 
     net.put_gradient(np.ones(6, np.float32))
     assert net.get_weights(min_version=2)[0] == -2
     assert not running.servers[0]._endpoint.calls.refusal_counts
+    if when != "start":
+        steps_of(recorder, 2)
 
 
 def test_no_exporter_holds_up_the_loop(cluster, connect, recorder) -> None:
@@ -199,14 +209,12 @@ def test_no_exporter_holds_up_the_loop(cluster, connect, recorder) -> None:
     net.init(np.zeros(6, np.float32))
     for _ in range(5):
         net.exchange(np.ones(6, np.float32))
+    eventually("steps are exported", lambda: threads)
     assert threads == {"shardwell-work"}
     threads.clear()
     table = open_table(client, mode="async", row_count=10_000, dim=64, codec="fp16")
-    for _ in range(5):
-        table.put_row_gradients([1], np.ones((1, 64), np.float32))
-        # A message and a few rows: the step ends with a part that is short, and begins before it.
-        count = rows_per_message_max(table.spec) + 4
-        table.put_row_gradients(range(count), np.ones((count, 64), np.float32))
+    table.put_row_gradients([1], np.ones((1, 64), np.float32))
+    eventually("steps are exported", lambda: threads)
     assert threads == {"shardwell-work"}
 
 
@@ -235,60 +243,64 @@ def test_no_exporter_holds_up_the_end_of_a_process(monkeypatch) -> None:
     assert flushed.wait(PATIENCE_S)
 
 
+def exporter(spans: Spans) -> telemetry.StepExporter:
+    """Of a shard that has no table."""
+    return telemetry.StepExporter(spans, 0, lambda name: False)
+
+
+def noted(spans: Spans, kind: int, worker_id: str, step: int = 0) -> None:
+    """Records work on a chunk of "net"."""
+    spans.add(kind, "net", step, 0, worker_id, now_ns())
+
+
 @pytest.mark.parametrize("other", [pb.SPAN_KIND_UPDATE, pb.SPAN_KIND_ADD])
 def test_the_worker_that_closed_a_step_waited_for_no_other(recorder, other) -> None:
     """In asynchronous mode each does, and others' steps have the same numbers."""
     spans = Spans()
-    step = telemetry.StepSpans(spans, 0, "w0", {"parameter": "net"})
-    step.begin("00-" + "1" * 32 + "-" + "2" * 16 + "-01", 0)
-    spans.add(pb.SPAN_KIND_UPDATE, "net", 0, 0, "w0", now_ns())
-    spans.add(other, "net", 0, 0, "w1", now_ns())
-    step.end()
-    (found,) = recorder.spans("step")
-    assert "shardwell.waited_for" not in found.attributes
+    noted(spans, pb.SPAN_KIND_UPDATE, "w0")
+    noted(spans, other, "w1")
+    exporter(spans).export(0.0)
+    found = {each.attributes["shardwell.worker_id"]: each for each in recorder.spans("step")}
+    assert sorted(found) == ["w0", "w1"]
+    assert "shardwell.waited_for" not in found["w0"].attributes
 
 
 @pytest.mark.parametrize("recorder", [ALWAYS_OFF], indirect=True)
-def test_what_is_not_sampled_has_no_children(cluster, connect, recorder, monkeypatch) -> None:
-    begun: list[str] = []
-    monkeypatch.setattr(
-        telemetry.StepSpans, "begin", lambda self, parent, step: begun.append(parent)
-    )
-    trained(cluster(2), connect)
+def test_what_is_not_sampled_has_no_span(cluster, connect, recorder) -> None:
+    running = cluster(2)
+    trained(running, connect)
+    running.close()
     assert not recorder.spans()
-    assert not begun  # nothing was sent
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "",
-        "00-0",
-        "00-" + "0" * 32 + "-" + "1" * 16 + "-01",
-        "00-" + "1" * 32 + "-" + "0" * 16 + "-01",
-        "00-" + "A" * 32 + "-" + "1" * 16 + "-01",
-        "ff-" + "1" * 32 + "-" + "1" * 16 + "-01",
-        "00-" + "1" * 32 + "-" + "1" * 16 + "-01\n",
-        "x" * 5000,
-    ],
-)
-def test_an_invalid_traceparent_has_no_parent(recorder, given) -> None:
+def test_a_step_is_exported_once_when_it_has_closed_and_is_quiet(recorder) -> None:
     spans = Spans()
-    step = telemetry.StepSpans(spans, 0, "w0", {"parameter": "net"})
-    step.begin(given, 0)
-    spans.add(pb.SPAN_KIND_ADD, "net", 0, 0, "w0", now_ns())
-    step.end()
+    exports = exporter(spans)
+    noted(spans, pb.SPAN_KIND_ADD, "w0", 5)
+    exports.export(0.0)
     assert not recorder.spans()
+    noted(spans, pb.SPAN_KIND_UPDATE, "w1", 5)
+    exports.export(PATIENCE_S)
+    assert not recorder.spans()
+    exports.export(0.0)
+    noted(spans, pb.SPAN_KIND_ENCODE_WEIGHTS, "", 5)
+    exports.export(0.0)
+    found = recorder.spans("step")
+    assert [each.attributes["shardwell.worker_id"] for each in found] == ["w0", "w1"]
+    assert {each.attributes["shardwell.step"] for each in found} == {5}
+    assert found[0].attributes["shardwell.waited_for"] == "w1"
 
 
-def test_a_step_ends_once(recorder) -> None:
-    step = telemetry.StepSpans(Spans(), 0, "w0", {"parameter": "net"})
-    step.begin("00-" + "1" * 32 + "-" + "2" * 16 + "-01", 5)
-    step.end()
-    step.end()
-    (found,) = recorder.spans("step")
-    assert found.attributes["shardwell.step"] == 5
-    assert found.parent.span_id == int("2" * 16, 16)
+def test_who_was_late_has_a_span_too(recorder) -> None:
+    spans = Spans()
+    noted(spans, pb.SPAN_KIND_UPDATE, "w0")
+    exports = exporter(spans)
+    exports.export(0.0)
+    noted(spans, pb.SPAN_KIND_LATE, "w1")
+    exports.export(0.0)
+    late = recorder.spans("step")[1]
+    assert late.attributes["shardwell.worker_id"] == "w1"
+    assert [child.name for child in recorder.children(late)] == ["shardwell.late"]
 
 
 def test_a_shard_that_ends_has_exported_all_spans(tmp_path) -> None:
@@ -306,13 +318,8 @@ provider.add_span_processor(
 )
 trace.set_tracer_provider(provider)
 """)
-    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
-    script = f"""
-import contextlib, sys, numpy as np, shardwell
-from shardwell.rpc import call_scope
-class Span(contextlib.nullcontext):
-    trace_parent = {parent!r}
-call_scope.call_span = lambda *given: Span()
+    script = """
+import sys, numpy as np, shardwell
 with shardwell.connect(sys.argv[1], worker_id="w0") as client:
     net = client.parameter("net", size=6, optimizer=shardwell.SGD(learning_rate=1.0))
     net.init(np.zeros(6, np.float32))
