@@ -266,11 +266,7 @@ def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
 
 
 def reported(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What workers have reported last, a line for each name; ended ones are left out.
-
-    Args:
-        parts: What `merged` returns of parameters.
-    """
+    """What workers have reported last, a line for each name; ended ones are left out."""
     lines = []
     for each in parts:
         if each["figures"] and not each["ended"]:
@@ -326,12 +322,7 @@ def merged(
     by_shard: Iterable[Sequence[ParameterStatus | TableStatus]],
     is_shown: Callable[[str], bool] = lambda name: True,
 ) -> list[dict[str, Any]]:
-    """Each parameter, family or table once, by name, as all shards together have it.
-
-    Args:
-        by_shard: What each shard says of its own.
-        is_shown: Whether one of that name is wanted.
-    """
+    """Each parameter, family or table once, by name, as all shards together have it."""
     found: dict[str, list[ParameterStatus | TableStatus]] = {}
     fragments: list[ParameterStatus] = []
     for parts in by_shard:
@@ -432,9 +423,6 @@ def workers(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each worker once, as all parameters, families and tables together have it.
 
     Workers that are not connected come first, then by name as people count.
-
-    Args:
-        parts: What `merged` returns; ended and abandoned ones are left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for part in parts:

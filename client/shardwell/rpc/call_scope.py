@@ -66,14 +66,7 @@ class JointTurn:
 
 
 class CallScope:
-    """Any thread may use it.
-
-    Args:
-        shards: The cluster.
-        timeout_s: Bound of calls that say nothing else.
-        what: Name of the called thing, for messages: "parameter 'model'".
-        where: What errors carry of it: `parameter`, `table`.
-    """
+    """Any thread may use it."""
 
     def __init__(self, shards: Shards, timeout_s: float, what: str, **where: Any) -> None:
         self._shards = shards

@@ -139,10 +139,6 @@ class Shards:
 
         Who waits for other workers waits for shards that answer, and nothing is logged. However
         many calls wait, the shards are asked once in a while.
-
-        Args:
-            what: Name of the call.
-            waited_s: How long it has waited.
         """
         now_s = time.monotonic()
         if now_s < self._looked_s + _SILENCE_S_MAX / 2:
@@ -264,15 +260,6 @@ def connect_shards(
     thread_count: int = 1,
 ) -> Shards:
     """Connects to all shards and checks who answers; then attends on each.
-
-    Args:
-        target: See `parse_target`.
-        worker_id: Under which the client contributes.
-        cluster_id: What the cluster must be called; None takes what the shards agree on.
-        timeout_s: How long shards that are not there yet are waited for, all together.
-        same_host: Whether memory is shared with shards of this machine.
-        credentials: What connections are made with.
-        thread_count: Threads of a call, its own among them.
 
     Raises:
         ArgumentError: no such addresses can be, or a token would go there in the clear.

@@ -182,16 +182,6 @@ def end_tenures(
 ) -> list[Members]:
     """Asks a member to leave, or ends its tenure, on all shards.
 
-    Args:
-        channels: All shards, in order.
-        worker_id: The member.
-        name: The parameter, table or family; None: all in which it takes part.
-        attempts: Bounds the calls.
-        drains: Whether it is asked to leave after its step; else no step awaits it any more.
-
-    Returns:
-        What it was a member of.
-
     Raises:
         ArgumentError: it takes part in none of them, or that has a fixed crew.
         UnknownParameterError: no shard has anything of that name.

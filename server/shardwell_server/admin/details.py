@@ -30,13 +30,7 @@ _Part: TypeAlias = ParameterSlice | TableSlice
 
 
 def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[str, Any] | None:
-    """What the page of one name shows beside its status; None: nothing of that name is shown.
-
-    Args:
-        vitals: The shard and its server.
-        is_shown: Whether a name may be read.
-        key: Kind and name; "parameter" is the kind of a family, too.
-    """
+    """What the page of one name shows beside its status; None: nothing of that name is shown."""
     kind, name = key
     parts = [part for part in _parts(vitals, kind, name) if is_shown(part.spec.name)]
     if not parts:

@@ -83,12 +83,7 @@ class _Name:
 
 
 class History:
-    """Samples of one shard. Any thread may call it.
-
-    Args:
-        vitals: The shard and its server.
-        now_s: A clock that never goes back.
-    """
+    """Samples of one shard. Any thread may call it."""
 
     def __init__(self, vitals: Vitals, now_s: Callable[[], float] = time.monotonic) -> None:
         self._vitals = vitals
@@ -203,13 +198,7 @@ class History:
             yield ("table", table.spec.name), table
 
     def view(self, is_shown: Callable[[str], bool], only: Key | None = None) -> dict[str, Any]:
-        """What the page draws.
-
-        Args:
-            is_shown: Whether a parameter or table of that name is in the answer.
-            only: Kind and name of what is asked for; None: the shard, and those that made most
-                steps.
-        """
+        """What the page draws."""
         with self._lock:
             count = min(self._count, SAMPLE_COUNT)
             place = (self._count - 1) % SAMPLE_COUNT

@@ -105,12 +105,7 @@ class Vitals(NamedTuple):
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
-    """All metrics, as Prometheus reads them.
-
-    Args:
-        vitals: The shard and its server.
-        is_shown: Whether a parameter or table of that name is shown.
-    """
+    """All metrics, as Prometheus reads them."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ShardCollector(vitals, is_shown))
     ProcessCollector(registry=registry)

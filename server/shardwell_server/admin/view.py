@@ -72,13 +72,7 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
 def view(
     answers: Sequence[Answer], vitals: Vitals, is_shown: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """All that the page shows.
-
-    Args:
-        answers: Answers of all shards, in order.
-        vitals: The shard that serves the page.
-        is_shown: Whether a parameter or table of that name is shown.
-    """
+    """All that the page shows."""
     statuses = [status for _, status in given(answers)]
     parameters = merged((s.parameters for s in statuses), is_shown)
     tables = merged((s.tables for s in statuses), is_shown)

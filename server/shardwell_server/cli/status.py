@@ -226,13 +226,7 @@ _Found = TypeVar("_Found", ParameterStatus, TableStatus)
 def _entries(
     kind: str, by_shard: Iterable[tuple[int, Sequence[_Found]]], names: _Names
 ) -> list[tuple[str, str, list[_Found]]]:
-    """What lines are of, in order: a name, its shard or nothing, and what shards have of it.
-
-    Args:
-        kind: "parameter" or "table".
-        by_shard: Index and contents of each shard.
-        names: Names to show, and whether each shard has a line.
-    """
+    """What lines are of, in order: a name, its shard or nothing, and what shards have of it."""
     found: dict[tuple[str, int], list[_Found]] = {}
     for index, parts in by_shard:
         for part in parts:
