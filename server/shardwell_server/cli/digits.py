@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 import click
@@ -23,17 +21,17 @@ from shardwell_server.cli.options import (
 )
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.demo.digits.chaos import CHAOS_STEP_COUNT
-from shardwell_server.demo.digits.group_worker import train_by_sync
-from shardwell_server.demo.digits.outer_worker import OUTER_STEP_COUNT
-from shardwell_server.demo.digits.samples import Samples, load_digits
+from shardwell_server.demo.digits.samples import load_digits
 from shardwell_server.demo.digits.worker import (
     ACCURACY_MIN,
     MODEL,
+    OUTER_STEP_COUNT,
     STEP_COUNT,
     WORKER_COMMAND,
     OuterPlan,
     SyncName,
     Task,
+    Training,
 )
 from shardwell_server.demo.reports import Report, error_line
 from shardwell_server.processes import stop_when_parent_ends
@@ -56,30 +54,6 @@ def steps_option(default: int | None, told: str) -> Decorator:
     )
 
 
-def mode_option(default: ModeName | None, told: str) -> Decorator:
-    """--mode; `told` follows what the modes are."""
-    what = "sync: a step is the mean of all workers' gradients; async: each as it arrives."
-    return click.option(
-        "--mode",
-        type=click.Choice(get_args(ModeName)),
-        default=default,
-        show_default=default is not None,
-        envvar="SHARDWELL_MODE",
-        help=f"{what} {told}".rstrip(),
-    )
-
-
-sync_option: Decorator = click.option(
-    "--sync",
-    type=click.Choice(get_args(SyncName)),
-    default="server",
-    show_default=True,
-    envvar="SHARDWELL_SYNC",
-    help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
-    "of them; or threads of one process.",
-)
-
-
 def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
     """--codec, with a default and how it is shown."""
     return click.option(
@@ -93,55 +67,36 @@ def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
 
 
 codec_option: Decorator = codec_option_of("fp16", "fp16")
+_mode_option: Decorator = click.option(
+    "--mode",
+    type=click.Choice(get_args(ModeName)),
+    default="sync",
+    show_default=True,
+    envvar="SHARDWELL_MODE",
+    help="sync: a step is the mean of all workers' gradients; async: each as it arrives.",
+)
+_sync_option: Decorator = click.option(
+    "--sync",
+    type=click.Choice(get_args(SyncName)),
+    default="server",
+    show_default=True,
+    envvar="SHARDWELL_SYNC",
+    help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
+    "of them; or threads of one process.",
+)
 
 
-def outer_options(*, hidden: bool) -> Decorator:
-    """--outer-steps, --fragments and --overlap, as `outer`: a plan, or None without any of them."""
-    plan = OuterPlan()
-    options = [
-        click.option(
-            flag,
-            name,
-            type=click.IntRange(min=low),
-            show_default=str(getattr(plan, name)),
-            hidden=hidden,
-            help=f"With --outer: {told}",
-        )
-        for flag, name, low, told in (
-            ("--overlap", "overlap", 0, "steps that a fragment may travel in."),
-            ("--fragments", "fragment_count", 1, "parts in which the model is sent, in turn."),
-            ("--outer-steps", "sync_every", 1, "steps of each worker for one outer step."),
-        )
-    ]
-
-    def with_plan(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def planned(**fields: Any) -> None:
-            names = ("sync_every", "fragment_count", "overlap")
-            given = {name: fields.pop(name) for name in names}
-            given = {name: value for name, value in given.items() if value is not None}
-            with usage_errors():
-                outer = OuterPlan(**given) if given else None
-            command(outer=outer, **fields)
-
-        made: Callable[..., Any] = planned
-        for option in options:
-            made = option(made)
-        return made
-
-    return with_plan
+def _outer_option(flag: str, name: str, least: int, what: str) -> Decorator:
+    return click.option(
+        flag,
+        name,
+        type=click.IntRange(min=least),
+        show_default=str(getattr(OuterPlan(), name)),
+        help=f"With --outer: {what}",
+    )
 
 
-def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """All of these, as workers of the digits classifier have them."""
-    steps = steps_option(STEP_COUNT, "Steps that each worker makes.")
-    for option in (steps, mode_option("sync", ""), sync_option, codec_option):
-        command = option(command)
-    return command
-
-
-def exit_by_accuracy(accuracy: float) -> NoReturn:
-    """Ends the command with what the accuracy says: exit code 0 if it is enough, else 1."""
+def _exit_by_accuracy(accuracy: float) -> NoReturn:
     if accuracy >= ACCURACY_MIN:
         click.secho(
             f"Passed: held-out accuracy {accuracy:.3f} is at least {ACCURACY_MIN}.", fg="green"
@@ -175,8 +130,8 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
     f"Steps that each worker makes; default: {STEP_COUNT}, {CHAOS_STEP_COUNT} with --chaos, and "
     f"{OUTER_STEP_COUNT} with --outer.",
 )
-@mode_option("sync", "")
-@sync_option
+@_mode_option
+@_sync_option
 @codec_option_of(None, f"fp16; with --outer: {DEFAULT_CODEC}")
 @click.option(
     "--outer",
@@ -184,7 +139,9 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
     is_flag=True,
     help="Outer training (DiLoCo): workers make steps of their own, and send once in many.",
 )
-@outer_options(hidden=False)
+@_outer_option("--outer-steps", "sync_every", 1, "steps of each worker for one outer step.")
+@_outer_option("--fragments", "fragment_count", 1, "parts in which the model is sent, in turn.")
+@_outer_option("--overlap", "overlap", 0, "steps that a fragment may travel in.")
 @click.option(
     "--chaos",
     "has_chaos",
@@ -200,11 +157,11 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 )
 @running_shards_option
 def demo(
+    *,
     step_count: int | None,
     codec: CodecName | None,
     has_chaos: bool,
     is_outer: bool,
-    outer: OuterPlan | None,
     **fields: Any,
 ) -> None:
     """Train on a real cluster, and watch.
@@ -217,8 +174,11 @@ def demo(
     from shardwell_server.demo.digits.run import DemoConfig, run_demo
 
     signals.hold()
+    of_plan = {name: fields.pop(name) for name in ("sync_every", "fragment_count", "overlap")}
+    given = {name: value for name, value in of_plan.items() if value is not None}
     with usage_errors():
-        if outer is not None and not is_outer:
+        plan = OuterPlan(**given)
+        if given and not is_outer:
             raise ArgumentError("--outer-steps, --fragments and --overlap are for --outer; give it")
         if step_count is None:
             step_count = CHAOS_STEP_COUNT if has_chaos else STEP_COUNT
@@ -227,111 +187,84 @@ def demo(
             step_count=step_count,
             has_chaos=has_chaos,
             codec=codec or (DEFAULT_CODEC if is_outer else "fp16"),
-            outer=outer or OuterPlan() if is_outer else None,
+            outer=plan if is_outer else None,
             **fields,
         )
     try:
-        result = run_demo(config)
+        accuracy = run_demo(config)
     except StoppedError as stopped:
         exit_stopped(stopped, "shards and workers have ended")
-    exit_by_accuracy(result.accuracy)
-
-
-def _worker_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of a worker, which the command gets as one Task."""
-
-    @functools.wraps(command)
-    def with_task(
-        *, worker_id: str, worker_index: int | None, worker_count: int, **fields: Any
-    ) -> None:
-        try:
-            if worker_index is None:
-                worker_index = index_of(worker_id, worker_count)
-        except ArgumentError as error:
-            raise click.UsageError(error.message) from None
-        command(
-            exit_with_parent=fields.pop("exit_with_parent"),
-            task=Task(
-                worker_id=worker_id,
-                worker_index=worker_index,
-                worker_count=worker_count,
-                **fields,
-            ),
-        )
-
-    with_options: Callable[..., Any] = with_task
-    for option in (
-        click.option("--exit-with-parent", is_flag=True, hidden=True),
-        click.option(
-            "--connect-timeout-s",
-            type=Duration(),
-            default=60.0,
-            show_default=True,
-            envvar="SHARDWELL_CONNECT_TIMEOUT_S",
-            help="How long shards are waited for.",
-        ),
-        click.option(
-            "--timeout-s",
-            type=Duration(),
-            default=60.0,
-            show_default=True,
-            envvar="SHARDWELL_TIMEOUT_S",
-            help="Bound of each call, waiting for other workers included.",
-        ),
-        click.option(
-            "--parameter",
-            default="digits",
-            show_default=True,
-            envvar="SHARDWELL_PARAMETER",
-            help="Name of the model's weights in the cluster.",
-        ),
-        training_options,
-        outer_options(hidden=True),
-        click.option(
-            "--elastic",
-            "is_elastic",
-            is_flag=True,
-            help="Workers come and go, and --worker-count says nothing; SIGTERM ends this one "
-            "after its step.",
-        ),
-        click.option(
-            "--worker-count",
-            type=click.IntRange(min=1),
-            default=1,
-            show_default=True,
-            envvar="SHARDWELL_WORKER_COUNT",
-            help="Workers that train together.",
-        ),
-        click.option(
-            "--worker-index",
-            type=int,
-            envvar="SHARDWELL_WORKER_INDEX",
-            help="Which share of the digits, from 0. Default: the number at the end of the worker "
-            "id, modulo the worker count.",
-        ),
-        click.option(
-            "--worker-id",
-            required=True,
-            envvar="SHARDWELL_WORKER_ID",
-            help="Unique in the cluster, and the same after a restart.",
-        ),
-        shards_option,
-    ):
-        with_options = option(with_options)
-    return with_options
+    _exit_by_accuracy(accuracy)
 
 
 @click.command()
-@_worker_options
-def train_digits(*, task: Task, exit_with_parent: bool) -> None:
+@shards_option
+@click.option(
+    "--worker-id",
+    required=True,
+    envvar="SHARDWELL_WORKER_ID",
+    help="Unique in the cluster, and the same after a restart.",
+)
+@click.option(
+    "--worker-index",
+    type=int,
+    envvar="SHARDWELL_WORKER_INDEX",
+    help="Which share of the digits, from 0. Default: the number at the end of the worker "
+    "id, modulo the worker count.",
+)
+@click.option(
+    "--worker-count",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    envvar="SHARDWELL_WORKER_COUNT",
+    help="Workers that train together.",
+)
+@click.option(
+    "--elastic",
+    "is_elastic",
+    is_flag=True,
+    help="Workers come and go, and --worker-count says nothing; SIGTERM ends this one "
+    "after its step.",
+)
+@codec_option
+@_sync_option
+@_mode_option
+@steps_option(STEP_COUNT, "Steps that each worker makes.")
+@click.option(
+    "--parameter",
+    default="digits",
+    show_default=True,
+    envvar="SHARDWELL_PARAMETER",
+    help="Name of the model's weights in the cluster.",
+)
+@click.option(
+    "--timeout-s",
+    type=Duration(),
+    default=60.0,
+    show_default=True,
+    envvar="SHARDWELL_TIMEOUT_S",
+    help="Bound of each call, waiting for other workers included.",
+)
+@click.option(
+    "--connect-timeout-s",
+    type=Duration(),
+    default=60.0,
+    show_default=True,
+    envvar="SHARDWELL_CONNECT_TIMEOUT_S",
+    help="How long shards are waited for.",
+)
+def train_digits(*, worker_index: int | None, **fields: Any) -> None:
     """Be one worker that trains the digits classifier on a cluster.
 
     Start as many as --worker-count says, each with an id of its own. A worker that is started
     again goes on where it was. Each ends by measuring the held-out accuracy: exit code 0 if it is
     at least 0.95, else 1.
     """
-    if exit_with_parent:
-        stop_when_parent_ends(lambda: os._exit(1))
+    with usage_errors():
+        if worker_index is None:
+            worker_index = index_of(fields["worker_id"], fields["worker_count"])
+        task = Task(worker_index=worker_index, **fields)
 
     def say(report: Report) -> None:
         if report.loss is None:
@@ -344,25 +277,29 @@ def train_digits(*, task: Task, exit_with_parent: bool) -> None:
 
     try:
         digits = load_digits()
-        weights = train_by_sync(task, digits, say, report_interval_s=_LINE_INTERVAL_S)
+        training = Training(
+            task=task, digits=digits, report=say, report_interval_s=_LINE_INTERVAL_S
+        )
+        weights = training.run()
     except StoppedError as stopped:
         exit_stopped(stopped, "start it again to go on")
-    exit_by_accuracy(_accuracy(weights, digits.held_out))
+    _exit_by_accuracy(MODEL.accuracy(weights, digits.held_out.images, digits.held_out.labels))
 
 
 @click.command(WORKER_COMMAND, hidden=True)
-@_worker_options
-def demo_worker(*, task: Task, exit_with_parent: bool) -> None:
+@click.argument("task")
+@click.option("--exit-with-parent", is_flag=True)
+def demo_worker(*, task: str, exit_with_parent: bool) -> None:
     """Be one worker of the demo; reports go to standard output."""
     if exit_with_parent:
         stop_when_parent_ends(lambda: os._exit(1))
     try:
-        train_by_sync(
-            task,
-            load_digits(),
-            lambda report: click.echo(report.to_line()),
+        Training(
+            task=Task.parsed(task),
+            digits=load_digits(),
+            report=lambda report: click.echo(report.to_line()),
             report_interval_s=_REPORT_INTERVAL_S,
-        )
+        ).run()
     except ShardwellError as error:
         click.echo(error_line(error.message))
         raise click.exceptions.Exit(1) from None
@@ -381,7 +318,3 @@ def index_of(worker_id: str, worker_count: int) -> int:
             f"{worker_count - 1}"
         )
     return int(number[0]) % worker_count
-
-
-def _accuracy(weights: Any, held_out: Samples) -> float:
-    return MODEL.accuracy(weights, held_out.images, held_out.labels)

@@ -26,10 +26,9 @@ class Report:
     contributors: Sequence[str] = ()
     """Workers whose gradients its last step has, where steps may close without a worker."""
     outer: Mapping[str, float] = field(default_factory=dict)
-    """Of outer training: `outer_steps` whose results it took, and its seconds `waited_s` and
-    `hidden_s`."""
+    """The steps whose results it took, `outer_steps`, and the seconds `waited_s` and `hidden_s`."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Of what was learnt after that step, on held-out data; empty: this worker does not measure."""
+    """The measures of what was learnt after that step, on held-out data; empty: none."""
 
     def to_line(self) -> str:
         """One line of JSON, without the newline."""

@@ -293,7 +293,10 @@ def test_a_stopped_demo_leaves_nothing_behind(moment, number, name):
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("--worker-id=w1 ", r"worker w1 has ended with signal 9 \(SIGKILL\) at step \d+ of 100000"),
+        (
+            '"worker_id": "w1"',
+            r"worker w1 has ended with signal 9 \(SIGKILL\) at step \d+ of 100000",
+        ),
         ("--shard-index=1 ", r"shard 1 has ended with signal 9 \(SIGKILL\)"),
     ],
     ids=["worker", "shard"],

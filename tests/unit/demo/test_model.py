@@ -18,19 +18,16 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 def test_size_counts_every_weight_once():
     assert MODEL.size == 5 * 7 + 7 + 7 * 3 + 3
-    layers = MODEL.layers(np.arange(MODEL.size, dtype=np.float64))
-    parts = (
-        layers.hidden_weights,
-        layers.hidden_bias,
-        layers.output_weights,
-        layers.output_bias,
+    tensors = MODEL.tensors(np.arange(MODEL.size, dtype=np.float64))
+    assert list(tensors) == ["hidden.weights", "hidden.bias", "output.weights", "output.bias"]
+    assert np.concatenate([part.ravel() for part in tensors.values()]).tolist() == list(
+        range(MODEL.size)
     )
-    assert np.concatenate([part.ravel() for part in parts]).tolist() == list(range(MODEL.size))
 
 
-def test_layers_are_views_of_the_vector():
+def test_tensors_are_views_of_the_vector():
     flat = np.zeros(MODEL.size)
-    MODEL.layers(flat).output_bias[-1] = 3.0
+    MODEL.tensors(flat)["output.bias"][-1] = 3.0
     assert flat[-1] == 3.0
 
 
@@ -54,11 +51,13 @@ def test_gradient_agrees_with_finite_differences(batch):
 def test_loss_is_the_mean_cross_entropy(batch):
     images, labels = batch
     flat = np.random.default_rng(3).normal(0.0, 0.7, MODEL.size)
-    layers = MODEL.layers(flat)
+    tensors = MODEL.tensors(flat)
     expected = 0.0
     for image, label in zip(images, labels, strict=True):
-        hidden = [max(value, 0.0) for value in image @ layers.hidden_weights + layers.hidden_bias]
-        powers = np.exp(np.array(hidden) @ layers.output_weights + layers.output_bias)
+        hidden = [
+            max(value, 0.0) for value in image @ tensors["hidden.weights"] + tensors["hidden.bias"]
+        ]
+        powers = np.exp(np.array(hidden) @ tensors["output.weights"] + tensors["output.bias"])
         expected -= np.log(powers[label] / powers.sum()) / len(labels)
     loss, _ = MODEL.loss_and_gradient(flat, images, labels)
     assert loss == pytest.approx(expected, rel=1e-12)
@@ -87,7 +86,7 @@ def test_inputs_stay_as_they_are_and_the_gradient_is_new(batch):
 def test_accuracy_is_the_part_that_is_right(batch):
     images, _ = batch
     flat = np.zeros(MODEL.size)
-    MODEL.layers(flat).output_bias[:] = (0.0, 1.0, 0.0)  # it always says 1
+    MODEL.tensors(flat)["output.bias"][:] = (0.0, 1.0, 0.0)  # it always says 1
     labels = np.array([1, 0, 1, 2, 1, 1, 0, 0, 0, 0, 2])
     assert MODEL.accuracy(flat, images, labels) == 4 / 11
 
@@ -97,6 +96,6 @@ def test_first_weights_follow_their_seed():
     assert first.dtype == np.float32
     np.testing.assert_array_equal(first, MODEL.first_weights(4))
     assert (first != MODEL.first_weights(5)).any()
-    assert not MODEL.layers(first).hidden_bias.any()
+    assert not MODEL.tensors(first)["hidden.bias"].any()
     deviation = Perceptron(input_size=64, hidden_size=256, class_count=3).first_weights(0)
     assert deviation[: 64 * 256].std() == pytest.approx((2 / 64) ** 0.5, rel=0.02)

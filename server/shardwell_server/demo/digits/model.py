@@ -17,16 +17,6 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
-    """The flat vector, as what its parts are: views of it."""
-
-    hidden_weights: FloatArray
-    hidden_bias: FloatArray
-    output_weights: FloatArray
-    output_bias: FloatArray
-
-
-@dataclass(frozen=True, kw_only=True)
 class Perceptron:
     """The model's shape: input, hidden layer (ReLU), classes (softmax)."""
 
@@ -39,37 +29,27 @@ class Perceptron:
         """Elements of the flat vector."""
         return (self.input_size + 1) * self.hidden_size + (self.hidden_size + 1) * self.class_count
 
-    def layers(self, flat: FloatArray) -> Layers:
-        """Views of a (size,) vector."""
+    def tensors(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Views of a (size,) vector, by name, in its order."""
         shapes = {
-            "hidden_weights": (self.input_size, self.hidden_size),
-            "hidden_bias": (self.hidden_size,),
-            "output_weights": (self.hidden_size, self.class_count),
-            "output_bias": (self.class_count,),
+            "hidden.weights": (self.input_size, self.hidden_size),
+            "hidden.bias": (self.hidden_size,),
+            "output.weights": (self.hidden_size, self.class_count),
+            "output.bias": (self.class_count,),
         }
         views, start = {}, 0
         for name, shape in shapes.items():
             stop = start + int(np.prod(shape))
             views[name] = flat[start:stop].reshape(shape)
             start = stop
-        return Layers(**views)
-
-    def tensors(self, flat: FloatArray) -> dict[str, FloatArray]:
-        """Views of a (size,) vector, by the names that its tensors have in outer training."""
-        layers = self.layers(flat)
-        return {
-            "hidden.weights": layers.hidden_weights,
-            "hidden.bias": layers.hidden_bias,
-            "output.weights": layers.output_weights,
-            "output.bias": layers.output_bias,
-        }
+        return views
 
     def first_weights(self, seed: int) -> npt.NDArray[np.float32]:
         """The initial weights: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
         random = np.random.default_rng(seed)
         flat = np.zeros(self.size, np.float32)
-        layers = self.layers(flat)
-        for weights in (layers.hidden_weights, layers.output_weights):
+        tensors = self.tensors(flat)
+        for weights in (tensors["hidden.weights"], tensors["output.weights"]):
             deviation = np.sqrt(2.0 / weights.shape[0])
             weights[...] = random.normal(0.0, deviation, weights.shape)
         return flat
@@ -78,9 +58,9 @@ class Perceptron:
         self, flat: FloatArray, images: FloatArray, labels: npt.NDArray[np.int64]
     ) -> tuple[float, FloatArray]:
         """Mean cross-entropy of a batch, and its gradient by the flat vector, (size,), new."""
-        weights = self.layers(flat)
+        weights = self.tensors(flat)
         gradient_flat = np.empty_like(flat)
-        gradient = self.layers(gradient_flat)
+        gradient = self.tensors(gradient_flat)
         hidden, scores = _scores(weights, images)
         # log-sum-exp, with the largest score taken out so that nothing overflows.
         scores -= scores.max(axis=1, keepdims=True)
@@ -90,23 +70,23 @@ class Perceptron:
         by_scores = np.exp(scores - log_totals)
         by_scores[rows, labels] -= 1.0
         by_scores /= len(labels)
-        by_hidden = by_scores @ weights.output_weights.T
+        by_hidden = by_scores @ weights["output.weights"].T
         by_hidden *= hidden > 0
-        np.matmul(hidden.T, by_scores, out=gradient.output_weights)
-        np.matmul(images.T, by_hidden, out=gradient.hidden_weights)
-        by_scores.sum(axis=0, out=gradient.output_bias)
-        by_hidden.sum(axis=0, out=gradient.hidden_bias)
+        np.matmul(hidden.T, by_scores, out=gradient["output.weights"])
+        np.matmul(images.T, by_hidden, out=gradient["hidden.weights"])
+        by_scores.sum(axis=0, out=gradient["output.bias"])
+        by_hidden.sum(axis=0, out=gradient["hidden.bias"])
         return loss, gradient_flat
 
     def accuracy(
         self, flat: FloatArray, images: FloatArray, labels: npt.NDArray[np.int64]
     ) -> float:
         """The part of the images, 0 to 1, whose highest score is the right one."""
-        _, scores = _scores(self.layers(flat), images)
+        _, scores = _scores(self.tensors(flat), images)
         return float((scores.argmax(axis=1) == labels).mean())
 
 
-def _scores(weights: Layers, images: FloatArray) -> tuple[FloatArray, FloatArray]:
-    hidden = images @ weights.hidden_weights + weights.hidden_bias
+def _scores(weights: dict[str, FloatArray], images: FloatArray) -> tuple[FloatArray, FloatArray]:
+    hidden = images @ weights["hidden.weights"] + weights["hidden.bias"]
     np.maximum(hidden, 0.0, out=hidden)
-    return hidden, hidden @ weights.output_weights + weights.output_bias
+    return hidden, hidden @ weights["output.weights"] + weights["output.bias"]

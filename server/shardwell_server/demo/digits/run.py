@@ -9,11 +9,14 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from rich.markup import escape
 
+import shardwell
 from shardwell.errors import ArgumentError, DeadlineError, ShardUnavailableError
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
@@ -25,7 +28,6 @@ from shardwell_server.demo.cluster import (
     without_credentials,
 )
 from shardwell_server.demo.digits.chaos import Chaos, drawn_plan
-from shardwell_server.demo.digits.evaluator import Evaluator
 from shardwell_server.demo.digits.samples import (
     HELD_OUT_COUNT,
     Samples,
@@ -48,7 +50,7 @@ CHAOS_WORKER_COUNT_MIN = 3
 WORKER_COUNT_MAX = 32
 """With more, a worker's share of the digits is hardly more than its batch."""
 _LOOK_INTERVAL_S = 0.1
-_EXAM_TIMEOUT_S = 2.0
+_EXAM_TIMEOUT_S, _LAST_EXAM_TIMEOUT_S = 2.0, 20.0
 _EXAM_INTERVAL_S = 0.5
 
 
@@ -128,27 +130,14 @@ class DemoConfig:
         return [first.of_worker(index) for index in range(self.process_count)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The outcome of a demo."""
+def run_demo(config: DemoConfig) -> float:
+    """Runs and shows it all, leaves no process behind, and returns the held-out accuracy.
 
-    accuracy: float
-    held_out_count: int
-    state: TrainingState
-    duration_s: float
-    chaos_counts: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """True if the accuracy is what the demo promises."""
-        return self.accuracy >= ACCURACY_MIN
-
-
-def run_demo(config: DemoConfig) -> Result:
-    """Runs and shows it all, and leaves no process behind; StoppedError: a signal asked for it."""
+    Raises:
+        StoppedError: a signal asked for it.
+    """
     start_s = time.monotonic()
     progress = Progress()
-    display = _Display(config, progress)
     with contextlib.ExitStack() as stack:
         stack.enter_context(progress)
         progress.print(f"[bold]Shardwell[/]: {escape(_described(config))}")
@@ -174,35 +163,30 @@ def run_demo(config: DemoConfig) -> Result:
         signals.check()
         pool = stack.enter_context(WorkerPool(tasks))
         progress.say(f"starting {count(config.worker_count, 'worker')}")
-        held_out = load_digits().held_out
         chaos: Chaos | None = None
         if config.has_chaos:
             plan = drawn_plan(config.seed, config.worker_count, config.step_count)
             chaos = Chaos(plan, pool, tasks[0].of_worker, progress.print)
         with ended_shards_named(cluster):
-            state, accuracy = _watch(pool, tasks[0], held_out, display, cluster, chaos)
-    result = Result(
-        accuracy=accuracy,
-        held_out_count=HELD_OUT_COUNT,
-        state=state,
-        duration_s=time.monotonic() - start_s,
-        chaos_counts={} if chaos is None else {**chaos.counts, "events to come": chaos.rest_count},
-    )
-    display.conclude(result)
-    return result
+            state, accuracy = _watch(config, progress, tasks[0], pool, cluster, chaos)
+    fates = {} if chaos is None else {**chaos.counts, "events to come": chaos.rest_count}
+    rows = _closing_rows(config, state, accuracy, fates)
+    all_s = time.monotonic() - start_s
+    progress.print_tables([*rows, ("in all", f"{all_s:.1f} s, from start to end of all processes")])
+    return accuracy
 
 
 def _watch(
-    pool: WorkerPool,
+    config: DemoConfig,
+    progress: Progress,
     task: Task,
-    held_out: Samples,
-    display: _Display,
+    pool: WorkerPool,
     cluster: LocalCluster | None,
     chaos: Chaos | None,
 ) -> tuple[TrainingState, float]:
-    observer = Observer(pool.members)
+    observer, held_out = Observer(pool.members), load_digits().held_out
     with contextlib.ExitStack() as stack:
-        evaluator: Evaluator | None = None
+        exam: Callable[[float], float] | None = None
         accuracy: float | None = None
         exam_due_s = 0.0
         while True:
@@ -213,108 +197,136 @@ def _watch(
             if chaos is not None:
                 chaos.go_on()
                 state = dataclasses.replace(state, step=chaos.step)
-            if task.sync == "server" and evaluator is None and state.ready_count:
-                evaluator = stack.enter_context(Evaluator(task, held_out))
-            if evaluator is not None and finished:
-                accuracy = evaluator.accuracy()
-            elif evaluator is not None and time.monotonic() >= exam_due_s:
+            if task.sync == "server" and exam is None and state.ready_count:
+                reader = task.connect(f"{task.parameter}-evaluator", _LAST_EXAM_TIMEOUT_S)
+                exam = _exam(stack.enter_context(reader), task, held_out)
+            if exam is not None and finished:
+                accuracy = exam(_LAST_EXAM_TIMEOUT_S)
+            elif exam is not None and time.monotonic() >= exam_due_s:
                 # Workers wait for a shard that is away; the next look names one that has ended.
                 with contextlib.suppress(ShardUnavailableError, DeadlineError):
-                    accuracy = evaluator.accuracy(_EXAM_TIMEOUT_S)
+                    accuracy = exam(_EXAM_TIMEOUT_S)
                 exam_due_s = time.monotonic() + _EXAM_INTERVAL_S
             elif task.sync != "server":
                 accuracy = pool.members[0].measures.get("accuracy")
             members = () if chaos is None else chaos.taking_part
-            display.show(state, accuracy, last=finished, members=members)
+            _show(progress, config, state, accuracy, members, last=finished)
             if finished:
                 assert accuracy is not None
                 return state, accuracy
             time.sleep(_LOOK_INTERVAL_S)
 
 
-class _Display:
-    def __init__(self, config: DemoConfig, progress: Progress) -> None:
-        self._config = config
-        self._progress = progress
+def _exam(client: shardwell.Client, task: Task, held_out: Samples) -> Callable[[float], float]:
+    """Returns a function of a timeout: the accuracy of the weights that the shards have then.
 
-    def show(
-        self,
-        state: TrainingState,
-        accuracy: float | None,
-        *,
-        last: bool,
-        members: Sequence[str] = (),
-    ) -> None:
-        step_count, worker_count = self._config.step_count, self._config.process_count
-        if state.loss is None:
-            if self._progress.is_live and state.ready_count:
-                self._progress.say(
-                    f"starting workers, {state.ready_count} of {worker_count} are ready"
-                )
-            return
-        figures = [f"loss {state.loss:.4f}"]
-        if accuracy is not None:
-            figures.append(f"accuracy {accuracy:.3f}")
-        if not last and self._config.sync != "threads":
-            figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
-        if state.outer:
-            figures.append(f"outer step {state.outer['outer_steps']:.0f}")
-        if members:
-            figures.append(f"members {' '.join(members)}")
-        step = f"step {state.step:>{len(str(step_count))}}/{step_count}"
-        self._progress.show(step, state.step, step_count, figures, last=last)
+    The client is a reader, which takes no worker's seat; a worker has called `init` before.
+    """
+    weights = np.empty(MODEL.size, np.float32)
+    parts: list[tuple[shardwell.Parameter[Any], Any]]
+    if task.outer is None:
+        parts = [(task.open_weights(client), weights)]
+    else:
+        tensors = MODEL.tensors(weights)
+        parts = []
+        for index in range(task.outer.fragment_count):
+            fragment = client.parameter(f"{task.parameter}.fragment-{index}")
+            assert fragment.spec.layout is not None
+            parts.append((fragment, {name: tensors[name] for name in fragment.spec.layout.by_name}))
 
-    def conclude(self, result: Result) -> None:
-        state, config = result.state, self._config
-        right = round(result.accuracy * result.held_out_count)
-        colour = "green" if result.passed else "red"
-        seconds = state.training_s or float("nan")
-        rows = {
-            "held-out accuracy": f"[bold {colour}]{result.accuracy:.3f}[/], {right} of "
-            f"{result.held_out_count} digits; {ACCURACY_MIN} is needed",
-            "loss": f"{_loss(state.first_loss)} at the first step, {_loss(state.loss)} at the last",
-            "steps": f"{config.step_count} by every worker in {state.training_s:.1f} s, "
+    def accuracy(timeout_s: float) -> float:
+        for parameter, part in parts:
+            parameter.get_weights(out=part, timeout_s=timeout_s)
+        return MODEL.accuracy(weights, held_out.images, held_out.labels)
+
+    return accuracy
+
+
+def _show(
+    progress: Progress,
+    config: DemoConfig,
+    state: TrainingState,
+    accuracy: float | None,
+    members: Sequence[str],
+    *,
+    last: bool,
+) -> None:
+    if state.loss is None:
+        if progress.is_live and state.ready_count:
+            progress.say(
+                f"starting workers, {state.ready_count} of {config.process_count} are ready"
+            )
+        return
+    figures = [f"loss {state.loss:.4f}"]
+    if accuracy is not None:
+        figures.append(f"accuracy {accuracy:.3f}")
+    if not last and config.sync != "threads":
+        figures.append(f"{state.bytes_per_s / 1e6:5.1f} MB/s")
+    if state.outer:
+        figures.append(f"outer step {state.outer['outer_steps']:.0f}")
+    if members:
+        figures.append(f"members {' '.join(members)}")
+    total = config.step_count
+    step = f"step {state.step:>{len(str(total))}}/{total}"
+    progress.show(step, state.step, total, figures, last=last)
+
+
+def _closing_rows(
+    config: DemoConfig, state: TrainingState, accuracy: float, fates: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    colour = "green" if accuracy >= ACCURACY_MIN else "red"
+    yield (
+        "held-out accuracy",
+        f"[bold {colour}]{accuracy:.3f}[/], "
+        f"{round(accuracy * HELD_OUT_COUNT)} of {HELD_OUT_COUNT} digits; "
+        f"{ACCURACY_MIN} is needed",
+    )
+    first, last = (
+        "unknown" if loss is None else f"{loss:.4f}" for loss in (state.first_loss, state.loss)
+    )
+    yield "loss", f"{first} at the first step, {last} at the last"
+    if config.has_chaos:
+        yield "steps", f"{config.step_count} in {state.training_s:.1f} s"
+        known = [f"{number} {what}" for what, number in fates.items() if number]
+        yield "workers", f"{config.worker_count} began; {', '.join(known)}"
+    else:
+        yield (
+            "steps",
+            f"{config.step_count} by every worker in {state.training_s:.1f} s, "
             f"{state.steps_per_s:.1f} a second",
-            "sent": traffic(state.sent_bytes, seconds),
-            "received": traffic(state.received_bytes, seconds),
-            "codec": f"{config.codec}, {state.codec_ratio:.2f} times less than float32",
-        }
-        if result.chaos_counts:
-            del rows["sent"], rows["received"], rows["codec"]  # of those that are left alone
-            rows["steps"] = f"{config.step_count} in {state.training_s:.1f} s"
-            told = [f"{number} {what}" for what, number in result.chaos_counts.items() if number]
-            rows["workers"] = f"{config.worker_count} began; {', '.join(told)}"
+        )
         if config.outer is not None:
-            del rows["sent"], rows["received"], rows["codec"]  # each has its own words here
-            rows |= _outer_rows(config, config.outer, state)
-        if config.sync == "threads":
-            del rows["sent"], rows["received"], rows["codec"]
-        rows["in all"] = f"{result.duration_s:.1f} s, from start to end of all processes"
-        self._progress.print_tables(list(rows.items()))
+            yield from _outer_rows(config, config.outer, state)
+        elif config.sync != "threads":
+            seconds = state.training_s or float("nan")
+            yield "sent", traffic(state.sent_bytes, seconds)
+            yield "received", traffic(state.received_bytes, seconds)
+            yield "codec", f"{config.codec}, {state.codec_ratio:.2f} times less than float32"
 
 
-def _outer_rows(config: DemoConfig, plan: OuterPlan, state: TrainingState) -> dict[str, str]:
+def _outer_rows(
+    config: DemoConfig, plan: OuterPlan, state: TrainingState
+) -> Iterator[tuple[str, str]]:
     steps = config.worker_count * config.step_count
     synchronous_bytes = steps * CODECS["fp16"].encoded_bytes(MODEL.size)
-    told = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
-    travelled_s = told["waited_s"] + told["hidden_s"]
-    rows = {
-        "outer steps": f"{told['outer_steps']:.0f} of each of "
-        f"{count(plan.fragment_count, 'fragment')}, one in {count(plan.sync_every, 'step')}",
-        "fragments": f"travelled {travelled_s:.2f} s for each worker: {told['hidden_s']:.2f} s "
-        f"hidden behind its steps, {told['waited_s']:.2f} s waited",
-    }
-    for way, byte_count in (("sent", state.sent_bytes), ("received", state.received_bytes)):
-        rows[way] = f"{byte_count / 1e6:.1f} MB by all workers, first weights included (measured)"
-    rows["synchronous"] = (
-        f"{synchronous_bytes / 1e6:.1f} MB each way for as many digits as fp16 (computed), "
-        f"{synchronous_bytes / max(state.sent_bytes, 1):.0f} times as much"
+    seen = {"outer_steps": 0.0, "waited_s": 0.0, "hidden_s": 0.0, **state.outer}
+    yield (
+        "outer steps",
+        f"{seen['outer_steps']:.0f} of each of {count(plan.fragment_count, 'fragment')}, one in "
+        f"{count(plan.sync_every, 'step')}",
     )
-    return rows
-
-
-def _loss(loss: float | None) -> str:
-    return "unknown" if loss is None else f"{loss:.4f}"
+    yield (
+        "fragments",
+        f"travelled {seen['waited_s'] + seen['hidden_s']:.2f} s for each worker: "
+        f"{seen['hidden_s']:.2f} s hidden behind its steps, {seen['waited_s']:.2f} s waited",
+    )
+    for way, byte_count in (("sent", state.sent_bytes), ("received", state.received_bytes)):
+        yield way, f"{byte_count / 1e6:.1f} MB by all workers, first weights included (measured)"
+    yield (
+        "synchronous",
+        f"{synchronous_bytes / 1e6:.1f} MB each way for as many digits as fp16 (computed), "
+        f"{synchronous_bytes / max(state.sent_bytes, 1):.0f} times as much",
+    )
 
 
 def _described(config: DemoConfig) -> str:

@@ -59,7 +59,7 @@ def check_installed() -> None:
 
 
 def load_digits() -> Digits:
-    """All digits, split; DemoError: scikit-learn is not installed."""
+    """Loads all digits, split; DemoError: scikit-learn is not installed."""
     rows = np.loadtxt(_digits_file(), np.float32, delimiter=",")
     images, labels = rows[:, :-1] / _PIXEL_MAX, rows[:, -1]
     return split(Samples(images, labels.astype(np.int64)), HELD_OUT_COUNT)

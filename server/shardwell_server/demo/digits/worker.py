@@ -1,40 +1,58 @@
-"""One worker's training loop on a parameter server: what a program needs, and nothing else.
+"""One worker's training loop, in each way that the demo shows; `docker compose` runs it, too.
 
-The demo runs it in processes of its own, docker compose in containers; `train` is the example to
-copy.
+`Training._on_server` is the example to copy: all that a program needs to train on the shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
 import shardwell
+from shardwell.numerics.codec import Float32
 from shardwell.outer.schedule import Schedule
 from shardwell.placement.fragments import deal_fragments
-from shardwell.specs.parameter import CodecName, ModeName
-from shardwell_server.demo.digits.model import Perceptron
-from shardwell_server.demo.digits.samples import CLASS_COUNT, IMAGE_SIZE, Batches, Digits
+from shardwell.specs.parameter import CodecName, ModeName, WireName
+from shardwell_server.demo.digits.model import FloatArray, Perceptron
+from shardwell_server.demo.digits.samples import (
+    CLASS_COUNT,
+    IMAGE_SIZE,
+    Batches,
+    Digits,
+    Samples,
+)
 from shardwell_server.demo.reports import Report, Reporter
 
 MODEL = Perceptron(input_size=IMAGE_SIZE, hidden_size=1024, class_count=CLASS_COUNT)
 """76 810 weights: more than digits need, so that there is something to send."""
 OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
 """Half the usual rate: eight asynchronous workers, each some steps behind, still converge."""
+INNER_OPTIMIZER = shardwell.Adam(learning_rate=1e-3)
+"""Optimizer of each worker's own steps. Outer steps have the default of `shardwell.Outer`."""
 WORKER_COMMAND = "demo-worker"
 """The hidden command that runs one worker and prints its reports."""
 BATCH_SIZE = 32
 STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
+OUTER_STEP_COUNT = 600
+"""Inner steps: twelve outer steps of fifty."""
 MEMBER_COUNT_MAX = 64
 ACCURACY_MIN = 0.95
 FIRST_WEIGHTS_SEED = 22
+SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
+"""The averaging side: the shards, the workers among themselves, or the threads of one process."""
+_STRATEGIES: dict[str, shardwell.Strategy] = {
+    "ring": shardwell.Ring(),
+    "tree": shardwell.Tree(arity=2),
+    "centralized": shardwell.Centralized(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +69,6 @@ class OuterPlan:
         sizes = dict.fromkeys(MODEL.tensors(np.empty(MODEL.size)), 1)
         count = len(deal_fragments(sizes, self.fragment_count))
         Schedule(sync_every=self.sync_every, fragment_count=count, overlap=self.overlap)
-
-    def flags(self) -> list[str]:
-        """The worker's flags for it."""
-        return [
-            f"--outer-steps={self.sync_every}",
-            f"--fragments={self.fragment_count}",
-            f"--overlap={self.overlap}",
-        ]
-
-
-SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
-"""The averaging side: the shards, the workers among themselves, or the threads of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,81 +101,185 @@ class Task:
 
     def command(self) -> list[str]:
         """The command that does it, as arguments of Python."""
-        return [
-            "-m",
-            "shardwell_server",
-            WORKER_COMMAND,
-            f"--shards={self.target}",
-            f"--worker-id={self.worker_id}",
-            f"--worker-index={self.worker_index}",
-            f"--worker-count={self.worker_count}",
-            f"--parameter={self.parameter}",
-            f"--steps={self.step_count}",
-            f"--codec={self.codec}",
-            f"--mode={self.mode}",
-            f"--sync={self.sync}",
-            *(["--elastic"] if self.is_elastic else []),
-            *(self.outer.flags() if self.outer else []),
-            f"--timeout-s={self.timeout_s}",
-            f"--connect-timeout-s={self.connect_timeout_s}",
-        ]
+        return ["-m", "shardwell_server", WORKER_COMMAND, json.dumps(dataclasses.asdict(self))]
 
+    @staticmethod
+    def parsed(text: str) -> Task:
+        """The task that `command` passes to the worker."""
+        fields = json.loads(text)
+        outer = fields.pop("outer")
+        return Task(outer=outer and OuterPlan(**outer), **fields)
 
-def open_weights(client: shardwell.Client, task: Task) -> shardwell.Parameter:
-    """The model's weights in the cluster, as all who open them must agree."""
-    members = shardwell.Elastic(max_count=MEMBER_COUNT_MAX) if task.is_elastic else None
-    worker_count = None if task.is_elastic else task.worker_count
-    weights: shardwell.Parameter = client.parameter(
-        task.parameter,
-        size=MODEL.size,
-        optimizer=OPTIMIZER,
-        **shardwell.Elastic.crew(worker_count, members),
-        codec=task.codec,
-        mode=task.mode,
-    )
-    return weights
-
-
-def train(
-    task: Task, digits: Digits, report: Callable[[Report], None], *, report_interval_s: float
-) -> npt.NDArray[np.float32]:
-    """Trains until this worker has made its steps; returns the weights after its last.
-
-    Where workers come and go, steps are the cluster's, and SIGTERM ends this one after its step.
-    """
-    batches = Batches(
-        digits.training,
-        worker_index=task.worker_index,
-        worker_count=None if task.is_elastic else task.worker_count,
-        batch_size=BATCH_SIZE,
-    )
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(
-            shardwell.connect(
-                task.target,
-                worker_id=task.worker_id,
-                timeout_s=task.timeout_s,
-                connect_timeout_s=task.connect_timeout_s,
-            )
+    def connect(self, worker_id: str, timeout_s: float) -> shardwell.Client:
+        """Connects to the shards."""
+        return shardwell.connect(
+            self.target,
+            worker_id=worker_id,
+            timeout_s=timeout_s,
+            connect_timeout_s=self.connect_timeout_s,
         )
-        request = shardwell.LeaveRequest()
-        if task.is_elastic:
-            stack.enter_context(request)
-        model = open_weights(client, task)
-        model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # the same from every worker
-        weights = model.get_weights(min_version=model.next_step)
-        reporter = Reporter(report, client.traffic, interval_s=report_interval_s)
-        reporter.begin(model.next_step)
-        while model.next_step < task.step_count:
-            batch = batches[model.next_step]
-            loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
-            model.report(loss=loss)
-            model.exchange(gradient, sample_count=len(batch), out=weights)
-            reporter.add(
-                model.next_step,
-                loss,
-                last=model.next_step >= task.step_count,
-                contributors=() if model.outcome is None else model.outcome.contributors,
-            )
+
+    def open_weights(self, client: shardwell.Client) -> shardwell.Parameter[Any]:
+        """The model's weights in the cluster, as all who open them must agree."""
+        members = shardwell.Elastic(max_count=MEMBER_COUNT_MAX) if self.is_elastic else None
+        worker_count = None if self.is_elastic else self.worker_count
+        return client.parameter(
+            self.parameter,
+            size=MODEL.size,
+            optimizer=OPTIMIZER,
+            **shardwell.Elastic.crew(worker_count, members),
+            codec=self.codec,
+            mode=self.mode,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A task with its data, and where its reports go."""
+
+    task: Task
+    digits: Digits
+    report: Callable[[Report], None]
+    report_interval_s: float
+
+    def run(self) -> Float32:
+        """Trains until this worker has made its steps; returns the weights after its last.
+
+        Where workers come and go, steps are the cluster's, and SIGTERM ends this one after its
+        step.
+        """
+        task = self.task
+        if task.sync == "threads":
+            sync = shardwell.ThreadedSync(task.worker_count, timeout_s=task.timeout_s)
+            with ThreadPoolExecutor(task.worker_count, thread_name_prefix="demo-worker") as threads:
+                work = [
+                    threads.submit(self._as_thread(rank)._by_sync, sync, rank)
+                    for rank in range(task.worker_count)
+                ]
+                weights = [each.result() for each in work]
+            return weights[0]
+        if task.sync != "server":
+            with shardwell.join_group(
+                task.parameter,
+                task.worker_index,
+                task.worker_count,
+                _STRATEGIES[task.sync],
+                task.target,
+                codec=cast(WireName, task.codec),  # checked there
+                timeout_s=task.timeout_s,
+                join_timeout_s=task.connect_timeout_s,
+            ) as group:
+                return self._by_sync(shardwell.GroupSync(group))
+        with task.connect(task.worker_id, task.timeout_s) as client:
+            return self._on_server(client) if task.outer is None else self._outer(client)
+
+    def _on_server(self, client: shardwell.Client) -> Float32:
+        task = self.task
+        with contextlib.ExitStack() as stack:
+            request = shardwell.LeaveRequest()
+            if task.is_elastic:
+                stack.enter_context(request)
+            model = task.open_weights(client)
+            model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # equal from every worker
+            weights: Float32 = model.get_weights(min_version=model.next_step)
+
+            def step(batch: Samples) -> tuple[float, dict[str, Any]]:
+                request.check()
+                loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
+                model.report(loss=loss)
+                model.exchange(gradient, sample_count=len(batch), out=weights)
+                outcome = model.outcome
+                return loss, {"contributors": () if outcome is None else outcome.contributors}
+
+            self._loop(step, lambda: model.next_step, client.traffic)
             request.check()
-        return weights
+            return weights
+
+    def _outer(self, client: shardwell.Client) -> Float32:
+        """Inner steps of its own, and an outer step once in many."""
+        task, plan = self.task, self.task.outer
+        assert plan is not None
+        trainer = _trainer(INNER_OPTIMIZER)
+        weights = MODEL.tensors(trainer.weights)
+        with shardwell.Outer(
+            client,
+            task.parameter,
+            tensors={name: tensor.shape for name, tensor in weights.items()},
+            sync_every=plan.sync_every,
+            fragments=plan.fragment_count,
+            overlap=plan.overlap,
+            codec=task.codec,
+            worker_count=task.worker_count,
+        ) as outer:
+            _copy(outer.init(weights), weights)
+
+            def step(batch: Samples) -> tuple[float, dict[str, Any]]:
+                loss = trainer.step_share((batch.images, batch.labels)).loss
+                _copy(outer.after_step(weights, sample_count=len(batch)), weights)
+                steps = min(fragment.version for fragment in outer.fragments)
+                waits = {"waited_s": outer.waited_s, "hidden_s": outer.hidden_s}
+                return loss, {"outer": {"outer_steps": steps, **waits}}
+
+            self._loop(step, lambda: outer.inner_step, client.traffic)
+        return trainer.weights
+
+    def _by_sync(self, sync: shardwell.GradientSync, rank: int | None = None) -> Float32:
+        """Trains without shards: every worker holds the weights, and makes the mean's update."""
+        if rank is not None:
+            cast(shardwell.ThreadedSync, sync).take_seat(rank)
+        trainer = _trainer(OPTIMIZER, sync, rank)
+        held_out = self.digits.held_out
+
+        def measures() -> dict[str, float]:
+            return {"accuracy": MODEL.accuracy(trainer.weights, held_out.images, held_out.labels)}
+
+        def step(batch: Samples) -> tuple[float, dict[str, Any]]:
+            loss = trainer.step_share((batch.images, batch.labels)).loss
+            return loss, {"measure": measures if self.task.worker_index == 0 else None}
+
+        group = getattr(sync, "group", None)
+        traffic = shardwell.Traffic() if group is None else group.traffic
+        self._loop(step, lambda: trainer.next_step, traffic)
+        return trainer.weights
+
+    def _as_thread(self, rank: int) -> Training:
+        quiet = self.report if rank == 0 else lambda report: None
+        task = dataclasses.replace(self.task, worker_index=rank)
+        return dataclasses.replace(self, task=task, report=quiet)
+
+    def _loop(
+        self,
+        step: Callable[[Samples], tuple[float, dict[str, Any]]],
+        next_step: Callable[[], int],
+        traffic: shardwell.Traffic,
+    ) -> None:
+        """Makes steps and reports them; `step` returns its loss, and what else is reported."""
+        batches = Batches(
+            self.digits.training,
+            worker_index=self.task.worker_index,
+            worker_count=None if self.task.is_elastic else self.task.worker_count,
+            batch_size=BATCH_SIZE,
+        )
+        reporter = Reporter(self.report, traffic, interval_s=self.report_interval_s)
+        reporter.begin(next_step())
+        while next_step() < self.task.step_count:
+            loss, more = step(batches[next_step()])
+            reporter.add(next_step(), loss, last=next_step() >= self.task.step_count, **more)
+
+
+def _trainer(
+    optimizer: shardwell.Adam, sync: shardwell.GradientSync | None = None, rank: int | None = None
+) -> shardwell.DataParallelTrainer:
+    first = MODEL.first_weights(FIRST_WEIGHTS_SEED)
+    return shardwell.DataParallelTrainer(
+        lambda weights, batch: MODEL.loss_and_gradient(weights, *batch),
+        first,
+        optimizer,
+        sync,
+        rank=rank,
+    )
+
+
+def _copy(new: dict[str, Float32], weights: dict[str, FloatArray]) -> None:
+    for name, tensor in new.items():
+        weights[name][...] = tensor
