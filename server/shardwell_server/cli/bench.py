@@ -39,7 +39,7 @@ from shardwell_server.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console, table
 
 MEGABYTES_MAX = 1024
-"""What the parameter may have: this process holds it twice, the shards together four times."""
+"""The most of the parameter: this process holds it twice, the shards together four times."""
 _CALL_COUNT = 50
 """Round trips that are timed, a shard."""
 _WARM_UP_COUNT = 5
@@ -49,7 +49,7 @@ _DELETE_S = 10.0
 _ROUND_COUNT_MAX = 50
 """Rounds of transfers, of which medians are taken; short ones need no more."""
 _CODEC_S = 0.1
-"""How long each conversion is repeated."""
+"""The time for which each conversion is repeated."""
 _CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
 """Two that differ in bytes: so the cost of bytes is separated from that of elements."""
 _LOCK_PAUSE_S, _LOCK_REST_S, _LOCK_REST_COUNT_MIN = 0.0005, 0.2, 40
@@ -63,41 +63,39 @@ class ShardFigures:
     """The measurements of one shard."""
 
     shard_index: int
-    """Its place among the shards."""
     address: str
-    """HOST:PORT."""
     transport: str
-    """Where an exchange's payloads go: "memory", "gRPC", or "both"."""
+    """The way of an exchange's payloads: "memory", "gRPC", or "both"."""
     round_trip_s: float
     """Round trip of a small call: the median."""
-    out_s: dict[str, float]
-    """By codec: a gradient of the shard's slice, counted; the median."""
-    in_s: dict[str, float]
-    """By codec: weights of the shard's slice."""
     slice_size: int
     """Elements of the slice."""
+    out_s: dict[str, float] = field(default_factory=dict)
+    """The median time of a gradient of the shard's slice, counted, by codec."""
+    in_s: dict[str, float] = field(default_factory=dict)
+    """The median time of weights of the shard's slice, by codec."""
 
     @property
     def link_out_bytes_per_s(self) -> float | None:
-        """What the way there carries; None where processing hides it."""
+        """The rate of the way there; None where processing hides it."""
         return _link_rate(self.slice_size, self.out_s)
 
     @property
     def link_in_bytes_per_s(self) -> float | None:
-        """What the way back carries; None where processing hides it."""
+        """The rate of the way back; None where processing hides it."""
         return _link_rate(self.slice_size, self.in_s)
 
 
 @dataclass(kw_only=True)
 class StepFigures:
-    """Where the time of an exchange with all shards goes."""
+    """The parts of the time of an exchange with all shards."""
 
     exchange_s: float
     """The median."""
     link_s: float
     """The bytes' time on the links; 0 where they do not show."""
     fill_s: float
-    """Of the first chunks, while the other direction has nothing to carry yet."""
+    """The time of the first chunks, while the other direction has nothing to carry yet."""
     codec_s: float
     """This worker's conversions, on one thread."""
     latency_s: float
@@ -112,12 +110,12 @@ class StepFigures:
 
     @property
     def bound_s(self) -> float:
-        """What the link needs: no exchange over it is faster."""
+        """The time that the link needs: no exchange over it is faster."""
         return self.link_s + self.fill_s
 
     @property
     def limit(self) -> str:
-        """What takes the most."""
+        """The part that takes the most."""
         parts = {
             "link": self.bound_s,
             "codec": self.codec_s,
@@ -127,34 +125,9 @@ class StepFigures:
         return max(parts, key=lambda name: parts[name])
 
 
-@dataclass
-class _Times:
-    """Times of one direction of one shard, by codec."""
-
-    by_codec: dict[str, list[float]] = field(
-        default_factory=lambda: {codec: [] for codec in _CODECS}
-    )
-
-    def median(self) -> dict[str, float]:
-        return {codec: _settled(times) for codec, times in self.by_codec.items()}
-
-
-def _settled(times: list[float]) -> float:
+def _settled(times: Sequence[float]) -> float:
     """The median, without the first of several, which warms up."""
     return statistics.median(times[1:] or times)
-
-
-@dataclass(frozen=True)
-class _Count:
-    """Bytes that a probe has moved."""
-
-    moved: int
-    shared: int
-
-    @staticmethod
-    def of(probe: SliceProbe) -> _Count:
-        traffic = probe.traffic
-        return _Count(traffic.sent_bytes + traffic.received_bytes, traffic.shared_bytes)
 
 
 @click.command()
@@ -199,33 +172,38 @@ def bench(
     deadline_s = time.monotonic() + timeout_s
     with connected("bench", target, timeout_s, worker_id=unique_worker_id()) as (client, _):
         cluster_id = client.cluster_id
-        round_trips = [
-            _round_trip_s(index, address, deadline_s)
-            for index, address in enumerate(parse_target(target))
-        ]
+        addresses = parse_target(target)
+        round_trips = [_round_trip_s(*shard, deadline_s) for shard in enumerate(addresses)]
         work = _Transfers(client, megabytes, deadline_s)
         try:
             work.make()
             transports = work.transports()
-            exchange_s, times = work.measure(seconds)
+            shards = [
+                ShardFigures(
+                    shard_index=index,
+                    address=address,
+                    transport=transports[index],
+                    round_trip_s=round_trips[index],
+                    slice_size=work.slice_size(index),
+                )
+                for index, address in enumerate(addresses)
+            ]
+            exchange_s, lock_share = work.measure(seconds, shards)
         finally:
             left = work.delete()
-        shards = [
-            ShardFigures(
-                shard_index=index,
-                address=address,
-                transport=transports[index],
-                round_trip_s=round_trips[index],
-                out_s=times[index][0].median(),
-                in_s=times[index][1].median(),
-                slice_size=work.slice_size(index),
-            )
-            for index, address in enumerate(parse_target(target))
-        ]
     codecs = {name: _codec_rates(name) for name in CODECS}
-    step = _step(shards, exchange_s, codecs["fp16"], link, work.lock_share)
+    step = _step(shards, exchange_s, codecs["fp16"], link, lock_share)
     if as_json:
-        print_json(cluster_id, megabytes, shards, codecs, step, left)
+        rates = ("encode_bytes_per_s", "decode_bytes_per_s")
+        figures = {
+            "cluster_id": cluster_id,
+            "megabytes": megabytes,
+            "shards": [_as_json(shard, *_LINK_RATES) for shard in shards],
+            "codecs": {name: dict(zip(rates, both, strict=True)) for name, both in codecs.items()},
+            "step": _as_json(step, "bound_s", "shard_s", "limit"),
+            "left_parameters": left,
+        }
+        click.echo(json.dumps(figures))
         return
     screen = console()
     screen.print(
@@ -261,9 +239,6 @@ class _Transfers:
         own = secrets.token_hex(4)
         self._names = {codec: f"shardwell-bench-{own}-{megabytes}MB-{codec}" for codec in _CODECS}
         self._whole: dict[str, Parameter[Any]] = {}
-        self._probes: dict[str, list[SliceProbe]] = {}
-        self.lock_share = 0.0
-        """See `StepFigures`; once `measure` has returned."""
 
     def make(self) -> None:
         """Creates the parameters."""
@@ -277,7 +252,6 @@ class _Transfers:
             )
             model.init(self._out, timeout_s=self._rest_s())
             self._whole[codec] = model
-            self._probes[codec] = [SliceProbe(model, i) for i in range(self._client.shard_count)]
 
     def delete(self) -> list[str]:
         """Deletes the parameters; of those that are left the name, and why."""
@@ -296,39 +270,49 @@ class _Transfers:
         return self._whole[_CODECS[0]].slices[shard_index].size
 
     def transports(self) -> list[str]:
-        """How the payloads of an exchange with each shard go."""
-        whole, found = self._whole["fp16"], []
-        for probe in self._probes["fp16"]:
-            probe.next_step = whole.next_step
-            before = _Count.of(probe)
+        """The way of the payloads of an exchange with each shard."""
+        found = []
+        for probe in self._probes("fp16"):
             self._timed(probe.exchange, self._values, out=self._out)
-            after = _Count.of(probe)
-            share = (after.shared - before.shared) / (after.moved - before.moved)
+            traffic = probe.traffic
+            share = traffic.shared_bytes / (traffic.sent_bytes + traffic.received_bytes)
             found.append("gRPC" if share < 0.01 else "memory" if share > 0.9 else "both")
-        whole.next_step += 1
+        self._whole["fp16"].next_step += 1
         return found
 
-    def measure(self, seconds: float) -> tuple[float, list[tuple[_Times, _Times]]]:
-        """Seconds of an exchange with all shards, and of (out, in) of each shard by itself."""
-        times = [(_Times(), _Times()) for _ in self._probes["fp16"]]
+    def measure(self, seconds: float, shards: list[ShardFigures]) -> tuple[float, float]:
+        """Times each way of each shard, which it notes there.
+
+        Returns seconds of an exchange with all shards, and the part of them for which some thread
+        held the interpreter's lock.
+        """
         exchanges: list[float] = []
+        times: dict[str, list[list[float]]] = {}
+        probes: dict[str, list[SliceProbe]] = {codec: self._probes(codec) for codec in _CODECS}
         until_s = time.monotonic() + seconds
         with LockSamples() as samples:
             while not exchanges or (
                 len(exchanges) < _ROUND_COUNT_MAX and time.monotonic() < until_s
             ):
-                for codec in _CODECS:
-                    whole = self._whole[codec]
-                    for (out, in_), probe in zip(times, self._probes[codec], strict=True):
+                for codec, whole in self._whole.items():
+                    for probe in probes[codec]:
                         probe.next_step = whole.next_step
-                        out.by_codec[codec].append(self._timed(probe.put_gradient, self._values))
-                        in_.by_codec[codec].append(self._timed(probe.get_weights, out=self._out))
+                        out_s = self._timed(probe.put_gradient, self._values)
+                        in_s = self._timed(probe.get_weights, out=self._out)
+                        times.setdefault(codec, []).append([out_s, in_s])
                     whole.next_step += 1
                 whole = self._whole["fp16"]
                 with samples.taken():
                     exchanges.append(self._timed(whole.exchange, self._values, out=self._out))
-        self.lock_share = samples.share
-        return _settled(exchanges), times
+        for codec, seen in times.items():
+            for index, shard in enumerate(shards):
+                out, in_ = zip(*seen[index :: len(shards)], strict=True)
+                shard.out_s[codec], shard.in_s[codec] = _settled(out), _settled(in_)
+        return _settled(exchanges), samples.share
+
+    def _probes(self, codec: str) -> list[SliceProbe]:
+        whole = self._whole[codec]
+        return [SliceProbe(whole, index) for index in range(self._client.shard_count)]
 
     def _timed(self, verb: Callable[..., Any], *values: Any, **more: Any) -> float:
         timeout_s = self._rest_s()
@@ -341,7 +325,7 @@ class _Transfers:
 
 
 class LockSamples:
-    """How much of a time threads of this process hold the interpreter's lock, by sampling.
+    """The part of a time for which threads of this process hold the interpreter's lock.
 
     A thread sleeps for a moment, again and again. Where it wakes later than it does in a process at
     rest, another thread had the lock. Native code and system calls that let go of the lock do not
@@ -353,7 +337,7 @@ class LockSamples:
         self._rest: list[float] = []
         self._busy: list[float] = []
         self._into: list[float] | None = None
-        """Where the thread notes how late it wakes."""
+        """The list where the thread notes how late it wakes."""
         self._is_over = False
         self._thread = threading.Thread(target=self._sample, name="lock-samples", daemon=True)
 
@@ -396,7 +380,7 @@ class LockSamples:
 
 
 def _values(size: int) -> Float32:
-    """What a gradient looks like: small numbers of either sign."""
+    """Values like a gradient's: small numbers of either sign."""
     return np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.01)
 
 
@@ -421,36 +405,23 @@ def _codec_rates(name: str) -> tuple[float, float]:
     """Bytes of float32 a second that one thread encodes and decodes, from and to memory."""
     codec = CODECS[name]
     chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
-    values = _values(16 * chunk_size)
-    chunk_bytes = codec.encoded_bytes(chunk_size)
-    payload = np.empty((values.size // chunk_size, chunk_bytes), np.uint8)
-    parts = [slice(start, start + chunk_size) for start in range(0, values.size, chunk_size)]
-
-    def encode(part: slice) -> None:
-        codec.encode(values[part], payload[part.start // chunk_size])
-
-    def decode(part: slice) -> None:
-        codec.decode(payload[part.start // chunk_size], values[part])
-
-    return _rate(encode, parts, values.nbytes), _rate(decode, parts, values.nbytes)
-
-
-def _rate(convert: Callable[[slice], None], parts: Sequence[slice], byte_count: int) -> float:
-    times = []
-    for began_s in _repeated(_CODEC_S):
-        for part in parts:
-            convert(part)
-        times.append(time.perf_counter() - began_s)
-    return byte_count / statistics.median(times)
-
-
-def _repeated(seconds: float) -> Iterator[float]:
-    """The time, again and again: at least three times."""
-    until_s = time.perf_counter() + seconds
-    count = 0
-    while count < 3 or time.perf_counter() < until_s:
-        count += 1
-        yield time.perf_counter()
+    values = _values(16 * chunk_size).reshape(16, chunk_size)
+    payloads = np.empty((16, codec.encoded_bytes(chunk_size)), np.uint8)
+    ways: list[tuple[Callable[[Any, Any], object], Any, Any]] = [
+        (codec.encode, values, payloads),
+        (codec.decode, payloads, values),
+    ]
+    rates = []
+    for convert, source, target in ways:
+        times: list[float] = []
+        until_s = time.perf_counter() + _CODEC_S
+        while len(times) < 3 or time.perf_counter() < until_s:
+            began_s = time.perf_counter()
+            for read, written in zip(source, target, strict=True):
+                convert(read, written)
+            times.append(time.perf_counter() - began_s)
+        rates.append(values.nbytes / statistics.median(times))
+    return rates[0], rates[1]
 
 
 def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
@@ -475,23 +446,15 @@ def _step(
 ) -> StepFigures:
     sent = [shard for shard in shards if shard.transport != "memory"]
     item_size = CODECS["fp16"].item_size * HEADER_FACTOR
-    link_s = 0.0
-    for rates in (
-        [shard.link_out_bytes_per_s for shard in sent],
-        [shard.link_in_bytes_per_s for shard in sent],
-    ):
-        byte_counts = [shard.slice_size * item_size for shard in sent]
-        if link is not None:
-            link_s = max(link_s, sum(byte_counts) / link)
-            continue
-        seen = [rate for rate in rates if rate is not None]
-        if not seen:
-            continue
-        own_s = [
-            count / rate for count, rate in zip(byte_counts, rates, strict=True) if rate is not None
-        ]
-        # This machine's link carries what goes to all shards, and at least what the best one takes.
-        link_s = max(link_s, *own_s, sum(byte_counts) / max(seen))
+    byte_count = sum(shard.slice_size for shard in sent) * item_size
+    link_s = 0.0 if link is None else byte_count / link
+    for name in _LINK_RATES if link is None else ():
+        seen = [(shard.slice_size * item_size, getattr(shard, name)) for shard in sent]
+        seen = [(bytes_there, rate) for bytes_there, rate in seen if rate is not None]
+        if seen:
+            # This machine's link carries what goes to all shards, and at least what the best takes.
+            all_s = byte_count / max(rate for _, rate in seen)
+            link_s = max(link_s, all_s, *(bytes_there / rate for bytes_there, rate in seen))
     float32_bytes = sum(4 * shard.slice_size for shard in shards)
     slice_bytes = CODECS["fp16"].item_size * shards[0].slice_size
     if link is None:
@@ -506,35 +469,11 @@ def _step(
     )
 
 
-def print_json(
-    cluster_id: str,
-    megabytes: int,
-    shards: Sequence[ShardFigures],
-    codecs: dict[str, tuple[float, float]],
-    step: StepFigures,
-    left: Sequence[str],
-) -> None:
-    """All figures: seconds, bytes of float32 a second, bytes a second of a link with headers."""
-    links = ("link_out_bytes_per_s", "link_in_bytes_per_s")
-    click.echo(
-        json.dumps(
-            {
-                "cluster_id": cluster_id,
-                "megabytes": megabytes,
-                "shards": [
-                    dataclasses.asdict(shard) | {name: getattr(shard, name) for name in links}
-                    for shard in shards
-                ],
-                "codecs": {
-                    name: {"encode_bytes_per_s": encode, "decode_bytes_per_s": decode}
-                    for name, (encode, decode) in codecs.items()
-                },
-                "step": dataclasses.asdict(step)
-                | {"bound_s": step.bound_s, "shard_s": step.shard_s, "limit": step.limit},
-                "left_parameters": list(left),
-            }
-        )
-    )
+_LINK_RATES = ("link_out_bytes_per_s", "link_in_bytes_per_s")
+
+
+def _as_json(figures: Any, *names: str) -> dict[str, Any]:
+    return dataclasses.asdict(figures) | {name: getattr(figures, name) for name in names}
 
 
 def _shard_table(shards: Sequence[ShardFigures]) -> Table:
@@ -562,15 +501,15 @@ def _link_cell(shard: ShardFigures, rate: float | None) -> str:
     return "not seen" if rate is None else digits(rate * 8 / 1e9)
 
 
+def _gigabytes(bytes_per_s: float) -> str:
+    return f"{digits(bytes_per_s / 1e9)} GB/s"
+
+
 def _codec_table(codecs: dict[str, tuple[float, float]]) -> Table:
     shown = table("", "codec, one thread here", *(f">{name}" for name in codecs))
     for place, what in enumerate(("encode", "decode")):
         shown.add_row(what, *(_gigabytes(rates[place]) for rates in codecs.values()))
     return shown
-
-
-def _gigabytes(bytes_per_s: float) -> str:
-    return f"{digits(bytes_per_s / 1e9)} GB/s"
 
 
 _LEGEND = (
@@ -588,7 +527,6 @@ _LIMITS = {
 def _conclusion(
     step: StepFigures, megabytes: int, shards: Sequence[ShardFigures], link: float | None
 ) -> Iterator[str]:
-    """What it comes to, line by line."""
     rate = megabytes * 1e6 / step.exchange_s
     yield (
         f"exchange of {megabytes} MB as fp16 with all shards: {seconds_words(step.exchange_s)}, "
