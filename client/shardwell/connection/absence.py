@@ -11,9 +11,9 @@ import socket
 import threading
 
 BUSY = "a server listens there, and did not answer in time; check the shard's load and log"
-"""What `why_absent` says of a server that may well be the shard."""
+"""The words of `why_absent` for a server that may well be the shard."""
 _LOOK_S = 1.0
-"""How long it is looked for at the most; a name server that is away takes longer to give up."""
+"""The longest look; a name server that is away takes longer to give up."""
 _FRAME_HEADER_BYTES = 9
 _SETTINGS_FRAME = 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
@@ -21,14 +21,9 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME
 
 
 def why_absent(address: str, timeout_s: float = _LOOK_S, *, speaks_tls: bool = False) -> str:
-    """What a plain connection to a shard's address finds, and what to do: for errors and logs.
+    """Says what a plain connection to an address finds, and what to do: for errors and logs.
 
-    Blocks up to `timeout_s`, or for a second.
-
-    Args:
-        address: HOST:PORT, where a shard did not answer.
-        timeout_s: How long it may take.
-        speaks_tls: Whether calls there use TLS; what listens is then not looked at any closer.
+    Blocks up to `timeout_s`. Where calls use TLS, what listens is not looked at any closer.
     """
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
     look_s = min(timeout_s, _LOOK_S)
@@ -71,7 +66,6 @@ def _look(host: str, port: int, timeout_s: float, *, speaks_tls: bool) -> str:
 
 
 def _listener(connection: socket.socket) -> str:
-    """What listens at the other end."""
     said = b""
     with contextlib.suppress(OSError):
         connection.sendall(_PREFACE)

@@ -20,13 +20,6 @@ class Channel:
 
     A channel of gRPC's keeps the certificates that it was made with. Calls that are under way on
     one that was replaced go on there, and it ends with the last of them.
-
-    Args:
-        address: HOST:PORT.
-        credentials: What it proves itself with, and believes.
-
-    Raises:
-        ForkedError: see `check_fork`.
     """
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:

@@ -36,15 +36,11 @@ metadata."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 TokenFileArgument: TypeAlias = FilePath | Literal[False] | None
-"""As callers give it; None: what the environment says; False: none, whatever it says."""
+"""The argument of callers; None: the environment's; False: none, whatever that says."""
 
 
 class TokenFile:
-    """A token in a file, read again when that has changed. Any thread may use it.
-
-    Raises:
-        ArgumentError: it can't be read, or has no token.
-    """
+    """A token in a file, read again when that has changed. Any thread may use it."""
 
     def __init__(self, path: FilePath) -> None:
         self.path = os.fspath(path)
@@ -79,11 +75,7 @@ class TokenFile:
 
 
 def token_file(path: TokenFileArgument) -> TokenFile | None:
-    """The file that an argument means; None: there is no token.
-
-    Raises:
-        ArgumentError: see `TokenFile`.
-    """
+    """The file that an argument means; None: there is no token."""
     if path is False:
         return None
     if path is None:
@@ -105,19 +97,11 @@ class Credentials:
 
     @staticmethod
     def of(tls: TlsArgument = None, token: TokenFileArgument = None) -> Credentials:
-        """What arguments mean, and the environment where they are None.
-
-        Raises:
-            ArgumentError: see `TlsFiles` and `TokenFile`.
-        """
+        """The meaning of arguments, and of the environment where they are None."""
         return Credentials(tls_files(tls), token_file(token))
 
     def check_private(self, addresses: Iterable[str]) -> None:
-        """Refuses to send a token over a network that others may read.
-
-        Raises:
-            ArgumentError: an address is not this machine's, and there is no TLS.
-        """
+        """Refuses to send a token without TLS to an address that is not this machine's."""
         if self.token is None or self.tls is not None:
             return
         for address in addresses:
@@ -133,7 +117,7 @@ NO_CREDENTIALS = Credentials()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reached from this machine alone."""
+    """Returns True if HOST:PORT is reached from this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -144,7 +128,7 @@ def is_loopback(address: str) -> bool:
 
 
 def insecure_setting(is_insecure: bool | None) -> bool:
-    """Whether strangers may be let in: as the caller says, or else the environment."""
+    """Returns True if strangers may be let in: as the caller says, or else the environment."""
     if is_insecure is not None:
         return bool(is_insecure)
     return variable(INSECURE_VARIABLE).lower() in ("1", "true", "yes", "on")
@@ -157,27 +141,20 @@ class SameToken:
         self._token = token
 
     def check(self, authorization: str | None) -> None:
-        """Refuses a call.
-
-        Args:
-            authorization: What it brings; None: nothing.
-
-        Raises:
-            AuthenticationError: it is another token, or none.
-        """
+        """Refuses a call that brings another token, or none."""
         if authorization is None:
             raise no_token()
         if not hmac.compare_digest(authorization.encode(), self._token.authorization().encode()):
             raise AuthenticationError("the token is not that of the worker which answers here")
 
     def is_digest(self, digest: bytes) -> bool:
-        """Whether that is SHA-256 of the token as it is now."""
+        """Returns True if that is SHA-256 of the token as it is now."""
         token = self._token.authorization().removeprefix(BEARER)
         return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), digest)
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """What a call brings, of its metadata; None: nothing."""
+    """The authorization in a call's metadata; None: there is none."""
     for key, value in metadata or ():
         if key == AUTHORIZATION_KEY and isinstance(value, str):
             return value
@@ -192,39 +169,34 @@ def no_token() -> AuthenticationError:
 
 
 class AuthorizedChannel:
-    """A gRPC channel whose calls bring a token. What it makes is as gRPC's own.
-
-    gRPC's credentials of calls would do the same, but not without TLS on one machine.
-    """
+    """A gRPC channel whose calls bring a token, without TLS on one machine, unlike gRPC's own."""
 
     def __init__(self, channel: grpc.Channel, token: TokenFile) -> None:
         self._channel = channel
         self._token = token
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """As gRPC's."""
+        """Makes gRPC's call with the token."""
         return _Authorized(self._channel.unary_unary(*args, **options), self._token)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        """As gRPC's."""
+        """Makes gRPC's call with the token."""
         return _Authorized(self._channel.unary_stream(*args, **options), self._token)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
-        """As gRPC's."""
+        """Makes gRPC's call with the token."""
         return _Authorized(self._channel.stream_unary(*args, **options), self._token)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        """As gRPC's."""
+        """Makes gRPC's call with the token."""
         return _Authorized(self._channel.stream_stream(*args, **options), self._token)
 
     def close(self) -> None:
-        """As gRPC's."""
+        """Closes gRPC's channel."""
         self._channel.close()
 
 
 class _Authorized:
-    """What makes calls of one method."""
-
     def __init__(self, make: Any, token: TokenFile) -> None:
         self._make = make
         self._token = token
@@ -233,7 +205,6 @@ class _Authorized:
         return self._make(request, metadata=self._metadata(), **options)
 
     def future(self, request: Any, **options: Any) -> Any:
-        """As gRPC's."""
         return self._make.future(request, metadata=self._metadata(), **options)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

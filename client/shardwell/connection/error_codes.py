@@ -19,7 +19,7 @@ _NAMES_SIZE_MAX_BYTES = 2048
 _RANK_COUNT_MAX = 512
 ERROR_DETAIL_KEY = "shardwell-error-bin"
 _DAMAGED_LENGTH = "Received message larger than max"
-"""How gRPC refuses a message that is longer than any that Shardwell sends."""
+"""The words of gRPC for a message that is longer than any that Shardwell sends."""
 
 _CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
     # Kinds before their bases: the first that fits is taken.
@@ -113,7 +113,7 @@ _BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}
 
 
 class Status(NamedTuple):
-    """What a failed call ends with."""
+    """The end of a failed call."""
 
     code: grpc.StatusCode
     details: str
@@ -128,7 +128,7 @@ def to_status(error: errors.ShardwellError) -> Status:
 
 
 def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
-    """What a message carries of `error` besides its text."""
+    """The fields of `error` besides its text, as a message."""
     _, code, _ = _entry_of(error)
     return types_pb2.ErrorDetail(
         code=code,
@@ -156,7 +156,7 @@ def _milliseconds(seconds: float | None) -> int | None:
 
 
 def _bounded(worker_ids: Sequence[str]) -> list[str]:
-    """As many as trailing metadata can carry: gRPC cuts it off, message and all, at 8 KiB."""
+    """Keeps as many as trailing metadata can carry: gRPC cuts it off, message and all, at 8 KiB."""
     kept, size = [], 0
     for worker_id in worker_ids:
         size += len(worker_id) + 2
@@ -175,19 +175,11 @@ def from_rpc_error(
     table: str | None = None,
     role: str | None = None,
 ) -> errors.ShardwellError:
-    """Returns the Shardwell error of a failed call.
+    """Returns the Shardwell error of a failed call, on behalf of a parameter or a table.
 
     A Shardwell server says with every error which of ours it is. A status that does not, of
     whatever code, is gRPC's own, and tells of the connection: bytes that were damaged or lost on
     their way make nearly every code there is.
-
-    Args:
-        error: What gRPC raised; it is a call with a status.
-        shard_index: Index of the shard that was called; None: no shard was.
-        address: Where, for the message.
-        parameter: On behalf of which parameter.
-        table: On behalf of which table.
-        role: Name of the server in the message, if not "shard I".
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)

@@ -24,12 +24,9 @@ from shardwell.wire import checksum
 
 
 class Handlers:
-    """Makes handlers of one service. Any thread may use it and them.
+    """Handlers of one service, and of the errors that they raise. Any thread may use them.
 
-    Args:
-        logger: The logger of refusals and defects.
-        shard_index: Index of the shard that answers, for the errors; None: no shard does.
-        place: Name of the process whose log has the details of a defect, for the caller.
+    `place` names the process whose log has the details of a defect, for the caller.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Handlers:
     def streaming(
         self, call: Callable[..., Iterator[Any]]
     ) -> Callable[[Any, grpc.ServicerContext], Iterator[Any]]:
-        """The same for a call that yields."""
+        """A handler of a call that yields."""
 
         def handle(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
@@ -77,7 +74,6 @@ class Handlers:
         return handle
 
     def _abort(self, context: grpc.ServicerContext, error: Exception) -> None:
-        """Ends a call with the status of `error`."""
         if not context.is_active():
             context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
         status = status_of(

@@ -60,9 +60,9 @@ PROXY_VARIABLE = "SHARDWELL_USE_PROXY"
 """1: connections with TLS go through what $https_proxy or $grpc_proxy names."""
 _FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 _HANDSHAKE_S = 10.0
-"""How long a handshake may take, from connecting until the two sides speak."""
+"""The longest handshake, from connecting until the two sides speak."""
 _CONNECTION_END_S = 30.0
-"""How long calls go on over a connection that has reached its age."""
+"""The time for which calls go on over a connection that has reached its age."""
 KEEPALIVE_S = 30.0
 """The default of how long a server takes to notice that a client vanished."""
 
@@ -70,12 +70,9 @@ KEEPALIVE_S = 30.0
 def server_options(
     keepalive_s: float = KEEPALIVE_S, connection_age_s: float | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """Options of a gRPC server.
+    """Options of a gRPC server, which notices a vanished client's machine within `keepalive_s`.
 
-    Args:
-        keepalive_s: A client whose machine vanished is noticed within so long, and its calls end.
-        connection_age_s: After how long a connection takes no more calls, so that its client makes
-            another one; those that are under way have some time to end. None: never.
+    After `connection_age_s` a connection takes no more calls, so that its client makes another.
     """
     half_ms = int(keepalive_s * 500)
     age: tuple[tuple[str, int], ...] = ()
@@ -100,12 +97,7 @@ def server_options(
 
 
 def check_fork() -> None:
-    """Before gRPC is used: refuses to where it would crash or hang.
-
-    Raises:
-        ForkedError: this process was forked from one that has used gRPC, without its support of
-            forks.
-    """
+    """Refuses gRPC where it would crash or hang: in a child of a process that has used it."""
     if os.environ.get(_FORK_SUPPORT_VARIABLE, "0").lower() in ("1", "true", "yes", "on"):
         return
     first = _first_user_of_grpc()
@@ -126,17 +118,9 @@ def _first_user_of_grpc() -> OwnerProcess:
 def listen_on(
     server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | None = None
 ) -> int:
-    """The port on which the server will listen; the one that was taken, where 0 is asked for.
+    """Listens, and returns the port that was taken, where 0 is asked for.
 
-    Args:
-        server: Not started yet.
-        address: HOST:PORT.
-        tls: What it proves itself with, and believes; None: no TLS.
-
-    Raises:
-        ArgumentError: `tls` has no certificate.
-        OSError: it can't be listened on. It is tried before gRPC does, which would tell of it in
-            lines of its own on stderr.
+    It is tried before gRPC does, which would tell of a failure in lines of its own on stderr.
     """
     host, _, port = address.rpartition(":")
     refused: OSError | None = None
@@ -164,9 +148,9 @@ def listen_on(
 
 
 def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:
-    """What calls `method`, "/package.Service/Name": one message there, one message back.
+    """The stub of `method`, "/package.Service/Name": one message there, one message back.
 
-    The CRC of the request is made to fit; that of the response is for who reads it to check.
+    The CRC of the request is made to fit; that of the response is for its reader to check.
     """
     return channel.unary_unary(
         method,

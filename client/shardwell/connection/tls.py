@@ -32,13 +32,13 @@ from shardwell.threads.calls import cancelled_by, current_call
 
 _LOG = logging.getLogger("shardwell")
 _LOOK_S = 1.0
-"""How long a server may take for each of three things that show what is wrong."""
+"""The time of a server for each of three things that show what is wrong."""
 _LOOK_S_MIN = 0.01
 _TRY_S = 5.0
-"""How long a connection that tries a certificate may take, usually 10 ms; one that takes longer
+"""The time of a connection that tries a certificate, usually 10 ms; one that takes longer
 says nothing about the certificate."""
 _READ_S = 0.5
-"""How long a connection waits for files that are tried, before it gets the last certificate."""
+"""The time for which a connection waits for files that are tried, before it gets the last ones."""
 _JUDGED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature", "erification", "peer certificate")
 """Words of gRPC where a client has got as far as to judge the server's certificate: its date, its
 names. They are for clients to refuse, since the server could show it."""
@@ -99,12 +99,12 @@ class Tls:
 
 
 TlsArgument: TypeAlias = Tls | Literal[False] | None
-"""As callers give it; None: what the environment says; False: no TLS, whatever it says."""
+"""The argument of callers; None: the environment's; False: no TLS, whatever that says."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files had when they were read and fitted together."""
+    """The contents of the files when they were read and fitted together."""
 
     ca: bytes | None
     cert: bytes | None
@@ -112,11 +112,7 @@ class Contents:
 
 
 class TlsFiles:
-    """The files of a `Tls`, read again when they change. Any thread may use it.
-
-    Raises:
-        ArgumentError: a file can't be read, is no PEM, or the key is not the certificate's.
-    """
+    """The files of a `Tls`, read again when they change. Any thread may use it."""
 
     def __init__(self, tls: Tls) -> None:
         self.tls = tls
@@ -133,15 +129,11 @@ class TlsFiles:
         return self._files.last
 
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
-        """What a client's connections are made with."""
+        """Credentials of a client's connections."""
         return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What a server's connections are made with: the files' contents when each of them comes.
-
-        Raises:
-            ArgumentError: there is no certificate.
-        """
+        """Credentials of a server's connections: the files' contents when each of them comes."""
         if self.tls.cert is None:
             raise ArgumentError(
                 "a server needs a certificate and its key: give both, or set "
@@ -174,11 +166,7 @@ class TlsFiles:
 
 
 def tls_files(tls: TlsArgument) -> TlsFiles | None:
-    """The files that an argument means; None: no TLS.
-
-    Raises:
-        ArgumentError: see `Tls` and `TlsFiles`.
-    """
+    """The files that an argument means; None: no TLS."""
     if tls is False:
         return None
     given = Tls.from_environment() if tls is None else tls
@@ -192,15 +180,8 @@ def tls_files(tls: TlsArgument) -> TlsFiles | None:
 def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float) -> None:
     """Looks why a connection to a server can't be made, once one has failed. Blocks a few seconds.
 
-    Nothing is looked at where this thread's call was cancelled.
-
-    gRPC tells of most of it only that the socket was closed.
-
-    Args:
-        who: The server, for the error.
-        address: HOST:PORT.
-        files: This side's; None: it uses no TLS.
-        timeout_s: Bound of all that; without time, nothing is looked at.
+    gRPC tells of most of it only that the socket was closed. Nothing is looked at where this
+    thread's call was cancelled.
 
     Raises:
         AuthenticationError: a server answers, and the two sides will not come together.
@@ -218,7 +199,6 @@ def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float
 
 
 def _distrust(address: str, files: TlsFiles | None, look_s: float) -> str | None:
-    """What keeps the two sides apart, as read behind the server's name; None: nothing is seen."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     tls = None if files is None else files.tls
@@ -266,13 +246,11 @@ def _distrust(address: str, files: TlsFiles | None, look_s: float) -> str | None
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends a connection that another thread waits for."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _reason_of_alert(tls: Tls | None, reason: str) -> str | None:
-    """The same, where TLS itself says it."""
     if tls is None:
         return None
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
@@ -281,7 +259,6 @@ def _reason_of_alert(tls: Tls | None, reason: str) -> str | None:
 
 
 def _refused(tls: Tls, reason: str) -> str:
-    """The same, where the server does not believe this side."""
     if tls.cert is None:
         return (
             "asks for a certificate: give tls=shardwell.Tls(cert=..., key=...), or set "
@@ -294,10 +271,10 @@ def _refused(tls: Tls, reason: str) -> str:
 
 
 def _look_apart(look: Callable[[], None]) -> None:
-    """Has files read on a thread of their own, and waits for it a moment.
+    """Has files read on a thread of its own, and waits for it a moment.
 
-    The connection that tries them needs threads of gRPC's. This is one, and so are those of all who
-    connect meanwhile.
+    The connection that tries them needs threads of gRPC's. This is one, and so are those of all
+    callers of `connect` meanwhile.
     """
     thread = threading.Thread(target=look, name="shardwell-tls", daemon=True)
     thread.start()
@@ -311,11 +288,6 @@ def _server_configuration(contents: Contents) -> grpc.ServerCertificateConfigura
 
 
 def _read(tls: Tls) -> Contents:
-    """The files, if they fit together, and gRPC makes connections with them.
-
-    Raises:
-        ArgumentError: they do not, or one can't be read; it is named.
-    """
     ca, cert, key = (_bytes_of(path) for path in (tls.ca, tls.cert, tls.key))
     for path, found in ((tls.ca, ca), (tls.cert, cert), (tls.key, key)):
         if found is not None and _BYTE_ORDER_MARK in found:
@@ -352,10 +324,10 @@ def _read(tls: Tls) -> Contents:
 
 
 def _unserved(contents: Contents) -> str | None:
-    """Why gRPC makes no connection with a certificate and its key, as either side; None: it does.
+    """Returns why gRPC makes no connection with a certificate and its key; None: it does.
 
-    A server on this machine shows it, and a client that trusts it calls: the same keys and
-    signatures are possible for clients' certificates.
+    A server on this machine shows it, and a client that trusts it calls: the keys and signatures
+    of clients' certificates are checked as well by that.
     """
     check_fork()
     server = grpc.server(ThreadPoolExecutor(1))
@@ -381,7 +353,6 @@ def _unserved(contents: Contents) -> str | None:
 
 
 def _reaches_itself() -> bool:
-    """Whether this machine connects to itself just now, without any certificate."""
     server = grpc.server(ThreadPoolExecutor(1))
     try:
         port = server.add_insecure_port("127.0.0.1:0")
@@ -395,7 +366,7 @@ def _reaches_itself() -> bool:
 
 
 def _unreachable(channel: grpc.Channel) -> str | None:
-    """Why no connection comes about; None: a call reaches the server, which has no handler."""
+    """Returns why no connection comes about; None: a call reaches the server, without a handler."""
     try:
         call: Any = channel.unary_unary("/shardwell.Try/Try")
         call(b"", timeout=_TRY_S)

@@ -111,10 +111,7 @@ class CallMaker:
         array: Any,
         options: CallOptions,
     ) -> Call:
-        """A call of rank `rank` among `size`; None for `operation` is a barrier.
-
-        ArgumentError: `timeout_s` can't be used. Other problems are in the announcement.
-        """
+        """A call of rank `rank` among `size`; None for `operation` is a barrier."""
         op, root, sample_count, codec, timeout_s, _, _ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
         call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
@@ -173,7 +170,6 @@ class CallMaker:
         )
 
     def _look(self, call: Call, plan: Plan) -> None:
-        """Refuses what is not finite of chunks that enter here."""
         looked_at = range(len(plan.chunks)) if plan.operation.reduces else plan.entering
         if self._threads.count < 2 or call.array.size < _SPREAD_ELEMENT_COUNT:
             for index in looked_at:
@@ -184,7 +180,6 @@ class CallMaker:
                 spread.give(self._look_at, call, plan, index)
 
     def _look_at(self, call: Call, plan: Plan, index: int) -> None:
-        """Looks at one chunk, on any thread."""
         where, _, _ = plan.chunks[index]
         check_finite(
             f"array of {plan.operation.value}",

@@ -74,7 +74,7 @@ class PendingCall:
 
     @property
     def made(self) -> Call:
-        """As it was announced last."""
+        """The call as it was announced last."""
         assert self.call is not None
         return self.call
 
@@ -121,7 +121,7 @@ class ElasticGroup(Group):
         self._announcing = threading.RLock()
         """Held to announce calls and to come into the next generation; never by the engine."""
         self._pending: dict[int, PendingCall] = {}
-        """By identity, in the order in which they were called."""
+        """The calls by identity, in the order in which they were called."""
         self._standings: dict[int, Counts] = {}
         """Counts by generation, for members that have not received them yet."""
         self._is_stateful = False
@@ -204,7 +204,6 @@ class ElasticGroup(Group):
         return self._timeout_s if timeout_s is None else timeout_s
 
     def _announced(self, pending: PendingCall) -> PendingCall:
-        """Announces a call, in the next generation where this one is over."""
         if self._generation.engine.is_current_thread:
             raise ArgumentError(
                 "a callback makes no calls of an elastic group: it would hold up the repair that "
@@ -261,7 +260,6 @@ class ElasticGroup(Group):
     def _call_ended(
         self, pending: PendingCall, call: Call, generation: Generation, result: Future[int]
     ) -> None:
-        """Ends a call, or keeps it to be settled; on the engine's thread."""
         error = result.exception()
         if pending.call is not call:
             return
@@ -302,7 +300,6 @@ class ElasticGroup(Group):
     # The next generation.
 
     def _repair_soon(self, previous: Generation) -> None:
-        """Comes into the generation that follows, on a thread that may wait."""
         if self._repair_begun_in == previous.number:
             return
         self._repair_begun_in = previous.number
@@ -333,8 +330,7 @@ class ElasticGroup(Group):
     ) -> None:
         """Comes into the generation that follows, and settles what was called before.
 
-        `finishes` receives what ends calls, to be called without the lock. All calls fail with the
-        error that is raised where no generation follows in time.
+        `finishes` receives what ends calls, to be called without the lock.
         """
         waiting = list(self._pending.values())
         if timeout_s is None:
@@ -357,7 +353,6 @@ class ElasticGroup(Group):
     def _followed(
         self, previous: Generation, timeout_s: float, wait_s: float, *, without_newcomers: bool
     ) -> Generation:
-        """The next generation in which all know how far the calls of those before are."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._check_open()
@@ -379,7 +374,6 @@ class ElasticGroup(Group):
             return generation
 
     def _note_counts(self, previous: Generation) -> None:
-        """Notes how far a past generation's calls are, for members that do not know it."""
         counts = previous.engine.counts
         if counts.moved:  # all its members knew of those before
             self._standings = {}

@@ -87,7 +87,7 @@ class Call:
     ranks: tuple[int, ...] = ()
     """The participants of an OPERATION_STATE."""
     have_state: tuple[bool, ...] = ()
-    """Of OPERATION_STATE: each participant's answer, True with the group's state."""
+    """The answer of each participant of OPERATION_STATE: True with the group's state."""
 
     @property
     def is_join(self) -> bool:
@@ -252,7 +252,6 @@ class Engine:
         self._note(call, Progress.ENDED)
 
     def _given_up(self, error: ShardwellError, deadline_s: float) -> ShardwellError:
-        """Ends the generation for all because of this rank's error; returns all ranks' error."""
         self._agreement.give_up(failure_of(error))
         rest_s = max(deadline_s - time.monotonic(), 0.0)
         ended = self._mailbox.await_end(min(rest_s, _ENDING_S))
@@ -334,10 +333,7 @@ class Engine:
     def _made_beside(
         self, moving: _Moving, arithmetics: Sequence[ChunkArithmetic]
     ) -> list[Sending]:
-        """Does the jobs that are ready, one a thread and chunk; returns what is to be sent.
-
-        Waits for what comes while there is nothing else, and never while a thread works.
-        """
+        """Waits for what comes while there is nothing else, and never while a thread works."""
         collective = moving.collective
         made: list[tuple[Job, list[Sending]]] = []
         by_chunk: dict[int, list[tuple[Job, list[Sending]]]] = {}
@@ -391,7 +387,6 @@ def plan_of(
 def _make(
     collective: Collective, arithmetic: ChunkArithmetic, jobs: Sequence[tuple[Job, list[Sending]]]
 ) -> None:
-    """Does the jobs of one chunk, one after the other."""
     for job, sendings in jobs:
         sendings += collective.made(job, arithmetic)
 

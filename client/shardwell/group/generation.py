@@ -215,8 +215,7 @@ class Generation:
     def close(self) -> None:
         """Leaves: what was called before is finished, then all streams end.
 
-        Blocks until calls that were made are done, at the most until their deadlines, and until the
-        others have received what this rank sent, at the most a minute.
+        Blocks at the most until the calls' deadlines, and a minute for what this rank sent.
         """
         with self._announcing:
             self._closing = True
@@ -343,10 +342,7 @@ class Generation:
         self._mailbox.put_arrival(Arrival(rank, *received), waits=waits)
 
     def _link_failed(self, rank: int, what: str) -> None:
-        """Rank 0 decides which rank is lost, and tells all, this one included.
-
-        Its report may be on its way: it comes over gRPC, which is slower than a socket's end.
-        """
+        """Rank 0 decides which rank is lost; its report is slower than a socket's end."""
 
         def give_up() -> None:
             self._mailbox.await_end(_WORD_S)
@@ -372,10 +368,9 @@ class Membership(Protocol):
         *,
         without_newcomers: bool = False,
     ) -> Generation:
-        """The generation that follows `previous`; blocks until it is ready.
+        """Returns the generation that follows `previous`; blocks until it is ready.
 
         The other members are waited for `timeout_s`, replacements for `wait_s`.
-        `without_newcomers`: an elastic group's next generation has members of the last one alone.
         """
 
     @property

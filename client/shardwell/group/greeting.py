@@ -127,7 +127,6 @@ class Greeting:
 
 
 def _nobody_listens(address: str) -> str | None:
-    """The reason why no call there can ever succeed; None where the process may only be late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()

@@ -320,7 +320,6 @@ class Group(Connected):
         return self._shared_state(SharedState(state), timeout_s)
 
     def _refuse_state(self, error: GroupMismatchError, *, goes_on: bool) -> None:
-        """Raises that the states differ, unless this member goes on and newcomers leave."""
         raise error
 
     def _ask_for_state(self, timeout_s: float | None) -> Started:
@@ -328,7 +327,6 @@ class Group(Connected):
         return self._submitted(call)
 
     def _number_of(self, asked: Started) -> int:
-        """Number of the generation in which a call was made, if others are to be made there too."""
         return 0
 
     def _shared_state(self, state: SharedState, timeout_s: float | None) -> bool:
@@ -337,7 +335,6 @@ class Group(Connected):
         return given
 
     def _tried_state(self, state: SharedState, timeout_s: float | None) -> bool | None:
-        """Shares the state; None: newcomers with another one are to leave."""
         asked = self._ended(partial(self._ask_for_state, timeout_s))
         if all(asked.have_state):
             return False
@@ -527,7 +524,6 @@ class Group(Connected):
         return call
 
     def _ended(self, begin: Callable[[], StartedT]) -> StartedT:
-        """A call that `begin` submits, when it has succeeded; the engine keeps its deadlines."""
         if self._generation.engine.is_current_thread:
             return begin()  # which refuses it: a callback can't wait
 
@@ -557,11 +553,9 @@ class _CallsUnderWay:
         self._room = threading.BoundedSemaphore(_CALL_COUNT_MAX)
 
     def submit(self, call: Call, generation: Generation, *, waits: bool) -> None:
-        """Gives a call to the generation's engine. Blocks while too many are under way.
+        """Gives a call to the generation's engine; it occupies a slot until its result has arrived.
 
-        The call occupies a slot until its result has arrived. A callback of the engine never waits:
-        ArgumentError where it would wait for what comes after it, LimitError where too many are
-        under way.
+        Blocks while too many are under way, except in a callback of the engine, which never waits.
         """
         is_callback = generation.engine.is_current_thread
         if waits and is_callback:

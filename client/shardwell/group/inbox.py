@@ -31,10 +31,7 @@ class Source(Protocol):
 
 
 class Inbox:
-    """Receives over the sockets of one generation.
-
-    `taken_over` and `read` are for the engine; any thread may do the rest.
-    """
+    """The receiver over the sockets of a generation; `taken_over` and `read` are the engine's."""
 
     def __init__(self) -> None:
         self.is_taken = False

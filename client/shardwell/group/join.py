@@ -322,7 +322,6 @@ def listening_address(address: str) -> str:
 
 
 def _host_towards(meeting: str) -> str:
-    """This machine's address on the way to the meeting place; nothing is sent."""
     host, _, port = meeting.rpartition(":")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -497,7 +496,6 @@ class _Membership:
             lease.close()
 
     def _reachable_address(self) -> str:
-        """The address at which others reach the server: not that of all interfaces, nor port 0."""
         host, _, port = self._server.address.rpartition(":")
         if self._arguments.serves_rendezvous:
             return self._arguments.rendezvous

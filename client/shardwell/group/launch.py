@@ -65,11 +65,7 @@ class Launcher:
 
 
 def known_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher of this process; None where none has set a rank.
-
-    Raises:
-        ArgumentError: variables contradict one another, or are no numbers.
-    """
+    """The launcher of this process; None where none has set a rank."""
     given = {name: value for name, value in environ.items() if value}
     if by_name := _place(given, "RANK", "WORLD_SIZE"):
         return _by_name(given, *by_name)
@@ -190,7 +186,6 @@ def _slurm_id(given: Mapping[str, str], *variables: str) -> int | None:
 
 
 def _crc_of(text: str) -> int:
-    """Equal in every process, which Python's own hash is not."""
     # An environment may have bytes that are no UTF-8; Python keeps them as lone surrogates.
     return zlib.crc32(text.encode(errors="surrogatepass"))
 

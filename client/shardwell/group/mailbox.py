@@ -21,7 +21,7 @@ MakeError = Callable[[], ShardwellError]
 
 
 class Mailbox:
-    """Any thread may fill it; `await_verdict`, `take` and `come` are for one thread."""
+    """The messages that came. Any thread fills it; `await_verdict`, `take`, `come` are for one."""
 
     def __init__(self, size: int) -> None:
         # What can be under way on one link, twice over: see `group/schedule/collective.py`.
@@ -32,7 +32,7 @@ class Mailbox:
         self._put_count = [0] * size
         """Chunks that came, by rank; written by its link's thread alone."""
         self._taken_count = [0] * size
-        """By rank: chunks that were taken; written by the engine's thread alone."""
+        """The number of chunks that were taken, by rank; written by the engine's thread alone."""
         self._blocked_count = 0
         self._waits_for_inbox = False
         """True when the engine has found nothing: the bringer of something has to say so."""
@@ -46,10 +46,7 @@ class Mailbox:
         self.inbox = Inbox()
 
     def put_arrival(self, arrival: Arrival, *, waits: bool = True) -> None:
-        """Adds a chunk; blocks while too many of its sender are here. One thread for each rank.
-
-        Without `waits` it does not block. CorruptChunkError: the chunk's call is over.
-        """
+        """Adds a chunk; with `waits` it blocks while too many of its sender are here."""
         if waits and self.is_full(arrival.rank):
             with self._changed:
                 self._blocked_count += 1

@@ -75,7 +75,7 @@ class StagedState:
         self._bytes[start:stop] = data[: stop - start]
 
     def write(self) -> None:
-        """All has come: writes it into the arrays."""
+        """Writes all that has come into the arrays."""
         begin = 0
         for array in self._into.arrays:
             array[...] = self._bytes[begin : begin + array.size]

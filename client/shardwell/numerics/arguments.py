@@ -20,11 +20,7 @@ _ACCEPTED = (np.float32, np.float64, np.float16)
 
 
 def as_array(what: str, values: Any) -> npt.NDArray[Any]:
-    """An array of what offers one, such as a CPU tensor: uncopied where it can be.
-
-    `values` has `__array__`, DLPack or the buffer protocol. Of a tensor, with or without a gradient
-    of its own, the values; bfloat16 becomes float32. ArgumentError: it offers none.
-    """
+    """An array of what offers one, uncopied where it can be; bfloat16 becomes float32."""
     if type(values) is np.ndarray:
         return values
     given = values
@@ -79,10 +75,7 @@ def as_floats(what: str, values: Any) -> npt.NDArray[Any]:
 
 
 def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
-    """The values as one dimension of floating point numbers, uncopied where they are contiguous.
-
-    float64, float16 and bfloat16 are converted. ArgumentError: another type, dtype or size.
-    """
+    """The values as one dimension of floating point numbers, uncopied where they are contiguous."""
     if type(values) is np.ndarray and values.shape == (size,) and values.dtype == np.float32:
         return values
     array = as_floats(what, values)
@@ -99,11 +92,7 @@ def is_output(out: Any) -> TypeGuard[Float32]:
 
 
 def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
-    """The caller's `out=`, or `what` it is called, as one dimension that can be written in place.
-
-    A torch tensor in the memory of the CPU is taken by that memory. ArgumentError: it is no
-    writable C-contiguous float32 array of `size` elements, if that is given.
-    """
+    """The caller's `out=` as one dimension of float32 that can be written in place."""
     if is_output(out) and (size is None or out.size == size):
         return out.reshape(-1)
     given = out
@@ -157,10 +146,7 @@ def check_finite(
     remedy: str = OF_PARAMETER,
     name_of: Callable[[int], str] = "element {}".format,
 ) -> None:
-    """Refuses values that are no finite float32; `offset` is the first one's index for messages.
-
-    NonFiniteError: one is NaN or infinite; `name_of` names it from its index.
-    """
+    """Refuses values that are no finite float32; `offset` is the first one's index for messages."""
     index = first_non_finite(values)
     if index is not None:
         element = name_of(offset + index)

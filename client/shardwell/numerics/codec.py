@@ -103,7 +103,7 @@ class Codec:
         return count * self.item_size
 
     def in_blocks_of(self, block_size: int) -> Codec:
-        """The same for blocks of so many elements, where the number is not the codec's own."""
+        """The codec for blocks of so many elements, where the number is not the codec's own."""
         return self
 
     @property
@@ -124,16 +124,10 @@ class Codec:
         allow_non_finite: bool = False,
         crc: int | None = None,
     ) -> int:
-        """Writes `values` into `payload`, and returns `crc` gone on over it.
+        """Writes `values` into `payload`, and returns `crc` gone on over it (None: 0).
 
-        Args:
-            values: (n,) float32 (fastest), float64 or float16, any stride; or what computes them.
-            payload: (encoded_bytes(n),) uint8, aligned to 4, overwritten.
-            allow_non_finite: Write NaN and infinity as they are instead of refusing.
-            crc: What the payload's CRC32C goes on from; None: it is not wanted, 0 is returned.
-
-        Raises:
-            NonFiniteValueError: with the first index; `payload` is then of no use.
+        `values` are (n,) float32 (fastest), float64 or float16, any stride; or what computes them.
+        `payload` is (encoded_bytes(n),) uint8, aligned to 4; of no use after NonFiniteValueError.
         """
         operations = self._writes if crc is None else self._writes + self._checks
         if isinstance(values, Computed):
@@ -150,10 +144,7 @@ class Codec:
         return found
 
     def decode(self, payload: Bytes, values: Float32, copies: Sequence[Bytes] = ()) -> None:
-        """Reads a payload into `values`, in one pass with copies of it; all are overwritten.
-
-        `payload` is (encoded_bytes(n),) uint8, aligned, as are `copies`; `values` (n,), contiguous.
-        """
+        """Reads a payload into `values`, in one pass with copies of it; all are overwritten."""
         operations = self.reads(_VALUES, _PAYLOAD, 1.0)
         for place in range(_TOTAL, _TOTAL + len(copies[:_COPY_COUNT_MAX])):
             operations += self.copies(place, _PAYLOAD)
@@ -180,10 +171,9 @@ class Codec:
         return run_checked(operations, (values, payload), 0, values.size, crc)
 
     def take(self, payload: Bytes, into: Bytes | None, crc: int) -> tuple[int, int]:
-        """Looks at a payload and checks it, in one pass, copying it before if it may change.
+        """Checks a payload in one pass, copying it to `into` before if it may change.
 
-        `into` has as many bytes; None: the payload does not change. Returns the largest magnitude,
-        as bits, for `peak_of_bits`; and `crc` gone on over the payload.
+        Returns the largest magnitude, as bits, for `peak_of_bits`, and `crc` gone on over it.
         """
         operations = self._checks + self._looks
         arrays: Arrays = (None, payload)
@@ -222,10 +212,9 @@ class Codec:
     def decode_add(
         self, payload: Bytes, factor: float, total: Float32, total_factor: float, out: Float32
     ) -> None:
-        """Out = factor * values + total_factor * total, in one pass over memory.
+        """Sets out = factor * values + total_factor * total, in one pass over memory.
 
-        `total` and `out`, which may be one array, are (n,) float32, contiguous. `factor` is
-        a weight; a `total_factor` of 0 leaves `total` out, whatever it is.
+        `total` and `out` may be one array. A `total_factor` of 0 leaves `total` out.
         """
         in_place = np.may_share_memory(out, total)
         into = _TOTAL if in_place else _VALUES
@@ -343,10 +332,7 @@ class Bf16(Codec):
 
 
 class BlockCodec(Codec):
-    """A codec that writes blocks of elements, which have a scale each: see `arithmetic`.
-
-    Encoded blocks have no sum and no operation of their own: they are read to float32 first.
-    """
+    """A codec of blocks of elements with a scale each; they are read to float32 before a sum."""
 
     arithmetic: ClassVar[BlockArithmetic]
 
@@ -455,7 +441,7 @@ CODECS: dict[str, Codec] = {
 SUMMED_CODECS: dict[str, Codec] = {
     name: codec for name, codec in CODECS.items() if codec.summed is codec
 }
-"""Those whose elements are written one by one, so that groups and rows have them, and sums."""
+"""The codecs whose elements are written one by one, so that groups and rows have them, and sums."""
 
 
 def block_codec(name: str) -> BlockCodec:
@@ -466,7 +452,6 @@ def block_codec(name: str) -> BlockCodec:
 
 
 def _as_float32(values: npt.NDArray[Any]) -> Float32:
-    """A contiguous copy; what overflows is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32)
 

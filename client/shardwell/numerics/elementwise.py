@@ -27,12 +27,12 @@ from shardwell.numerics.weighted_mean import divide
 
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = tuple[Array | None, ...]
-"""Of a run, by place: (n,) float32, or (n * item size,) uint8 of payloads, contiguous and aligned.
+"""The arrays of a run, by place: (n,) float32, or (n * item size,) uint8 of payloads, contiguous.
 None, and what is beyond the end: a temporary, which has no meaning after a run."""
 
 _PACKED_OPERATION = struct.Struct("<4Bfd")
 INFINITY_BITS = 0x7F800000
-"""Of float32: the smallest magnitude that is not finite."""
+"""The smallest magnitude of float32 that is not finite."""
 _LARGEST = 2**31 - 1
 _NEARLY_INFINITE = 0x7F7F8000
 """Finite magnitudes from here on are beyond the largest of bf16."""
@@ -102,7 +102,7 @@ class Code(enum.IntEnum):
 
 _CHECKS = (Code.CHECK_32, Code.CHECK_16, Code.CHECK_FP16)
 EXPONENT_MIN, _EXPONENT_MAX = -126, 113
-"""Of a block of fp16."""
+"""The exponents that a block of fp16 may have."""
 _TOP = 15
 """A block's largest magnitude is written as 2^14 or more, and less than 2^15."""
 
@@ -117,7 +117,7 @@ class Operation(NamedTuple):
     factor: float = 1.0
     """Rounded to float32."""
     divisor: float = 1.0
-    """Of MEAN; of fp16, the elements of a block."""
+    """The divisor of MEAN; of fp16, the elements of a block."""
 
 
 Operations: TypeAlias = tuple[Operation, ...]
@@ -141,9 +141,9 @@ def _float32(value: float) -> float:
 
 
 def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
-    """Runs operations on elements [start, stop) of all arrays; returns what looks have seen.
+    """Runs operations on elements [start, stop) of all arrays.
 
-    That is the largest magnitude, as bits of what they look at; NaN is larger than infinity.
+    Returns the largest magnitude that looks have seen, as bits; NaN is larger than infinity.
     """
     return run_checked(operations, arrays, start, stop, 0)[0]
 
@@ -184,7 +184,7 @@ def _run_natively(
 
 @functools.lru_cache(maxsize=1024)
 def packed(operations: Operations) -> bytes:
-    """As native code takes them."""
+    """Returns the operations in native code's form."""
     return b"".join(map(_packed_one, operations))
 
 
@@ -214,8 +214,6 @@ _PRODUCT, _ROUNDED = -1, -2
 
 
 class _Halves(NamedTuple):
-    """Elements of a payload of fp16."""
-
     bits: Array
     exponents: Array
     """(n,) int8, of their blocks."""
@@ -224,26 +222,21 @@ class _Halves(NamedTuple):
     block_size: int
 
     def times_powers(self, values: Array) -> None:
-        """Multiplies their values with the powers of two of their blocks."""
         powers = np.repeat(_powers_of_two(self.exponents), self.block_size)
         values *= powers[self.begin : self.begin + values.size]
 
     def peaks(self, bits: Array) -> Array:
-        """The largest of (n,) numbers of theirs in each block."""
         starts = np.arange(0, self.begin + bits.size, self.block_size) - self.begin
         found: Array = np.maximum.reduceat(bits, np.maximum(starts, 0))
         return found
 
 
 class _Part(NamedTuple):
-    """Elements [first, stop) of all places."""
-
     arrays: Sequence[Array | None]
     first: int
     stop: int
 
     def block(self, place: int, dtype: Any = np.float32) -> Array:
-        """Those of a place, a payload of items of `dtype` included."""
         array = self.arrays[place] if place < len(self.arrays) else None
         if array is None:
             temporary: Array = thread_scratch().temporary(place).view(dtype)
@@ -252,7 +245,6 @@ class _Part(NamedTuple):
         return values
 
     def halves(self, place: int, block_size: float, exponents_place: int = 0) -> _Halves:
-        """Those of a payload of fp16."""
         payload, size = self.arrays[place], int(block_size)
         assert payload is not None
         if exponents_place:
@@ -308,7 +300,6 @@ def _powers_of_two(exponents: Array) -> Array:
 
 
 def _product(values: Array, factor: float) -> Array:
-    """Values times a factor, in memory of this thread; the values themselves where that is 1."""
     if factor == 1.0:
         return values
     out = thread_scratch().temporary(_PRODUCT)[: values.size]
@@ -437,7 +428,7 @@ _SIGNED: dict[Any, Any] = {
 
 
 def _magnitude(bits: Array) -> int:
-    """Largest of (n,) uint16 or uint32 without their signs: two maxima, no temporary."""
+    """Returns the largest without signs: two maxima, no temporary."""
     sign = 1 << (8 * bits.itemsize - 1)
     unsigned = int(np.maximum.reduce(bits, initial=0))
     if unsigned < sign:

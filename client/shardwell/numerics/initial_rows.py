@@ -69,7 +69,6 @@ def initial_rows(
 
 
 def _shuffle(words: Words, bits: Words32, shifted: Words32) -> None:
-    """Fills (n, dim) `bits` with 24 bits a value, from (n,) words; `shifted` is overwritten."""
     columns = np.arange(bits.shape[1], dtype=np.uint32) * _COLUMN_STEP
     np.add(words.astype(np.uint32)[:, np.newaxis], columns, out=bits)
     np.bitwise_xor(bits, (words >> np.uint64(32)).astype(np.uint32)[:, np.newaxis], out=bits)
@@ -82,10 +81,7 @@ def _shuffle(words: Words, bits: Words32, shifted: Words32) -> None:
 
 
 def _inverse_normal(u: Float64, r: Float64, z: Float64) -> Float64:
-    """z, set to where the normal distribution reaches u, to seven digits; overwrites u and r.
-
-    u is at least 2^-25 from 0 and 1, so that the algorithm's third case, for r above 5, has no use.
-    """
+    """U is at least 2^-25 from 0 and 1, so the algorithm's third case, r above 5, has no use."""
     q = np.subtract(u, 0.5, out=u)
     in_tail = np.flatnonzero(np.abs(q, out=z) > _CENTRE)
     tail = np.take(q, in_tail)
@@ -101,7 +97,6 @@ def _inverse_normal(u: Float64, r: Float64, z: Float64) -> Float64:
 
 
 def _log(x: Float64) -> Float64:
-    """The logarithm of positive numbers f * 2^e: 2 artanh((f - 1) / (f + 1)) + e log 2."""
     f, e = np.frexp(x)
     is_small = f < _SQRT_HALF
     np.multiply(f, 2.0, out=f, where=is_small)
@@ -111,7 +106,6 @@ def _log(x: Float64) -> Float64:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Float64, out: Float64 | None = None) -> Float64:
-    """By Horner's rule, the highest power first; another array than x."""
     found = np.multiply(x, coefficients[0], out=out)
     for coefficient in coefficients[1:-1]:
         np.add(found, coefficient, out=found)

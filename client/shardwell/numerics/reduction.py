@@ -48,10 +48,7 @@ def reduce_block(
 
 
 def pick(reduction: str, first: Float32, second: Float32, out: Float32) -> None:
-    """Writes the larger or smaller of two arrays' elements; `out` may be one of them.
-
-    0 is larger than -0, of which NumPy takes the one or the other, as the processor has it.
-    """
+    """Writes the larger or smaller of two arrays' elements; 0 is larger than -0, unlike NumPy's."""
     is_max = reduction == "max"
     are_equal = first == second
     both = np.bitwise_and if is_max else np.bitwise_or

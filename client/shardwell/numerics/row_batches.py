@@ -28,7 +28,7 @@ _RADIX_COUNT_MIN_OF_WIDE = 16 * 1024
 _SEGMENT_ROW_COUNT = 8
 """Rows that are added up one after another; bounds the rounding error, too."""
 _LEVEL_COUNT = 12
-"""As in rows.c."""
+"""The number in rows.c."""
 _LOOKS = (Operation(Code.LOOK_32, 0, 0),)
 
 
@@ -94,10 +94,7 @@ def _sort_ids_by_numpy(ids: Ids, placement: RowPlacement) -> SortedIds:
 
 
 def stable_order(ids: Ids) -> Ids:
-    """(n,): places of the ids, ascending, equal ones by place.
-
-    By radix sorts of 16-bit digits: 1.1 ms for 65,536 ids below 2^32, one sort takes 3.9.
-    """
+    """(n,): places of the ids, ascending, equal ones by place; radix sorts of 16-bit digits."""
     low = ids.min()
     digit_count = -(-(int(ids.max()) - int(low)).bit_length() // _DIGIT_BITS)
     if ids.size < (_RADIX_COUNT_MIN if digit_count <= 2 else _RADIX_COUNT_MIN_OF_WIDE):
@@ -128,10 +125,9 @@ def are_fit(ids: Ids, placement: RowPlacement, shard_index: int) -> bool:
 
 
 def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
-    """The place of each id, and how many have none, whose place is -1.
+    """The place of each id of this shard, or -1, and how many have none.
 
-    `ids` are of this shard and in range; they may repeat. `marks` are (local rows,) int32 or int64:
-    a place plus 1, or 0, by number among the shard's rows.
+    `marks` are (local rows,): a place plus 1, or 0, by number among the shard's rows.
     """
     library = native.LIBRARY
     if library is not None:
@@ -144,10 +140,9 @@ def find(ids: Ids, placement: RowPlacement, marks: Array) -> tuple[Ids, int]:
 
 
 def gather(array: Array, places: Ids, into: Array, *, may_wait: bool = False) -> None:
-    """Copies rows of an array to the beginning of `into`, of one dtype, C-contiguous.
+    """Copies rows to the beginning of `into`, C-contiguous; those of places at -1 have no meaning.
 
-    Rows of places at -1 have no meaning. With `may_wait` the array may have to come from a disk, so
-    that the GIL is let go of.
+    With `may_wait` the array may have to come from a disk, so that the GIL is let go of.
     """
     library = native.LIBRARY
     if library is not None:
@@ -173,12 +168,10 @@ def update(
     arrays: Sequence[Float32],
     saved: Sequence[Float32],
 ) -> None:
-    """Runs an optimizer's operations on rows where they lie.
+    """Runs an optimizer's operations (update_rules.py) on rows where they lie, C-contiguous.
 
-    Operations are on places as in update_rules.py, each value by itself. `gradients` are (n, dim),
-    overwritten; `places` (n,), without repeats; `arrays` weights, and at most one array of state:
-    (rows, dim); `saved` at least (n, dim) for each, filled with the rows before. All are
-    C-contiguous.
+    `gradients` are (n, dim), overwritten; `places` (n,), without repeats; `arrays` weights, and at
+    most one array of state: (rows, dim); `saved`, for each, is filled with the rows before.
     """
     library = native.LIBRARY
     if library is not None:
@@ -215,9 +208,7 @@ def spread(
 ) -> int:
     """Reads rows [first, stop) of distinct ids into all places that each has, in one pass.
 
-    To be called where `can_spread`. `reads` is one operation, from place 1 into place 0. `payload`
-    is uint8, aligned; `places` and `starts` as in SortedIds; `into` (n, dim) float32, C-contiguous.
-    Returns `crc` gone on over the payload.
+    To be called where `can_spread`. Returns `crc` gone on over the payload.
     """
     library = native.LIBRARY
     assert library is not None
@@ -230,8 +221,7 @@ def add_up(rows: Float32, places: Ids, starts: Ids) -> tuple[Float32, int]:
     """The sum of each group of rows, which depends on those and their order alone.
 
     In segments of up to 8, each added up from its first on, and the segments' sums again like that.
-    `places` are in `rows`, group by group; group i begins at starts[i], and `starts` has the last
-    one's end. Returns (g, dim) sums, and the largest magnitude of those of several rows, as bits.
+    Returns (g, dim) sums, and the largest magnitude of those of several rows, as bits.
     """
     group_count, dim = starts.size - 1, rows.shape[1]
     sums = np.empty((group_count, dim), np.float32)
@@ -259,10 +249,7 @@ def _groups_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float3
 
 
 def _segments_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tuple[Float32, Ids]:
-    """Adds up the rows of each group in segments: all first rows, then all second ones to them, ...
-
-    Returns the segments' sums, group by group, and how many each group has.
-    """
+    """Adds all first rows, then all second ones to them, and so on."""
     segment_counts = -(-counts // _SEGMENT_ROW_COUNT)
     ends = np.cumsum(segment_counts)
     group = np.repeat(np.arange(counts.size), segment_counts)

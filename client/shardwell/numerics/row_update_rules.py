@@ -43,8 +43,6 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 
 
 class _Rows(NamedTuple):
-    """Rows that are updated together: (n, dim) each, and slots (n, width)."""
-
     weights: Float32
     gradients: Float32
     slots: Slots
@@ -52,7 +50,6 @@ class _Rows(NamedTuple):
     counts: Counts
 
     def run(self, operations: Operations) -> None:
-        """Runs operations on weights, gradients, temporary and those slots that are as wide."""
         arrays = (self.weights, self.gradients, self.temporary, *self.slots)
         of_elements = tuple(array.reshape(-1) for array in arrays)
         run(operations, of_elements, 0, self.weights.size)
@@ -122,7 +119,6 @@ class RowUpdateRule:
 
 
 def _looks_at_rows(optimizer: optimizers.Optimizer) -> bool:
-    """True if a row's update depends on more than its elements, one by one."""
     if isinstance(optimizer, optimizers.SGD):
         return optimizer.momentum != 0
     return not isinstance(optimizer, optimizers.Adagrad)

@@ -19,7 +19,7 @@ _SMALL_PART = 8
 
 
 class _Hand(NamedTuple):
-    """Tensors of neighbouring slices; the one with the most room sorts first."""
+    """The tensors of neighbouring slices; the hand with the most room sorts first."""
 
     full: int
     """Elements that it has, less those that it can have."""
@@ -41,7 +41,7 @@ def dealt(sizes: Mapping[str, int], shard_count: int) -> list[str]:
        ready last; the next one may begin a little before its slice.
     4. Within a hand, tensors lie in the order in which they are ready.
 
-    The same on every machine: workers that make one parameter at once must agree on it.
+    Equal on every machine: workers that make one parameter at once must agree on it.
     """
     places = {name: place for place, name in enumerate(sizes)}
     total = sum(sizes.values())

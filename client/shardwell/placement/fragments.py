@@ -58,7 +58,7 @@ def assignment_name(fragments: int | Patterns, assignment: str = STRIDED) -> str
 
 
 def checked_patterns(patterns: Patterns) -> list[list[str]]:
-    """Each fragment's regular expressions; ArgumentError: one is none."""
+    """Compiles each fragment's regular expressions; ArgumentError: one is none."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise ArgumentError(
             "fragments must be a number, or a list with the patterns of each fragment, such as "
@@ -97,7 +97,6 @@ def _strided(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 
 
 def _layer(name: str) -> int | str:
-    """The number of a tensor's layer, or the module that is one."""
     parts = re.split(r"[./]", name)
     number = next((part for part in parts if re.fullmatch(r"[0-9]{1,9}", part)), None)
     if number is not None:

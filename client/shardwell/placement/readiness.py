@@ -19,14 +19,11 @@ PIECE_COUNT_MAX = 16
 elements, so that it is large beside what a call costs."""
 
 Ranges: TypeAlias = list[tuple[int, int]]
-"""Of each slice, in order: its first chunk, and the one behind the last."""
+"""The first chunk of each slice, in order, and the one behind the last."""
 
 
 class ReadyChunks:
-    """The states of each slice's chunks. For one thread at a time.
-
-    A slice's chunks are in order, none of them empty, and all but the last are of one size.
-    """
+    """The states of each slice's chunks, of one size but for the last. For one thread."""
 
     def __init__(self, slices: Sequence[Sequence[Slice]]) -> None:
         self._slices = slices
@@ -80,7 +77,7 @@ class ReadyChunks:
         return ranges
 
     def rest(self) -> Ranges:
-        """All that has not begun."""
+        """Takes all chunks that have not begun."""
         return [
             (begun, len(chunks)) for begun, chunks in zip(self._begun, self._slices, strict=True)
         ]

@@ -31,7 +31,7 @@ from shardwell.process.ending import leaving
 from shardwell.specs.parameter import ParameterSpec
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""As shells have it of a process that SIGTERM ended: 143. Kubernetes and Slurm start such a worker
+"""The code of a process that SIGTERM ended: 143. Kubernetes and Slurm start such a worker
 again where they are to; 0 would say that its training is complete."""
 
 REPEAT_S = 1.0

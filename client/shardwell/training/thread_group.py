@@ -151,8 +151,6 @@ def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:
 
 
 class _Round:
-    """One all-reduce; see the module. Guarded by the lock of its ThreadedSync."""
-
     def __init__(self) -> None:
         self.state = _GATHERING
         self.calls: dict[int, ThreadCall] = {}
@@ -160,7 +158,6 @@ class _Round:
         self.weights = MeanFactors(())
         self.writing: set[int] = set()
         self.failure: Failure | None = None
-        """Makes the error that all get, one for each thread."""
 
 
 class ThreadedSync:
@@ -395,7 +392,6 @@ class ThreadedSync:
             self._condition.notify_all()
 
     def _until_nobody_writes(self, round_: _Round) -> None:
-        """Waits for parts that others work on: nothing but arithmetic, so a matter of moments."""
         if not self._waited_for(lambda: not round_.writing):
             late = tuple(sorted(round_.writing))
             message = (

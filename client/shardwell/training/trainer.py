@@ -336,7 +336,6 @@ class DataParallelTrainer:
         )
 
     def _apply(self, gradient: Float32) -> None:
-        """Updates the weights block by block; overwrites the gradient."""
         if self._clip_norm:
             clip(gradient, self._clip_norm)
         for start, stop in blocks(self._flat.size):
@@ -349,7 +348,6 @@ class DataParallelTrainer:
             )
 
     def _take_over(self, sync: GroupSync, timeout_s: float | None) -> None:
-        """Ends with the bits of the rank that has made the most steps."""
         sync.group.join(timeout_s=timeout_s)
         # A row a rank: bytes, which are exact as float32, and whose sum with zeros is they.
         states = np.zeros((sync.group.size, _PROGRESS.size), np.float32)

@@ -30,9 +30,9 @@ from shardwell.specs.formats import WIRE, software_version
 from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
 
 CRC_FIELD = "crc32c"
-"""Of messages that `of_message` is for."""
+"""The field of messages that `of_message` is for."""
 WIRE_FIELD = "wire_version"
-"""Of messages with which two processes meet."""
+"""The field of messages with which two processes meet."""
 _FIRST = ("GetStatusRequest", "JoinGroupRequest")
 """Messages that versions without number answer, too, as no CRC covers their wire_version."""
 _MASK = 2**64 - 1
@@ -90,12 +90,10 @@ def _text(value: str | bytes) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _listed(texts: tuple[str, ...]) -> bytes:
-    """How many texts there are, and each; they are mostly the same."""
     return _number(len(texts)) + b"".join(map(_text, texts))
 
 
 def _with_numbers(crc: int, *values: int) -> int:
-    """`extended` for a few numbers, in one go."""
     numbers = _NUMBERS[len(values)]
     try:
         packed = numbers.pack(*values)
@@ -105,7 +103,6 @@ def _with_numbers(crc: int, *values: int) -> int:
 
 
 def _bits(value: float) -> int:
-    """A double's eight bytes as a number."""
     return int.from_bytes(_DOUBLE.pack(value), "little")
 
 
@@ -140,12 +137,7 @@ def sealed(message: Message) -> bytes:
 
 
 def check_sealed(message: Any) -> None:
-    """Refuses a message of another version, and one whose type has a CRC, which does not fit.
-
-    Raises:
-        CorruptChunkError: it was damaged.
-        VersionMismatchError, WrongShardError: the sender speaks another version.
-    """
+    """Refuses a message of another version, and one whose type has a CRC, which does not fit."""
     fields = message.DESCRIPTOR.fields_by_name
     if WIRE_FIELD in fields:
         check_version(message)
@@ -165,12 +157,9 @@ def check_sealed(message: Any) -> None:
 
 
 def check_version(message: Any) -> None:
-    """Refuses a message whose sender speaks another version of the wire contract.
+    """Refuses a message of another wire contract; a request without version by WrongShardError.
 
-    Raises:
-        CorruptChunkError: its version was damaged.
-        VersionMismatchError: it has another version, or none, where it is an answer.
-        WrongShardError: it is a request without version: its sender knows no newer error.
+    Its sender knows no newer error.
     """
     word, name = message.wire_version, message.DESCRIPTOR.name
     if word == WIRE_VERSION:
@@ -197,7 +186,6 @@ def check_version(message: Any) -> None:
 
 
 def _append(message: Any, parts: list[bytes]) -> None:
-    """Adds the fields of a message to `parts`, in the order of their numbers."""
     found = {field.number: value for field, value in message.ListFields()}
     for number, absent, is_repeated, has_presence, append in _fields(message.DESCRIPTOR):
         value = found.get(number)
@@ -226,20 +214,15 @@ def _append_text(value: str | bytes, parts: list[bytes]) -> None:
 
 
 class _Field(NamedTuple):
-    """A field of a message, as its CRC has it."""
-
     number: int
     absent: bytes
-    """What it adds where it is absent."""
     is_repeated: bool
     has_presence: bool
     append: Callable[[Any, list[bytes]], None]
-    """Adds a value."""
 
 
 @functools.cache
 def _fields(descriptor: Any) -> list[_Field]:
-    """A message's fields but its CRC."""
     found = []
     for field in sorted(descriptor.fields, key=lambda each: each.number):
         is_version = field.name == WIRE_FIELD
@@ -358,15 +341,7 @@ def peer_context(
     ranks: Sequence[int],
     sample_counts: Sequence[int],
 ) -> int:
-    """Context of the chunks of one collective.
-
-    Args:
-        group: Its name.
-        generation: Its number.
-        call: The call, as this rank announced it.
-        ranks: Those that take part, in order.
-        sample_counts: Theirs.
-    """
+    """Returns the context of the chunks of one collective, with its ranks in order."""
     pairs = [number for pair in zip(ranks, sample_counts, strict=True) for number in pair]
     return extended(
         0,
@@ -476,13 +451,7 @@ def rows_outcome(context: int, found: table_pb2.RowsOutcome) -> int:
 
 
 def rows_answer(context: int, ids: Ids | Bytes, version: int) -> int:
-    """Goes on over rows that are answered.
-
-    Args:
-        context: See `rows_answer_context`.
-        ids: The ids that were asked for, or their bytes; contiguous.
-        version: Version of the answer.
-    """
+    """Goes on over rows that are answered, or over their ids' bytes."""
     return _with_numbers(int(crc32.iscsi(ids.view("u1").data, context)), version)
 
 
@@ -533,14 +502,7 @@ def of_chunk(start: int, chunk: types_pb2.Chunk, payload: Bytes) -> int:
 
 
 def before_rows(start: int, row_count: int, ids: Bytes | None, *, lz4: bool = False) -> int:
-    """The CRC32C of a message with Rows as far as its values; `start` has come so far.
-
-    Args:
-        start: See above.
-        row_count: Rows' row_count.
-        ids: Bytes of the ids that the payload begins with; None: it has none.
-        lz4: Rows' lz4.
-    """
+    """The CRC32C of a message with Rows as far as its values; `start` has come so far."""
     head = _with_numbers(start, row_count, lz4)
     return head if ids is None else int(crc32.iscsi(ids.data, head))
 

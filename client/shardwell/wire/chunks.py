@@ -42,18 +42,10 @@ class IntactChunk(NamedTuple):
 
 
 def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
-    """Refuses a chunk that was damaged, or meant for something else.
+    """Refuses a chunk that was damaged, before anything that its message says is used.
 
-    To be called before anything that its message says is used.
-
-    Args:
-        chunk: The header that came.
-        payload: What came with it. What can be written to is memory that others may change: it is
-            copied, and the copy is what is checked, and returned.
-        start: What its CRC32C begins with: see checksum.py.
-
-    Raises:
-        CorruptChunkError: the CRC32C does not fit.
+    A payload that can be written to is memory that others may change: it is copied, and the
+    checked copy is returned.
     """
     if payload.flags.writeable:
         payload = payload.copy()
@@ -72,7 +64,7 @@ def _check_crc(chunk: types_pb2.Chunk, payload: Bytes, found: int) -> None:
 
 
 class ChunkCodec:
-    """How one parameter's chunks are written and read. Stateless; any thread may use it."""
+    """The form of one parameter's chunks. Stateless; any thread may use it."""
 
     def __init__(self, codec: Codec, *, lz4: bool = False, allow_non_finite: bool = False) -> None:
         self.codec = codec
@@ -96,17 +88,9 @@ class ChunkCodec:
         start: int,
         room: Room | None = None,
     ) -> bytes:
-        """A sealed message of one chunk.
+        """Returns a sealed message of one chunk, whose Chunk lies inside `header` and is filled in.
 
-        Args:
-            header: The message without its payload.
-            chunk: The Chunk inside `header`; filled in.
-            where: The chunk's range in the parameter.
-            chunk_index: Its place in the slice.
-            values: (where.size,) floating point, any stride; or what they are computed from.
-            start: What its CRC32C begins with: see checksum.py.
-            room: Array for the payload, of its size; None: the message has it. Without effect with
-                lz4.
+        `values` may have any stride, or be computed; `room` is for the payload, or the message is.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it.
@@ -146,14 +130,7 @@ class ChunkCodec:
     ) -> IntactChunk:
         """`check_chunk`, which also looks at the values, all in one pass over memory.
 
-        Args:
-            chunk: See `check_chunk`.
-            payload: See `check_chunk`.
-            start: See `check_chunk`.
-            scratch: This thread's: a copy that has to be made lies in it, until its next one.
-
-        Raises:
-            CorruptChunkError: see `check_chunk`.
+        A copy that has to be made lies in `scratch`, until its next one.
         """
         if chunk.lz4 or payload.size != self.codec.encoded_bytes(chunk.element_count):
             return check_chunk(chunk, payload, start)
@@ -168,15 +145,7 @@ class ChunkCodec:
     ) -> None:
         """Checks a chunk, as `check_chunk` and `open` do, and decodes it, all in one pass.
 
-        Args:
-            chunk: See `check_chunk`.
-            payload: See `check_chunk`.
-            start: See `check_chunk`.
-            where: See `open`.
-            values: (where.size,), filled, each NaN canonical; undefined after an error.
-
-        Raises:
-            CorruptChunkError, ArgumentError: see `check_chunk` and `open`.
+        `values` are (where.size,), each NaN canonical; undefined after an error.
         """
         size = self.codec.encoded_bytes(where.size)
         place = (chunk.element_offset, chunk.element_count)
@@ -193,10 +162,6 @@ class ChunkCodec:
 
     def open(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks a chunk against the range where it belongs; returns the codec's bytes.
-
-        Args:
-            intact: What came.
-            where: The range of its index.
 
         Raises:
             CorruptChunkError: the length does not fit, or an LZ4 block is broken.

@@ -14,7 +14,7 @@ _HEAD_BYTES = _HEAD.size
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame has."""
+    """The kinds of a frame's contents."""
 
     MESSAGE = 0
     OPEN = 1
@@ -25,7 +25,7 @@ _KIND_COUNT = len(FrameKind)
 
 
 def head(kind: FrameKind, size_bytes: int) -> bytes:
-    """What goes before so many bytes of that kind."""
+    """The bytes before a frame's contents."""
     return _HEAD.pack(size_bytes, kind)
 
 
@@ -37,11 +37,7 @@ class FrameReader:
         """The beginning of a frame."""
 
     def feed(self, piece: bytes) -> Iterator[tuple[int, bytes]]:
-        """Kind and contents of the frames that end in a piece; to be read to its end.
-
-        Raises:
-            CorruptChunkError: it is no frame; nothing that follows is one.
-        """
+        """Yields kind and contents of the frames that end in a piece; to be read to its end."""
         data: bytes | bytearray = piece
         if self._rest:
             self._rest += piece

@@ -20,16 +20,13 @@ from shardwell.wire.messages import OutgoingMessage
 
 Weights: TypeAlias = pb.ExchangeResponse | pb.GetWeightsResponse
 WHOLE = ChunkCodec(CODECS["fp32"])
-"""Of IMAGE_FORM_WHOLE."""
+"""The codec of IMAGE_FORM_WHOLE."""
 CHANGE_COUNT_MAX = 3
 """Changes that one message has: those of int8 take fewer bytes than what is whole."""
 
 
 def kept_bytes(codec_name: str, count: int) -> int:
-    """Returns the bytes of the changes that a shard keeps of so many elements, in memory.
-
-    0 with a codec that writes one by one: its weights have no image.
-    """
+    """The bytes of changes that a shard keeps of `count` elements; 0 without images."""
     is_of_blocks = codec_name in BLOCK_SIZES
     return CHANGE_COUNT_MAX * CODECS[codec_name].encoded_bytes(count) if is_of_blocks else 0
 
@@ -37,11 +34,7 @@ def kept_bytes(codec_name: str, count: int) -> int:
 def whole_message(
     version: int, where: Slice, chunk_index: int, values: Float32, context: int
 ) -> bytes:
-    """A chunk's values, as they are, as a sealed message.
-
-    Raises:
-        NonFiniteValueError: one of them is not finite.
-    """
+    """Returns a chunk's values, as they are, as a sealed message; all must be finite."""
     header = pb.ExchangeResponse(version=version, image=pb.Image(form=pb.IMAGE_FORM_WHOLE))
     start = checksum.weights(context, version, header.image)
     return WHOLE.encode(header, header.chunk, where, chunk_index, values, start=start)
@@ -70,19 +63,7 @@ def read(
     where: Slice,
     values: Float32,
 ) -> None:
-    """Checks a chunk's message of IMAGE_FORM_WHOLE or IMAGE_FORM_MEAN, and decodes it.
-
-    Args:
-        codec: The parameter's, in which means are.
-        header: What came.
-        payload: The payload that came.
-        context: Checksum context of the parameter's weights: see checksum.py.
-        where: The range where its index belongs.
-        values: (where.size,), filled.
-
-    Raises:
-        CorruptChunkError, ArgumentError: see `ChunkCodec.read`.
-    """
+    """Checks a chunk's message of IMAGE_FORM_WHOLE or IMAGE_FORM_MEAN, and decodes it."""
     start = checksum.weights(context, header.version, header.image)
     written = WHOLE if header.image.form == pb.IMAGE_FORM_WHOLE else codec
     written.read(header.chunk, payload, start, where, values)
@@ -91,14 +72,7 @@ def read(
 def read_changes(
     codec: ChunkCodec, header: Weights, payload: Bytes, context: int, where: Slice
 ) -> list[Bytes]:
-    """Checks a chunk's message of IMAGE_FORM_CHANGE or IMAGE_FORM_SAME.
-
-    Returns:
-        The payload of each change, in order, in the parameter's codec.
-
-    Raises:
-        CorruptChunkError, ArgumentError: see `ChunkCodec.read`.
-    """
+    """Returns each change of a chunk's message, IMAGE_FORM_CHANGE or IMAGE_FORM_SAME."""
     chunk, image = header.chunk, header.image
     start = checksum.weights(context, header.version, image)
     intact = check_chunk(chunk, payload, start).payload

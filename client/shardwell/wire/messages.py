@@ -26,7 +26,7 @@ from shardwell.numerics.codec import Bytes
 ALIGNMENT_BYTES = 16
 _HEADER_MAX_BYTES = 1024
 SCALES_MAX_BYTES = 4096
-"""Of a payload, behind or before its values."""
+"""The scales of a payload, behind or before its values."""
 MESSAGE_SIZE_MAX_BYTES = 2**20 + SCALES_MAX_BYTES + _HEADER_MAX_BYTES
 """Values of 1 MiB, their scales and 1 KiB of header: far below gRPC's default limit of 4 MiB."""
 
@@ -49,15 +49,14 @@ HeaderT = TypeVar("HeaderT", bound=Message)
 _SMALL_PAYLOAD_BYTES = 32 * 1024
 """Below it, copying a payload costs less than sparing the copy, in Python."""
 _LARGE_SIZE_BYTES = 3
-"""What the size of a payload of 16 KiB to 2 MiB takes."""
+"""The bytes of the size of a payload of 16 KiB to 2 MiB."""
 _PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
 
 
 class Room(NamedTuple):
-    """Where a payload goes instead of into its message: a part of an arena."""
+    """A part of an arena, where a payload goes instead of into its message."""
 
     offset: int
-    """In the arena."""
     memory: Bytes
     """(size,) uint8, aligned."""
 
@@ -97,17 +96,9 @@ class OutgoingMessage:
 
 
 def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
-    """The header of a message and its payload, uncopied where the writer aligned it.
+    """Returns the header of a message, and its payload as read-only uint8, aligned.
 
-    Args:
-        header_type: The message's type; `payload` is left empty in the result.
-        message: What came over the wire.
-
-    Returns:
-        The header, and the payload as read-only uint8 at an aligned address (empty if absent).
-
-    Raises:
-        CorruptChunkError: the bytes are no such message.
+    It is not copied where the writer aligned it.
     """
     found = None if len(message) <= _SMALL_PAYLOAD_BYTES else _divided(header_type, message)
     if found is not None:
@@ -130,7 +121,7 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
 
 
 def _divided(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, int] | None:
-    """The header, and where a payload that is last begins; None: it is to be parsed as a whole.
+    """Returns the header, and where a payload that is last begins; None: parse it as a whole.
 
     Where the bytes of a payload's head are is a payload exactly if what is before them parses: it
     would not, if it ended within a field.
@@ -150,7 +141,6 @@ def _divided(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, int] 
 
 
 def _own(values: Bytes) -> Bytes:
-    """A copy, aligned and read-only."""
     values = values.copy()
     values.flags.writeable = False
     return values
@@ -161,11 +151,7 @@ BATCH_COUNT_MAX = 64
 
 
 def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[HeaderT, Bytes, int]]:
-    """`parse` of a message, or of each one that is in it, with its size in bytes.
-
-    Raises:
-        CorruptChunkError: the bytes are no such message, or a batch with something besides.
-    """
+    """`parse` of a message, or of each one that is in it, with its size in bytes."""
     header, payload = parse(header_type, message)
     if not getattr(header, "batch", None):
         yield header, payload, len(message)
@@ -178,11 +164,7 @@ def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[Head
 
 
 def split(header_type: type[Message], message: bytes) -> Sequence[bytes]:
-    """A message, or each one that is in it, as they came.
-
-    Raises:
-        CorruptChunkError: the bytes are no such message, or a batch with something besides.
-    """
+    """Returns a message, or each one that is in it, as they came."""
     if len(message) > _SMALL_PAYLOAD_BYTES:  # it has a payload
         return (message,)
     return _batch(*parse(header_type, message)) or (message,)
@@ -206,12 +188,7 @@ def joined(header_type: Any, messages: Sequence[bytes]) -> bytes:
 
 
 class Batch:
-    """Messages that are to leave as one.
-
-    Args:
-        header_type: Type of each message, and of the joined one.
-        count: How many are one, at most.
-    """
+    """Messages that are to leave as one, of at most `count`."""
 
     def __init__(self, header_type: Any, count: int) -> None:
         self._header_type = header_type
@@ -227,7 +204,7 @@ class Batch:
         return leaving
 
     def rest(self) -> Sequence[bytes]:
-        """What has waited."""
+        """Returns what has waited."""
         if not self._held:
             return ()
         message = joined(self._header_type, self._held)

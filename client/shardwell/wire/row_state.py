@@ -55,7 +55,7 @@ class RowState(NamedTuple):
         )
 
     def pieces(self, size: int) -> list[RowState]:
-        """The same in pieces of `size` rows at the most."""
+        """Cuts it into pieces of `size` rows at the most."""
         return [self.take(slice(at, at + size)) for at in range(0, self.ids.size, size)]
 
 
@@ -71,7 +71,7 @@ def empty_state(spec: TableSpec, row_count: int) -> RowState:
 
 
 class RowStateCodec:
-    """How one table's rows with state are written and read. Stateless; any thread may use it."""
+    """The form of one table's rows with state. Stateless; any thread may use it."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.row_count_max = rows_per_scan_message_max(spec)
@@ -81,14 +81,7 @@ class RowStateCodec:
     def encode(
         self, header: Message, rows: table_pb2.Rows, state: RowState, *, start: int
     ) -> bytes:
-        """A sealed message.
-
-        Args:
-            header: The message without its payload.
-            rows: The Rows inside `header`; filled in.
-            state: `row_count_max` rows at the most.
-            start: What its CRC32C begins with: see checksum.py.
-        """
+        """Returns a sealed message of the state; `rows` lie inside `header`, and are filled in."""
         assert state.ids.size <= self.row_count_max
         rows.row_count = state.ids.size
         message = OutgoingMessage(header, sum(array.nbytes for array in state.arrays))
@@ -100,12 +93,7 @@ class RowStateCodec:
         return message.seal()
 
     def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
-        """Checks rows that came; copies.
-
-        Args:
-            rows: Their header.
-            payload: What came with it.
-            start: What their CRC32C begins with: see checksum.py.
+        """Checks rows that came, and copies them.
 
         Raises:
             CorruptChunkError: CRC or length do not fit.
@@ -137,11 +125,7 @@ class RowStateCodec:
         return state
 
     def check(self, state: RowState) -> None:
-        """Refuses counts, steps, weights and state that no row can have.
-
-        Raises:
-            ArgumentError, NonFiniteError: names the first such row.
-        """
+        """Refuses counts, steps, weights and state that no row can have; names the first row."""
         for what, values, low in (
             ("count of updates", state.update_counts, 1),
             ("last step", state.last_steps, 0),
@@ -170,5 +154,4 @@ class RowStateCodec:
 
 
 def _bytes(array: npt.NDArray[np.int64] | Float32) -> Bytes:
-    """Its bytes: a view where rows lie together."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -48,7 +48,7 @@ def _fitting(row_size_bytes: int) -> int:
 
 
 class OpenedRows(NamedTuple):
-    """What a message brought; checked."""
+    """The checked contents of a message."""
 
     ids: Ids
     """(n,) int64, read-only; empty where the payload has values alone."""
@@ -57,11 +57,7 @@ class OpenedRows(NamedTuple):
 
 
 def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
-    """Refuses rows that were damaged, or meant for something else.
-
-    Raises:
-        CorruptChunkError: the CRC32C does not fit.
-    """
+    """Refuses rows that were damaged, or meant for something else."""
     _compare(rows, payload, checksum.of_rows(start, rows, payload))
 
 
@@ -75,15 +71,7 @@ def _compare(rows: table_pb2.Rows, payload: Bytes, found: int) -> None:
 
 
 class RowCodec:
-    """How one table's rows are written and read. Stateless; any thread may use it.
-
-    Args:
-        dim: Values of a row.
-        codec: How values are written.
-        row_count_max: Rows of one message.
-        lz4: Whether values may be compressed.
-        allow_non_finite: Whether NaN and infinity may be written.
-    """
+    """The form of one table's rows. Stateless; any thread may use it."""
 
     def __init__(
         self,
@@ -130,14 +118,9 @@ class RowCodec:
         *,
         start: int,
     ) -> bytes:
-        """A sealed message of rows.
+        """Returns a sealed message of rows, whose Rows lie inside `header` and are filled in.
 
-        Args:
-            header: The message without its payload.
-            rows: The Rows inside `header`; filled in.
-            ids: (n,) int64, any stride; None: the payload has none.
-            values: (n, dim) floating point, C-contiguous (else it is copied); None: none.
-            start: What its CRC32C begins with: see checksum.py.
+        `ids` are (n,) int64, any stride; `values` (n, dim), copied unless they are C-contiguous.
 
         Raises:
             NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
@@ -186,14 +169,7 @@ class RowCodec:
         with_ids: bool,
         with_values: bool,
     ) -> OpenedRows:
-        """Checks rows that came; to be called before anything that their message says is used.
-
-        Args:
-            rows: Their header.
-            payload: What came with it, aligned.
-            start: What their CRC32C begins with: see checksum.py.
-            with_ids: Whether it begins with ids.
-            with_values: Whether values follow.
+        """Checks rows that came, before anything that their message says is used.
 
         Raises:
             CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
@@ -225,11 +201,7 @@ class RowCodec:
     def take(
         self, rows: table_pb2.Rows, payload: Bytes, *, start: int
     ) -> tuple[OpenedRows, Float32, float]:
-        """Opens ids and values that came: `open`, `decode` and `peak`, in one pass if it can be.
-
-        Raises:
-            CorruptChunkError, ArgumentError: see `open`.
-        """
+        """Opens ids and values that came: `open`, `decode` and `peak`, in one pass if it can be."""
         count, codec = rows.row_count, self.codec
         id_size = ID_SIZE_BYTES * count
         is_plain = 0 < count <= self.row_count_max and not rows.lz4
@@ -259,18 +231,8 @@ class RowCodec:
     ) -> None:
         """Puts values that came, rows [first, stop) of a call, where each of them belongs.
 
-        Args:
-            rows: Their header, with the right count.
-            payload: What came with it, aligned.
-            start: What their CRC32C begins with: see checksum.py.
-            places: See `row_batches.SortedIds`.
-            starts: See `row_batches.SortedIds`.
-            first: The first row.
-            stop: The last, and one more.
-            into: (n, dim) float32, C-contiguous; of no use after an error.
-
-        Raises:
-            CorruptChunkError, ArgumentError: see `open`.
+        `places` and `starts` are those of `row_batches.SortedIds`; `into` is of no use after an
+        error.
         """
         count, codec = stop - first, self.codec
         is_plain = not rows.lz4 and payload.size == codec.encoded_bytes(self.dim * count)
@@ -293,10 +255,7 @@ class RowCodec:
         into[places[starts[first] : starts[stop]]] = np.repeat(values, counts, axis=0)
 
     def decode(self, opened: OpenedRows, values: Float32) -> None:
-        """Reads values that were opened into (n, dim) float32, C-contiguous, overwritten.
-
-        Each NaN is canonical.
-        """
+        """Reads values that were opened into (n, dim) float32; each NaN is canonical."""
         self.codec.decode(opened.values, values.reshape(-1))
         if self._allow_non_finite:
             canonical_nans(values)
@@ -324,16 +283,10 @@ class RowCodec:
 
 
 def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:
-    """Refuses ids of a message that this shard can't have.
-
-    Args:
-        ids: (n,) int64.
-        placement: The table's placement.
-        shard_index: This shard.
+    """Refuses ids of a message that this shard can't have: they ascend, in range, without repeats.
 
     Raises:
-        ArgumentError: they do not ascend, one comes twice, is out of range, or is another shard's;
-            names the first such.
+        ArgumentError: names the first such.
     """
     if row_batches.are_fit(ids, placement, shard_index):
         return

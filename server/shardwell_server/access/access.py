@@ -40,17 +40,9 @@ def wall_clock_s() -> float:
 
 
 class Access:
-    """Any thread may use it.
+    """The tokens of a shard, and the principals of its calls. Any thread may use it.
 
-    Args:
-        tokens: File of tokens; None: there are none.
-        jwt_keys: File of keys of those who sign JWTs; None: none is believed.
-        same: A token whose callers may do everything; None: there is none.
-        cluster_id: For JWTs.
-        now_s: A clock that people set.
-
-    Raises:
-        ArgumentError: a file can't be used.
+    `same` is a token whose callers may do everything; `now_s` is a clock that people set.
     """
 
     def __init__(
@@ -66,11 +58,11 @@ class Access:
         self._now_s = now_s
         self._same = same
         self._tokens: ChangingFiles[dict[bytes, Principal]] | None = None
-        """By the digest of the secret."""
+        """The principals by the digest of the secret."""
         self._keys: ChangingFiles[list[Key]] | None = None
         self._signed_by: list[Key] = []
         self._believed: dict[bytes, Principal] = {}
-        """By the digests of JWTs that these keys have signed."""
+        """The principals by the digests of JWTs that these keys have signed."""
         if tokens is not None:
             self._tokens = ChangingFiles([tokens], lambda: _principals(tokens), _LOG)
         if jwt_keys is not None:
@@ -78,11 +70,7 @@ class Access:
 
     @staticmethod
     def of(config: ShardConfig) -> Access:
-        """Makes the access that a shard's config says.
-
-        Raises:
-            ArgumentError: a file can't be used.
-        """
+        """The access that a shard's config says."""
         same = None if config.same_token is None else SameToken(TokenFile(config.same_token))
         return Access(
             tokens=config.tokens,
@@ -101,7 +89,7 @@ class Access:
 
     @property
     def asks(self) -> bool:
-        """Whether calls need a token."""
+        """Returns True if calls need a token."""
         return any(each is not None for each in (self._tokens, self._keys, self._same))
 
     def refresh(self) -> None:
@@ -111,14 +99,7 @@ class Access:
                 files.now()
 
     def principal(self, authorization: str | None) -> Principal:
-        """Returns the principal that makes a call.
-
-        Args:
-            authorization: What it brings; None: nothing.
-
-        Raises:
-            AuthenticationError: the caller is not let in.
-        """
+        """Returns the principal that makes a call; AuthenticationError: it is not let in."""
         if not self.asks:
             return ANYBODY
         if authorization is None:
@@ -142,11 +123,7 @@ class Access:
         return found
 
     def check_still(self, principal: Principal) -> None:
-        """Refuses to go on with what was begun in a name.
-
-        Raises:
-            AuthenticationError: its token has ended, or is another one now.
-        """
+        """Refuses to go on in a name whose token has ended, or is another one."""
         if not self.asks or principal is ANYBODY:
             return
         tokens = {} if self._tokens is None else self._tokens.last
@@ -161,7 +138,7 @@ class Access:
         self._check_time(principal)
 
     def _signed(self, token: str, digest: bytes, keys: list[Key]) -> Principal:
-        """The one that a JWT tells of, which is looked at once as long as the keys are the same."""
+        """Looks at a JWT once as long as the keys are equal."""
         if self._signed_by is not keys:
             self._signed_by, self._believed = keys, {}
         found = self._believed.get(digest)
@@ -173,7 +150,7 @@ class Access:
         return found
 
     def _known(self, digest: bytes) -> Principal | None:
-        """The one of the file; all of them are looked at, so that the time says nothing."""
+        """Looks at all tokens of the file, so that the time says nothing."""
         found = None
         for proof, each in ({} if self._tokens is None else self._tokens.last).items():
             if hmac.compare_digest(proof, digest):

@@ -28,7 +28,7 @@ _LOG = logging.getLogger("shardwell_server")
 FILE_BYTES_MAX = 16 * 2**20
 """Most bytes of one file, after which another is begun."""
 FILE_COUNT_MAX = 8
-"""Of those that are kept beside the one that is written, FILE.1 being the newest."""
+"""The files that are kept beside the one that is written, FILE.1 being the newest."""
 _WAITING_COUNT_MAX = 10_000
 """Lines that wait for the disk."""
 _BEGIN = b'{"time": "'
@@ -41,7 +41,7 @@ _NAME_COUNT_MAX = 200
 _FOLD_S = 60.0
 """For how long; the next line has how many there were besides."""
 _KIND_COUNT_MAX = 4096
-"""Of those lines that are remembered."""
+"""The kinds of lines that are remembered."""
 
 Note: TypeAlias = Callable[..., None]
 """Takes the kind of event and its fields."""
@@ -49,8 +49,6 @@ Note: TypeAlias = Callable[..., None]
 
 @dataclass
 class _Seen:
-    """A line that was written, and how many like it were not."""
-
     began_s: float
     event: str
     given: dict[str, Any]
@@ -58,19 +56,14 @@ class _Seen:
 
 
 def no_audit(event: str, **fields: Any) -> None:
-    """Where there is no log."""
+    """Writes nothing."""
 
 
 class AuditLog:
-    """Any thread may use it; `close` ends its own.
+    """The audit log. Any thread may use it.
 
-    Args:
-        path: Its file; an existing audit log goes on.
-        bound: What each line has besides: which shard writes it.
-
-    Raises:
-        ArgumentError: it can't be written, or it, or one that it would be rotated to, is something
-            else; that stays as it is.
+    An existing audit log goes on; a file that is something else stays as it is, and is refused, as
+    is one that the log would be rotated to. `bound` is in each line.
     """
 
     def __init__(self, path: Path, **bound: str | int) -> None:
@@ -80,7 +73,7 @@ class AuditLog:
         self._seen: dict[tuple[Any, ...], _Seen] = {}
         """Events written lately, the oldest first."""
         self._counts: dict[tuple[Any, ...], tuple[float, int]] = {}
-        """By event, host and token: since when, and how many lines."""
+        """The time of the first line, and the number of lines, by event, host and token."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
         try:
             _check_logs(path)
@@ -91,12 +84,7 @@ class AuditLog:
         self._thread.start()
 
     def note(self, event: str, **fields: Any) -> None:
-        """Adds a line.
-
-        Args:
-            event: What happened.
-            fields: The rest; those that are None or empty are left out.
-        """
+        """Adds a line; fields that are None or empty are left out."""
         given = {name: _bounded(value) for name, value in fields.items() if value not in (None, "")}
         if event in _FOLDED:
             with self._lock:
@@ -108,7 +96,7 @@ class AuditLog:
         self._put(event, given)
 
     def _folded(self, event: str, given: dict[str, Any]) -> int | None:
-        """How many such lines were left out before this one; None: this one is left out, too."""
+        """Counts lines like this one that were left out; None: this one is left out, too."""
         host = str(given.get("remote", "")).rpartition(":")[0]
         whose = (event, host, given.get("token"))
         alike = [given.get(name) for name in ("method", "right", "kind", "name")]
@@ -174,19 +162,13 @@ class AuditLog:
 
 
 def _check_logs(path: Path) -> None:
-    """Refuses what `_check_log` does, as a log's file or as one that it is rotated to."""
     _check_log(path)
     for number in range(1, FILE_COUNT_MAX + 1):
         _check_log(Path(f"{path}.{number}"))
 
 
 def _check_log(path: Path) -> None:
-    """Refuses a file that does not begin as an audit log does, as far as it goes.
-
-    Raises:
-        ArgumentError: it does not.
-        OSError: it can't be read.
-    """
+    """Refuses a file that does not begin as an audit log does, as far as it goes."""
     if not path.is_file():
         return  # pipes and devices are only written to
     with path.open("rb") as file:
@@ -206,18 +188,15 @@ def _opened_private(path: str, flags: int) -> int:
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """Files that their owner alone may read."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(
             path, maxBytes=FILE_BYTES_MAX, backupCount=FILE_COUNT_MAX, encoding="utf-8"
         )
         self.setFormatter(logging.Formatter("%(message)s"))
         self._is_kept_whole = False
-        """Whether the log has said that it grows beyond its size, and why."""
 
     def shouldRollover(self, record: logging.LogRecord) -> int:  # noqa: N802
-        """Whether the file is full, and no file of the user's would be rotated away."""
+        """Returns True if the file is full, and no file of the user's would be rotated away."""
         if not super().shouldRollover(record):
             return False
         try:

@@ -37,10 +37,10 @@ class End(NamedTuple):
     name: str
     """Path of the file; name of the token or worker."""
     lead_s: float = WARNED_DAYS[0] * DAY_S
-    """How long before its end it is to be made anew."""
+    """The time before its end at which it is to be made anew."""
 
     def words(self, now_s: float) -> str:
-        """What ends when, and what to do."""
+        """Says what ends when, and what to do."""
         left_s = self.ends_s - now_s
         ends = f"ends in {left_s / DAY_S:.1f} days, at" if left_s > 0 else "has ended, at"
         advice = "shardwell token renew" if self.kind == "token" else "put a new one in its place"
@@ -48,14 +48,7 @@ class End(NamedTuple):
 
 
 class Ends:
-    """What a shard knows to end. Any thread may use it.
-
-    Args:
-        tls: The shard's files; None: it has none.
-        access: The tokens.
-        clients: Workers that are connected, with the ends of their certificates, and the leads.
-        now_s: A clock that people set.
-    """
+    """The ends of certificates and tokens that a shard knows. Any thread may use it."""
 
     def __init__(
         self,
@@ -72,13 +65,13 @@ class Ends:
         """The fewest days at which each was in the log."""
 
     def all(self) -> list[End]:
-        """All there are, up to a limit; what ends first is first."""
+        """Returns all there are, up to a limit; the first end is first."""
         return sorted({*self._of_files(), *self._of_tokens(), *self._of_clients()})[
             :_LISTED_COUNT_MAX
         ]
 
     def soon(self) -> list[End]:
-        """Those that are to be made anew: 30 days before the end, or in the last third of a life.
+        """The ends that are near: within 30 days, or in the last third of a life.
 
         A certificate that lives for a day, and is replaced in time, is none of them.
         """
@@ -123,7 +116,7 @@ class Ends:
 
 
 def first_end(pem: bytes) -> tuple[float, float] | None:
-    """When the first of some certificates ends, and how long before it is to be made anew.
+    """The end of the first of some certificates, and the time before it to make it anew.
 
     In seconds since 1970, and in seconds; None: they can't be read.
     """

@@ -26,7 +26,7 @@ _GRANT_COUNT_MAX = 256
 
 
 class Right(enum.IntEnum):
-    """What may be done with a name; the larger ones include the smaller."""
+    """The rights to a name; the larger ones include the smaller."""
 
     READ = 1
     CONTRIBUTE = 2
@@ -35,7 +35,7 @@ class Right(enum.IntEnum):
 
     @property
     def word(self) -> str:
-        """As files and messages spell it."""
+        """The spelling of files and messages."""
         return self.name.lower()
 
 
@@ -61,11 +61,7 @@ class Grant:
 
     @staticmethod
     def parse(text: object) -> Grant:
-        """The grant that is spelled "RIGHT:PREFIX", or "RIGHT", for all names.
-
-        Raises:
-            ArgumentError: it is none.
-        """
+        """The grant that is spelled "RIGHT:PREFIX", or "RIGHT", for all names."""
         word, _, prefix = text.partition(":") if isinstance(text, str) else ("", "", "")
         found = next((right for right in Right if right.word == word), None)
         if found is None or (prefix and not _is_prefix(prefix)):
@@ -89,11 +85,7 @@ def _is_prefix(prefix: str) -> bool:
 
 
 def grants_of(texts: object) -> tuple[Grant, ...]:
-    """The grants in a list, as a file or a JWT has it.
-
-    Raises:
-        ArgumentError: it is none, or one of them is none.
-    """
+    """The grants in a list, as a file or a JWT has it."""
     if not isinstance(texts, list) or not 0 < len(texts) <= _GRANT_COUNT_MAX:
         raise ArgumentError(
             f"rights must be a list of 1 to {_GRANT_COUNT_MAX}, each RIGHT:PREFIX; got "
@@ -104,21 +96,18 @@ def grants_of(texts: object) -> tuple[Grant, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Principal:
-    """A caller: the name of a token, with what it may do.
-
-    Two are equal where nothing about the token has changed.
-    """
+    """A caller: a token with its rights. Equal where nothing about the token changed."""
 
     name: str
     """Name of the token; empty: any caller, where none is asked for."""
     grants: tuple[Grant, ...]
     expires_s: float = math.inf
-    """When it ends, in seconds since 1970."""
+    """The end, in seconds since 1970."""
     leeway_s: float = 0.0
-    """How much longer it is good, as another machine's clock says when it ends."""
+    """The time for which it is good beyond its end, which another machine's clock says."""
     quota: Quota = NO_QUOTA
     proof: bytes = field(default=b"", repr=False)
-    """What shows that the token is still good: a digest of the secret, or of the key of a JWT."""
+    """A digest of the secret, or of the key of a JWT, which shows that the token is still good."""
 
     def best(self, name: str) -> Right | None:
         """The most that it may do with that name; None: nothing."""
@@ -126,16 +115,7 @@ class Principal:
         return max(found, default=None)
 
     def check(self, right: Right, kind: str, name: str) -> None:
-        """Refuses what it may not do.
-
-        Args:
-            right: What for.
-            kind: "parameter", "table" or "group", for the message.
-            name: Its name; whatever the wire says.
-
-        Raises:
-            AccessDeniedError: it has no such right.
-        """
+        """Refuses what it may not do to a "parameter", "table" or "group", whatever its name."""
         best = self.best(name)
         if best is not None and best >= right:
             return
@@ -156,11 +136,7 @@ ANYBODY = Principal(name="", grants=(Grant(Right.ADMIN),))
 
 
 def seconds_of(text: object) -> float:
-    """Seconds since 1970 of a time with its offset from UTC, as in ISO 8601.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Seconds since 1970 of a time with its offset from UTC, as in ISO 8601."""
     try:
         found = datetime.fromisoformat(text if isinstance(text, str) else "")
     except ValueError:
@@ -178,11 +154,7 @@ def time_of(seconds: float) -> str:
 
 
 def fields_of(what: str, given: object, allowed: set[str]) -> Mapping[str, Any]:
-    """A JSON object that has no other fields.
-
-    Raises:
-        ArgumentError: it is none, or has others.
-    """
+    """A JSON object that has no other fields."""
     if not isinstance(given, dict):
         raise ArgumentError(f"{what} must be a JSON object; got {given!r:.80}")
     unknown = given.keys() - allowed

@@ -54,16 +54,12 @@ class Token:
     """SHA-256 of each secret, in hexadecimal digits; the newest last."""
     grants: tuple[Grant, ...]
     expires_s: float | None = None
-    """When it ends, in seconds since 1970."""
+    """The end, in seconds since 1970."""
     quota: Quota = NO_QUOTA
 
     @staticmethod
     def of(given: object) -> Token:
-        """The entry that a JSON object is.
-
-        Raises:
-            ArgumentError: it is none.
-        """
+        """The entry that a JSON object is."""
         entry = fields_of("a token", given, _FIELDS)
         name = check_name("a token's name", entry.get("name"))
         try:
@@ -78,7 +74,7 @@ class Token:
             raise ArgumentError(f"token {name!r}: {error.message}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """As the file has it."""
+        """The entry of the file."""
         quota = {name: most for name, most in vars(self.quota).items() if most is not None}
         return {
             "name": self.name,
@@ -101,7 +97,7 @@ class Token:
             )
 
     def with_secret(self, digest: str) -> Token:
-        """The same with one more secret; of many, the oldest goes."""
+        """Returns the token with one more secret; of many, the oldest goes."""
         return dataclasses.replace(self, digests=(*self.digests, digest)[-_SECRET_COUNT_MAX:])
 
 
@@ -120,11 +116,7 @@ def _digests_of(given: object) -> tuple[str, ...]:
 
 
 def quota_of(given: object) -> Quota:
-    """The quota that a JSON object is.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """The quota that a JSON object is."""
     return Quota(**fields_of("quota", given, _QUOTA_FIELDS))
 
 
@@ -139,11 +131,7 @@ def digest_of(secret: str) -> bytes:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """All tokens of a file.
-
-    Raises:
-        ArgumentError: it can't be read, or has something else; says which file, and what.
-    """
+    """Reads all tokens of a file; ArgumentError says which file, and what is wrong."""
     found = fields_of(str(path), json_of(path), {"tokens"}).get("tokens")
     if not isinstance(found, list) or len(found) > TOKEN_COUNT_MAX:
         raise ArgumentError(f"{path}: tokens must be a list of at most {TOKEN_COUNT_MAX}")
@@ -160,11 +148,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def json_of(path: Path) -> Any:
-    """What a file of JSON has; its contents are in no error, as they may be secret.
-
-    Raises:
-        ArgumentError: it can't be read, is too large, or no JSON.
-    """
+    """The contents of a file of JSON, of which no error has any: they may be secret."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise ArgumentError(f"{path} can't be read: it is no file")
@@ -187,9 +171,6 @@ def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
     """The tokens of a file by name, to be changed in the block, at whose end the file is written.
 
     All or nothing, for its owner alone, and by one process at a time. There need be no file yet.
-
-    Raises:
-        ArgumentError: it has something else, or can't be written.
     """
     path = path.resolve()  # what a link leads to is changed, not the link
     try:
@@ -216,17 +197,9 @@ def private_file(
     keeps_owner: bool = False,
     is_ours: Callable[[Path], bool] = lambda path: False,
 ) -> Iterator[None]:
-    """A file, for its owner alone, that is put there whole when the block has ended well.
+    """A file for its owner alone, that is put there whole when the block has ended well.
 
-    Args:
-        path: Where.
-        contents: Contents of the file.
-        keeps_owner: Whether an existing file keeps its owner and mode, as shards may be another
-            user's.
-        is_ours: Whether an existing file may be replaced.
-
-    Raises:
-        ArgumentError: it can't be written, or the path has a file that may not be replaced.
+    With `keeps_owner` an existing file keeps owner and mode, as shards may be another user's.
     """
     _check_replaceable(path, is_ours)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -261,7 +234,7 @@ def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
 
 
 def is_secret_file(path: Path) -> bool:
-    """Whether a file is one line as `new_secret` draws it, and so was written for a token."""
+    """Returns True if a file is one line as `new_secret` draws it, so was written for a token."""
     try:
         if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
             return False

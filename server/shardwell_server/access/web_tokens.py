@@ -23,12 +23,12 @@ from shardwell_server.access.rights import Principal, grants_of
 from shardwell_server.access.tokens import json_of, quota_of
 
 _SECRET_BYTES_MIN = 32
-"""Of HS256: as many as its digest has (RFC 7518)."""
+"""The least secret of HS256: as many as its digest has (RFC 7518)."""
 _RSA_BITS_MIN = 2048
-"""Of RS256 (RFC 7518)."""
+"""The least key of RS256 (RFC 7518)."""
 LEEWAY_S = 60.0
-"""How far the clocks of issuers and shards may be apart: a token is good so long before its nbf and
-iat, and after its exp."""
+"""The difference that clocks of issuers and shards may have: a token is good so long before its
+nbf and iat, and after its exp."""
 _KEY_COUNT_MAX = 64
 _TRIED_COUNT_MAX = 4
 """Keys without a name that a token is looked at with."""
@@ -40,7 +40,7 @@ _ALGORITHMS = {
     "OKP Ed25519": "EdDSA",
     "oct None": "HS256",
 }
-"""By kty and crv."""
+"""The algorithms by kty and crv."""
 _SPELLINGS = {
     "RS256": (None, "RS256"),
     "ES256": (None, "ES256"),
@@ -51,23 +51,19 @@ _SPELLINGS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One that signs tokens."""
+    """A key that signs tokens."""
 
     name: str | None
     """Its `kid`, by which tokens name it; None: it has none."""
     algorithm: str
     value: Any = field(repr=False)
-    """What the library takes."""
+    """The library's form of it."""
     proof: bytes = field(repr=False)
     """A digest of it."""
 
 
 def read_keys(path: Path) -> list[Key]:
-    """All keys of a file.
-
-    Raises:
-        ArgumentError: it can't be read, or has something else. No error has a key in it.
-    """
+    """Reads all keys of a file. No error has a key in it."""
     found = json_of(path)
     keys = found.get("keys") if isinstance(found, dict) else None
     if not isinstance(keys, list) or not 0 < len(keys) <= _KEY_COUNT_MAX:
@@ -120,16 +116,7 @@ def _key_of(what: str, given: object) -> Key:
 
 
 def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
-    """Returns the principal that calls with that token.
-
-    Args:
-        token: Three parts, with a dot between them.
-        keys: Those that are believed.
-        cluster_id: The audience of tokens that have one.
-
-    Raises:
-        AuthenticationError: it is not believed.
-    """
+    """Returns the principal that calls with a JWT; AuthenticationError: it is not believed."""
     try:
         header = jwt.get_unverified_header(token)
     except jwt.PyJWTError:

@@ -53,10 +53,7 @@ class Agreement(Protocol):
         """Tells that this rank leaves after the calls that it has made."""
 
     def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
-        """Ends streams and threads; blocks until the others have read what this rank says last.
-
-        `gone_ranks` are known to be gone, and are not waited for.
-        """
+        """Ends streams and threads; blocks until ranks that live have this one's last words."""
 
 
 def failure_of(error: ShardwellError) -> pb.Failure:
@@ -247,7 +244,7 @@ class Coordinator(Agreement):
 
 
 class CoordinatorLink(Agreement):
-    """Any other rank's side: a stream to rank 0."""
+    """The side of any other rank: a stream to rank 0."""
 
     def __init__(self, peer: Peer, opening: pb.PeerOpen, mailbox: Mailbox, on_end: Ending) -> None:
         self._mailbox = mailbox

@@ -53,14 +53,14 @@ class CallMatcher:
         self._is_elastic = is_elastic
         self.newcomer_count = 0
         self._moving: dict[int, set[int]] = {}
-        """By call that goes on in an elastic group: the ranks that have not made it."""
+        """The ranks that have not made a call that goes on in an elastic group, by call."""
         self._moving_ranks: dict[int, list[int]] = {}
         self._next_index = [0] * size
         self._inactive_from: list[float] = [math.inf] * size
         self._joined: dict[int, list[float]] = {}
         """Ranks that called JOIN, and the deadlines of those calls that wait."""
         self._owed: dict[int, pb.Verdict] = {}
-        """By rank: that all have joined, which it did not wait for."""
+        """The verdict, by rank, that all have joined, which it did not wait for."""
         self._left: dict[int, str] = {}
         self._open: dict[int, _Open] = {}
         self._failed: dict[int, pb.Verdict] = {}
@@ -187,7 +187,6 @@ class CallMatcher:
             )
 
     def _reached(self, rank: int) -> int:
-        """Index of the call that it can make next, as a member of all."""
         owed = self._owed.get(rank)
         return self._next_index[rank] if owed is None else owed.call_index
 
@@ -223,7 +222,6 @@ class CallMatcher:
         return verdicts
 
     def _fail_joins(self, rank: int, until_s: float, failure: pb.Failure) -> Verdicts:
-        """Fails a rank's JOINs whose deadline is not after `until_s`; it remains out."""
         waiting = self._joined[rank]
         self._joined[rank] = [deadline_s for deadline_s in waiting if deadline_s > until_s]
         verdict = pb.Verdict(operation=pb.OPERATION_JOIN, failure=failure)
@@ -264,7 +262,6 @@ class CallMatcher:
         return self._not_made(index, pb.Verdict(call_index=index, regroup=True))
 
     def _not_made(self, index: int, verdict: pb.Verdict) -> Verdicts:
-        """Returns a verdict for those who have called, and keeps it for those who will."""
         calls = self._open.pop(index).calls
         # Of those who do not agree, the first one's.
         verdict.operation = calls[min(calls)].operation

@@ -79,16 +79,13 @@ class Formed:
     """A generation whose members have all reached one another."""
 
     generation: int
-    """Its number; larger than all earlier ones of the group that its members were in."""
+    """The number, larger than all earlier ones of the group that its members were in."""
     rank: int
     members: tuple[pb.Member, ...]
 
 
 class Rendezvous(Closing):
-    """The client of a meeting place. A context manager; any thread may use it.
-
-    Of a cluster's target, the first address counts: groups meet at shard 0.
-    """
+    """The client of a meeting place: of a cluster, shard 0. Any thread may use it."""
 
     def __init__(self, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.address = parse_target(target)[0]
@@ -110,30 +107,15 @@ class Rendezvous(Closing):
         replacement_wait_ms: int = 0,
         without_newcomers: bool = False,
     ) -> Formed:
-        """A place in the group's next generation; blocks until all its members are there.
+        """Returns a place in the group's next generation; blocks until all its members are there.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
         that follows a generation (`previous`) keeps its rank there, and may ask again. Each attempt
         needs a member_id of its own, except those that follow. `greet` begins to greet all members,
         until a time by `time.monotonic` that is a little before the timeout; it is called once for
         each generation that is formed, and the rendezvous is asked on meanwhile, so that the place
-        is kept.
-
-        Raises:
-            WorkersMissingError: the timeout has passed; names the missing ranks.
-            AuthenticationError: the rendezvous answers, but TLS keeps the two sides apart, or it
-                does not believe the token.
-            AccessDeniedError: the token may not join the group.
-            ShardUnavailableError: the rendezvous did not answer at all.
-            GroupMismatchError: another size, strategy, codec or allow_non_finite than those have
-                who hold the name, and live.
-            RankTakenError: a worker that lives has the rank.
-            WorkerUnreachableError: a member can't reach another. With `previous`, that is tried
-                again until the timeout: a member may have died just now.
-            WorkerLostError: the member was declared lost.
-            ArgumentError: a value that can't be used.
-            LimitError: a limit of the rendezvous.
-            ClosedError: the rendezvous was closed meanwhile.
+        is kept. With `previous`, WorkerUnreachableError comes at the timeout alone: a member may
+        have died just now.
         """
         request = pb.JoinGroupRequest(spec=spec, member=member, rank=rank, lease_ms=lease_ms)
         if previous is not None:
@@ -158,10 +140,7 @@ class Rendezvous(Closing):
         return self._begin("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
 
     def finish_renewal(self, call: Any) -> tuple[list[pb.LostMember], int]:
-        """The lost members, and the number of workers that wait for a generation; blocks.
-
-        WorkerLostError: the caller itself was declared lost.
-        """
+        """The lost members, and the number of workers that wait for a generation; blocks."""
         response: pb.RenewLeaseResponse = self._finish(call)
         return list(response.lost), response.waiting_count
 
@@ -188,7 +167,7 @@ class Rendezvous(Closing):
         greet: Greet,
         greetings: contextlib.ExitStack,
     ) -> Formed:
-        """Asks until the generation is ready; closing `greetings` ends what it has begun."""
+        """Closing `greetings` ends what it has begun."""
         greeting: Greeted | None = None
         greeted_generation = 0
         while (remaining_s := waiting.remaining_s) > 0:
@@ -299,17 +278,15 @@ class _CallHere:
         self.result = result
 
     def cancel(self) -> None:
-        """Does nothing: it ends at its timeout at the latest."""
+        pass
 
 
 def _is_given_up() -> bool:
-    """True if the call that this thread runs was cancelled before its time was over."""
     call = current_call()
     return call is not None and call.cancelled.is_set() and not call.is_expired
 
 
 def _is_expired() -> bool:
-    """True if the call that this thread runs was cancelled because its time was over."""
     call = current_call()
     return call is not None and call.is_expired
 
@@ -327,7 +304,6 @@ class _Waiting:
 
     @property
     def greeting_deadline_s(self) -> float:
-        """The end of greeting; the time after it is for reporting those not reached."""
         return self._began_s + less_margin(self._timeout_s, _TELLING_S_MAX)
 
     @property

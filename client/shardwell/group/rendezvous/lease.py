@@ -26,10 +26,9 @@ _ANSWER_PART_OF_LEASE = 0.4
 class LeaseKeeper(Closing):
     """Renews one member's lease from construction until `close`. A context manager.
 
-    A rendezvous that does not answer is asked again: the group goes on without it. `rendezvous`
-    stays the caller's, and is to be closed after this. `on_lost` is called from this thread with
-    members that are lost, once for each, and must not call `close`. After it the lease is renewed
-    on, so that the member can rebuild the group, unless it is the lost one.
+    A rendezvous that does not answer is asked again: the group goes on without it. `on_lost` is
+    called from this thread once for each lost member, and must not call `close`. After it the
+    lease is renewed on, so that the member can rebuild the group, unless it is the lost one.
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class LeaseKeeper(Closing):
         self._thread.join()
 
     def confirm(self) -> None:
-        """Makes sure that the lease of a member that was silent for long has not ended.
-
-        Then it waits for the rendezvous, at most a second, and `on_lost` has been called if it has.
-        """
+        """Waits, at most 1 s, until the lease of a member that was silent is known to live."""
         if threading.current_thread() is not self._thread:
             with self._changed:
                 self._changed.wait_for(

@@ -36,8 +36,7 @@ class Lease:
     def spare(self, silence_s: float, now_s: float) -> None:
         """Extends the lease when no member was heard of for a while: perhaps the network failed.
 
-        Who lives renews about four times a lease, and so gets the time to be heard again. Once
-        for each renewal: else any occasional request would keep the dead alive.
+        Once for each renewal: else any occasional request would keep the dead alive.
         """
         if silence_s > self.duration_s / 2 and not self._is_spared:
             self.end_s = max(self.end_s, now_s + self.duration_s / 2)
@@ -114,7 +113,7 @@ class Roster:
 
     @classmethod
     def adopted(cls, number: int, member_count: int, lease_s: float, now_s: float) -> Roster:
-        """One that this server knows of from one of its members."""
+        """A generation that this server knows of from one of its members."""
         seats = [
             Seat(rank=rank, member=None, lease=Lease(lease_s, now_s, heard=False))
             for rank in range(member_count)
@@ -217,8 +216,7 @@ class Forming:
 class GenerationNumbers:
     """Numbers of generations, of all groups: a count, and below it the server's incarnation.
 
-    The count makes each larger than any that this server has given or received. The incarnation
-    makes those of two lives of a server differ, though a life knows nothing of those before it.
+    The incarnation makes numbers of two lives of a server differ.
     """
 
     def __init__(self, incarnation: int) -> None:

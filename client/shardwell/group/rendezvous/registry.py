@@ -36,11 +36,7 @@ NOBODY = Owner()
 
 
 class Meetings:
-    """All groups that are met for or live.
-
-    `incarnation` is drawn for this life of the server: it keeps nothing, and yet no generation may
-    have the number of one that another life formed.
-    """
+    """The groups that are met for or live, in this life of the server, whose number is drawn."""
 
     def __init__(self, limits: MeetingLimits | None = None, *, incarnation: int = 0) -> None:
         self._limits = limits or MeetingLimits()
@@ -62,16 +58,7 @@ class Meetings:
     def join(
         self, request: pb.JoinGroupRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.JoinGroupResponse:
-        """Answers a worker that wants to join; holds a new group from then on.
-
-        Raises:
-            ArgumentError: the request can't be believed.
-            LimitError: a limit of the rendezvous, by name.
-            GroupMismatchError: living members have the name with another spec.
-            RankTakenError: a member that lives has the rank.
-            WorkerLostError: the caller was declared lost.
-            WorkerUnreachableError: a member can't reach another.
-        """
+        """Answers a worker that wants to join; holds a new group from then on."""
         check_join(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
@@ -85,10 +72,7 @@ class Meetings:
     def renew(
         self, request: pb.RenewLeaseRequest, now_s: float, owner: Owner = NOBODY
     ) -> pb.RenewLeaseResponse:
-        """Answers a member that says that it lives.
-
-        WorkerLostError: the caller was declared lost, or its generation was succeeded.
-        """
+        """Answers a member that says that it lives."""
         check_renew(request, self._limits, self._numbers.largest)
         gathering = self._gathering(request.spec, now_s)
         try:
@@ -135,7 +119,6 @@ class Meetings:
             )
 
     def _count(self, name: str, member_id: str, owner: Owner, now_s: float) -> None:
-        """Counts a member among its owner's, if it is new; LimitError: too many live."""
         if owner.member_count_max is None:
             return
         there = {

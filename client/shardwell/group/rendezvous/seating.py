@@ -74,10 +74,7 @@ class Seating:
         return placed
 
     def _placed_by_age(self) -> dict[int, Applicant]:
-        """An elastic group's next participants: members that come back, then newcomers.
-
-        Members have the ranks that they had, newcomers the ranks that are free.
-        """
+        """Returning members have the ranks that they had, newcomers the free ones."""
         agreeing = self.agreeing()
         placed = {one.rank: one for one in agreeing if not one.is_newcomer}
         taken = placed.keys() | {seat.rank for seat in self.living()}
@@ -201,7 +198,6 @@ class Seating:
         return pb.JoinGroupResponse(missing_ranks=sorted(missing), refusals=notes)
 
     def _missing_of_elastic(self, placed: dict[int, Applicant]) -> set[int]:
-        """Ranks that an elastic group waits for: members that live, and as many as it lacks."""
         awaited = {seat.rank for seat in self.living() if not self.is_back(seat)}
         open_ranks = [
             rank for rank in range(self.spec.size) if rank not in placed and rank not in awaited

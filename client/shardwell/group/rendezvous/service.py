@@ -43,10 +43,7 @@ def admit_same(token: SameToken) -> Admit:
 
 
 class GroupService:
-    """Handlers, one method an RPC; none blocks. A worker may serve it as well as a shard.
-
-    A shard whose index is not 0 refuses every call.
-    """
+    """Handlers, one method an RPC; none blocks. A shard whose index is not 0 refuses every call."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class GroupService:
         self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
 
     def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
-        """All methods, for a server; `unary` makes gRPC's handler, by default for grpc.Server."""
+        """The methods for a server; `unary` makes gRPC's handler, by default for grpc.Server."""
         unary = unary or self._answering.unary
         handlers = {
             "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),

@@ -220,10 +220,7 @@ class Gathering:
             self._refuse(applicant, verdict, now_s)
 
     def _has_closed_up(self) -> bool:
-        """True if the generation that lives has fewer ranks than the group.
-
-        A replacement can't know then what has become of the ranks.
-        """
+        """A replacement can't know then what has become of the ranks."""
         generation = self.seating.generation
         return generation is not None and len(generation.seats) < self.seating.spec.size
 
@@ -249,7 +246,7 @@ class Gathering:
         self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
 
     def _form_elastic(self, placed: dict[int, Applicant], now_s: float) -> None:
-        """Begins to form an elastic group's generation: members keep their order, newcomers follow.
+        """Members keep their order, newcomers follow.
 
         A group's first generation waits for one lease: as long as members of an older one, of which
         a server that was started anew has not heard yet, take to make themselves known.
@@ -313,11 +310,7 @@ class Gathering:
                 lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Notes that the caller has reached the others, and that it lives, if they missed it.
-
-        A member that others can't reach may have died since it asked: then its lease ends, and the
-        others wait for another in its place. It lives if it asks on.
-        """
+        """A member that others can't reach may have died since it asked: it lives if it asks on."""
         forming, member_id = self.seating.forming, request.member.member_id
         rank = None if forming is None else forming.rank_of(member_id)
         if forming is None or rank is None:
@@ -359,7 +352,6 @@ class Gathering:
     # Generations that were formed before this server was started.
 
     def _find_previous(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """Takes over the generation that the caller was a member of, if it is not known."""
         number = request.previous_generation
         if self._known_number() != number or self.seating.generation is None:
             self._check_adoptable(request, number)
@@ -372,7 +364,6 @@ class Gathering:
             seat.member = request.member
 
     def _place_of(self, request: pb.JoinGroupRequest) -> tuple[Roster | None, Seat | None]:
-        """The generation that lives, though the caller may not know it yet, and its seat there."""
         generation = self.seating.generation
         if generation is None:
             return None, None
@@ -443,6 +434,5 @@ class Gathering:
         return f" (ranks that are free: {listed(self.seating.free_ranks())})"
 
     def _refuse(self, applicant: Applicant, verdict: Verdict, now_s: float) -> None:
-        """Takes an applicant out; its next request raises the verdict."""
         self.seating.remove(applicant.member.member_id)
         self._refusals.add(applicant, verdict, now_s)

@@ -47,10 +47,7 @@ def chunk_element_count(codec_name: str) -> int:
 
 
 class ChunkArithmetic:
-    """One rank's values in one call. For one thread.
-
-    `array` is (n,) float32, contiguous, read, and written where results belong.
-    """
+    """One rank's values in one call: (n,) float32, contiguous, read and written. For one thread."""
 
     def __init__(
         self,
@@ -103,10 +100,7 @@ class ChunkArithmetic:
         return total
 
     def checked(self, header: pb.ReceiveChunksResponse, payload: Bytes) -> IntactChunk:
-        """Refuses a chunk that was damaged, or is not of this call.
-
-        A payload in shared memory is copied first: the copy is valid until the next call of this.
-        """
+        """Refuses a chunk that was damaged, or is not of this call; copies one in shared memory."""
         start = checksum.peer_chunk(self._context, header.stage)
         if payload.flags.writeable:
             return self._codec.check(header.chunk, payload, start, thread_scratch())
@@ -147,8 +141,7 @@ class ChunkArithmetic:
     ) -> list[bytes]:
         """Makes a total final, writes it to the array, and returns a message for each of `rooms`.
 
-        None for `total` is this rank's own values. A room is the place of another rank's payload;
-        None: in the message. With any, all ranks, this one included, have what was encoded.
+        None for `total` is this rank's own values. With any room, all ranks have what was encoded.
         """
         into = self._own(where)
         if total is None:
@@ -211,14 +204,12 @@ class ChunkArithmetic:
             np.copyto(into, values)
 
     def _make_canonical(self, values: Float32) -> None:
-        """Gives final values the same bits on all ranks, whatever computed them."""
         if self._may_have_nans:
             canonical_nans(values)
 
     def _for_each(
         self, header: pb.ReceiveChunksResponse, payload: Bytes, rooms: Sequence[Room | None]
     ) -> list[bytes]:
-        """One message for each room, which has the payload; `header` is changed."""
         whole, messages = b"", []
         for room in rooms:
             if room is not None:

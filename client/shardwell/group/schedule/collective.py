@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
     payload: Bytes
     """The encoded values; what can be written to is shared memory, and may change."""
     message: bytes
-    """All of it, to be sent on as it is; without the payload where that is shared."""
+    """The whole message, to be sent on as it is; without the payload where that is shared."""
     shared_bytes: int = 0
     release: Callable[[], None] | None = None
     """Gives the shared memory back; after it, `payload` is not looked at any more."""
@@ -57,7 +57,7 @@ message before any other to that rank."""
 
 
 def no_room(rank: int, size_bytes: int) -> Room | None:
-    """All payloads go into their messages."""
+    """Leaves all payloads in their messages."""
     return None
 
 
@@ -69,7 +69,7 @@ class Sum:
         self.total: Float32 | None = None
         self.added_count = 0
         self.early: dict[int, Bytes] = {}
-        """By rank: checked values of what came before its turn."""
+        """The checked values of what came before its turn, by rank."""
 
 
 class Job(NamedTuple):
@@ -191,10 +191,7 @@ class Collective:
     def made(
         self, job: Job, arithmetic: ChunkArithmetic, stored: Bytes | None = None
     ) -> list[Sending]:
-        """Does a job, on any thread; returns what is to be sent because of it.
-
-        No other thread uses `arithmetic` at that time; `stored` are checked values, if any.
-        """
+        """Does a job, on any thread; returns what is to be sent because of it."""
         index, where, role, arrival, under_way, targets, rooms = job
         if arrival is None:
             if role.collects:
@@ -247,7 +244,6 @@ class Collective:
         return where, role
 
     def _misplaced(self, arrival: Arrival, why: str) -> CorruptChunkError:
-        """The error for a message without a place; of one that was damaged, that is the reason."""
         try:
             self._arithmetic.checked(arrival.header, arrival.payload)
         except CorruptChunkError as error:
@@ -290,7 +286,6 @@ def _added(
     where: Slice,
     arithmetic: ChunkArithmetic,
 ) -> Float32:
-    """Adds all contributions whose turn has come."""
     if under_way.total is None:
         under_way.total = arithmetic.begin(where)
     if sources[under_way.added_count] != arrival.rank:

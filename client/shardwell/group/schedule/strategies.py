@@ -23,7 +23,7 @@ from shardwell.errors import ArgumentError
 
 ARITY_MAX = 64
 SMALL_SIZE_BYTES = 16 * 1024
-"""Of a ring's segment; up to here a message costs the same, however short it is."""
+"""The segment of a ring up to which a message costs the same, however short it is."""
 SMALL_ARITY = 8
 
 
@@ -195,7 +195,6 @@ class Centralized(Strategy):
 
 
 def _heap(rank: int, root: int, size: int, arity: int) -> tuple[int | None, tuple[int, ...]]:
-    """Parent and children in a complete tree whose nodes are counted level by level from `root`."""
     place = (rank - root) % size
     first = place * arity + 1
     children = tuple((child + root) % size for child in range(first, min(first + arity, size)))

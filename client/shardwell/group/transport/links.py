@@ -141,10 +141,9 @@ class Link:
 
 
 class Links:
-    """Listens, and sees when a link ends, on a thread of its own.
+    """Listens, and sees when a link ends, on a thread of its own; `serve` has one of `threads`.
 
-    `serve` has a link until it ends, on a thread of `threads`, one for each. Links beyond
-    `count_max` are closed before they are heard, and call over gRPC.
+    Links beyond `count_max` are closed before they are heard, and call over gRPC.
     """
 
     def __init__(

@@ -140,9 +140,9 @@ class Outgoing:
         self._queued_count = 0
         """Messages that the stream's thread is to send; written by the engine's thread alone."""
         self._taken_count = 0
-        """Of these, those that it has taken; written by the stream's thread alone."""
+        """The messages that it has taken; written by the stream's thread alone."""
         self._written_count = 0
-        """Of these, those that have left; written by the stream's thread alone."""
+        """The messages that have left; written by the stream's thread alone."""
         self._waits_for_room = False
         self._is_open = False
         self._is_cut = False
@@ -218,7 +218,6 @@ class Outgoing:
             self._has_ended.wait(LEAVE_TIMEOUT_S)
 
     def _leaving(self, messages: list[bytes]) -> Iterator[bytes]:
-        """Messages as one, counted; the list is empty then."""
         self._taken_count += len(messages)
         if self._waits_for_room:
             with self._changed:
@@ -262,11 +261,10 @@ class Outgoing:
 
 
 class Incoming:
-    """The stream of chunks from one rank of a generation.
+    """The stream of chunks from one rank, which a thread reads, or the inbox a Unix socket's.
 
-    A thread opens it, and reads it, unless it is a Unix socket's, which the inbox reads. `take` is
-    called with each message, and whether it may wait; `is_full` says that it waits until something
-    was taken; `on_failure` is called when the stream breaks.
+    `take` is called with each message, and whether it may wait; `is_full` says that it waits until
+    something was taken.
     """
 
     def __init__(
@@ -350,7 +348,6 @@ class Incoming:
         return isinstance(self._call, UnixCall)
 
     def _taken(self, message: bytes, *, waits: bool) -> bool:
-        """Takes a message; False: it is the last."""
         header, payload = framing.parse(pb.ReceiveChunksResponse, message)
         if header.last:
             self.cut()
@@ -364,7 +361,6 @@ class Incoming:
         return True
 
     def _guarded(self, act: Callable[[], bool]) -> bool:
-        """Runs a read; returns whether the stream goes on. A failure goes to `on_failure`."""
         why = "it ended its stream"
         try:
             if act():
@@ -388,7 +384,6 @@ class Incoming:
         return Received(header, payload, message, payload.size, self._release)
 
     def _release(self) -> None:
-        """Notes that the oldest payload that was not released has been copied."""
         assert self._memory is not None
         self._copied_count += 1
         self._memory.set_number(_COPIED, self._copied_count)
@@ -405,8 +400,6 @@ class Received(NamedTuple):
 
 
 class _Places:
-    """Places of payloads for one rank until it has copied them: see ReceiveChunksRequest."""
-
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._count = (memory.size_bytes - HEAD_BYTES) // PLACE_SIZE_BYTES

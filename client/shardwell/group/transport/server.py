@@ -81,9 +81,8 @@ class Watch:
 class Watchdog:
     """Calls back when a watched block of code takes too long. Any thread may watch.
 
-    One thread; it sleeps while nothing is watched, and looks a few times a second otherwise, so
-    that watching costs no more than two entries in a dict. Once a block has been left, `expired`
-    says for good whether its watch has acted, or is about to.
+    One thread; it sleeps while nothing is watched. Once a block has been left, `expired` says for
+    good whether its watch has acted, or is about to.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class PeerServer:
                 f"{error.strerror}; pass listen= with a free port, or 0, of this machine"
             ) from None
         self.address = f"{host}:{port}"
-        """Its address; the port is the one that was taken when 0 was asked for."""
+        """The address; its port is the one that was taken when 0 was asked for."""
         self._server.start()
         # Any process on this machine may read the name of a socket.
         name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()
@@ -281,7 +280,6 @@ class PeerServer:
                 self._unopened_count -= 1
 
     def _generation_of(self, opening: pb.PeerOpen) -> Generation:
-        """The generation that a stream belongs to; waits while it is still to begin here."""
         deadline_s = time.monotonic() + _GENERATION_WAIT_S
         with self._changed:
             while not self._closed:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
 INTERFACE = 6
-"""As in dispatch.c. It changes when operations or what `run` takes change, so that a library that
-an older version built is not used."""
+"""The number in dispatch.c. It changes when operations or the arguments of `run` change, so that a
+library that an older version built is not used."""
 _FOLDER = Path(__file__).parent
 
 
@@ -72,7 +72,7 @@ _PYTHONS = (
     "PyObject_Type",
     "Py_DecRef",
 )
-"""Of Python's stable interface, what the library uses: see objects.h."""
+"""The names of Python's stable interface that the library uses: see objects.h."""
 
 
 def load(path: Path) -> tuple[Library | None, str]:
