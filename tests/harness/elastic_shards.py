@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness.data.sessions import session_of
+from harness.inside import tracker_of
 from shardwell import SGD, Elastic, ParameterSpec
 from shardwell.process.spans import Spans
 from shardwell.rpc.session import Session
@@ -232,9 +233,9 @@ class ElasticShard:
     @property
     def versions(self) -> list[int]:
         """Of each chunk."""
-        return [record.version for record in self.part._tracker.records]
+        return [record.version for record in tracker_of(self.part).records]
 
     @property
     def open_sets(self) -> list[tuple[str, ...]]:
         """Of each chunk: who has contributed to its open step, in order."""
-        return [tuple(s.worker_id for s in each) for each in self.part._tracker.open_sets]
+        return [tuple(s.worker_id for s in each) for each in tracker_of(self.part).open_sets]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import register_of
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.checkpoint.saving import _CheckpointValues
@@ -373,4 +374,4 @@ def test_the_rate_of_a_restore_that_failed_is_forgotten(tmp_path) -> None:
         epoch = made.claim_init("restorer", deadline).epoch
         made.set_first_weights(epoch, made.where, np.zeros(SIZE))
         made.finish_init(epoch)
-        assert made._register.rates.at(5) == 1.0
+        assert register_of(made).rates.at(5) == 1.0

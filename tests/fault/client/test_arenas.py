@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import idle_sets
 from harness.oracles.parameter import integer_gradient
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import TRAINING_WORKER, Program, ServingShard
@@ -86,7 +87,7 @@ def test_a_shard_that_stops_while_memory_is_offered(connect) -> None:
         net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(SIZE, np.float32))
         net.put_gradient(np.ones(SIZE, np.float32))  # which takes its seat
-        for streams in list(client._idle_streams._sets):
+        for streams in list(idle_sets(client._idle_streams)):
             streams.close()  # the step offers memory of its own
         eventually("none is there", lambda: mapped_count(shard.pid) == 0)
         shard.process.send_signal(signal.SIGSTOP)

@@ -24,6 +24,7 @@ from harness.data.table_training import (
     sent_row_count,
 )
 from harness.faults.proxy import Direction, Proxy
+from harness.inside import channels_of, endpoint_of, idle_streams
 from harness.oracles.rows import ModelRows
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background
@@ -72,7 +73,7 @@ def _status(running) -> list[Any]:
                 timeout_s=5.0,
                 table="rows",
             ).tables[0]
-            for channel in observer._shards.channels
+            for channel in channels_of(observer)
         ]
 
 
@@ -214,7 +215,7 @@ def test_an_interrupted_call_leaves_no_stream_and_no_answer_behind(
             table.get_rows(np.arange(50))
     eventually(
         "its streams have ended",
-        lambda: not any(s._endpoint.streams.count for s in running.servers),
+        lambda: not any(endpoint_of(s).streams.count for s in running.servers),
     )
     KnownRows(1).check(table.get_rows(EVERY))
 
@@ -244,9 +245,7 @@ def test_streams_dropped_by_the_shard_are_opened_again(running, join) -> None:
     for step in range(3):
         KnownRows(step + 1).check(table.exchange_rows(*batch(step), EVERY))
         # All before any is dropped: the client then ends the others itself.
-        eventually(
-            "the streams are idle", lambda: all(s._endpoint.streams._idle for s in running.servers)
-        )
+        eventually("the streams are idle", lambda: all(idle_streams(s) for s in running.servers))
         for server in running.servers:
-            for stream in list(server._endpoint.streams._idle):
+            for stream in list(idle_streams(server)):
                 stream.end(shardwell.ShardUnavailableError("idle"))

@@ -14,6 +14,7 @@ import pytest
 
 import shardwell
 from harness.faults.proxy import Direction, Proxy
+from harness.inside import idle_streams
 from harness.oracles.parameter import integer_gradient
 from harness.polling import PATIENCE_S, Stopwatch, eventually, until_accepted
 from harness.threads import in_background
@@ -105,11 +106,9 @@ def test_streams_dropped_by_the_shard_are_reopened(running, model) -> None:
     for step in range(3):
         np.testing.assert_array_equal(model.exchange(_gradient(step)), _after(step + 1))
         # All before any is dropped: the client then ends the others itself.
-        eventually(
-            "the streams are idle", lambda: all(s._endpoint.streams._idle for s in running.servers)
-        )
+        eventually("the streams are idle", lambda: all(idle_streams(s) for s in running.servers))
         for server in running.servers:
-            for stream in list(server._endpoint.streams._idle):
+            for stream in list(idle_streams(server)):
                 stream.end(shardwell.ShardUnavailableError("idle"))
 
 

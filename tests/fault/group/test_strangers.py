@@ -21,6 +21,7 @@ import pytest
 
 import shardwell
 from harness.group.ranks import error_of, joined, on_ranks, summed
+from harness.inside import generation_of
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
 from harness.tokens import bearing
@@ -40,7 +41,7 @@ class Stranger:
     """Raw gRPC to a member."""
 
     def __init__(self, group: shardwell.Group) -> None:
-        generation = group._generation  # where the .proto says that they are: in `members`
+        generation = generation_of(group)  # where the .proto says that they are: in `members`
         self.members = generation.members
         self.opening = peer_pb2.PeerOpen(
             group=group.name,
@@ -130,7 +131,7 @@ def test_a_second_stream_of_a_rank_is_refused(place, kind) -> None:
                 ),
             }
             # The sum may be here before rank 1 has opened its own.
-            eventually("rank 1 listens", lambda: group._generation.outgoing(1)._is_open)
+            eventually("rank 1 listens", lambda: generation_of(group).outgoing(1)._is_open)
             with stranger.channel, pytest.raises(grpc.RpcError) as caught:
                 list(calls[kind]())
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
@@ -148,7 +149,7 @@ def test_garbage_does_no_harm(place, size) -> None:
     def work(group: shardwell.Group) -> None:
         summed(group)
         if group.rank == 0:
-            address = group._generation.members[0].address
+            address = generation_of(group).members[0].address
             prefix = "/shardwell.v1.PeerService/"
             with bearing(grpc.insecure_channel(address)) as channel:
                 calls: list[Callable[[], Any]] = [
@@ -282,7 +283,7 @@ def test_streams_that_say_nothing_take_no_member_s_place(place) -> None:
     """More of them than a member's server has threads."""
     waiting = [in_background(lambda rank=rank: joined(place, rank, 2)) for rank in range(2)]
     groups = [future.result(PATIENCE_S) for future in waiting]
-    address = groups[0]._generation.members[0].address
+    address = generation_of(groups[0]).members[0].address
     with bearing(grpc.insecure_channel(address)) as channel:
         silence = threading.Event()
 

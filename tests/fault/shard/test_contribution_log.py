@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import incarnation_of
 from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
 from harness.programs.elastic_worker import NAME, ElasticWorker, opened
@@ -75,7 +76,7 @@ def test_what_a_kill_kept_from_the_log_is_restored(cluster, connect, tmp_path) -
     model = opened(connect(first, "w0"), size=SIZE)
     for _ in range(3):
         model.exchange(np.ones(SIZE, np.float32))
-    incarnation = f"{model._opening.incarnation:x}"
+    incarnation = f"{incarnation_of(model):x}"
     first.close()
     running = cluster(
         2, data_dir=tmp_path / "data", contribution_dir=tmp_path / "log", chunk_size_bytes=256

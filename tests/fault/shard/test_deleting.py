@@ -19,6 +19,7 @@ from harness.faults.name_changes import (
     end,
     requests_of,
 )
+from harness.inside import channels_of, incarnation_of, vanish
 from harness.polling import eventually
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
@@ -134,7 +135,7 @@ def test_members_that_a_restarted_shard_waits_for(cluster, connect, tmp_path: Pa
     ops = connect(running, "ops")
     for index in range(2):
         running.children[index].kill()
-    worker._shards.close()  # without a word, as if it was killed, too
+    vanish(worker)  # without a word, as if it was killed, too
     for index in range(2):
         running.start_again(index)
     assert ops.delete("m") > 0
@@ -196,11 +197,11 @@ def test_a_late_opening_makes_nothing_anew_on_one_shard(cluster, connect, kind) 
     running = cluster(2)
     client = connect(running, "w0")
     one = opened(client, kind)
-    channel, identity = client._shards.channels[1], client._shards.channels[1].identity
+    channel, identity = channels_of(client)[1], channels_of(client)[1].identity
     request: Any
     if kind == "parameter":
         request = pb.CreateParameterRequest(
-            shard=identity, spec=one.spec.to_proto(), incarnation=one._opening.incarnation
+            shard=identity, spec=one.spec.to_proto(), incarnation=incarnation_of(one)
         )
         sent: Any = ("CreateParameter", request, pb.CreateParameterResponse)
         where = {"parameter": "m"}

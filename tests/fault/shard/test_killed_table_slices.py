@@ -21,6 +21,7 @@ import pytest
 
 import shardwell
 from harness.data.sessions import applicant, contributor, session_of
+from harness.inside import tracker_of
 from harness.stories.crash import OtherStart, SameMachine
 from harness.stories.images import Image, image_of, in_memory, restore
 from harness.wire_client.row_messages import part
@@ -211,7 +212,7 @@ def state_of(table: TableSlice) -> dict[str, Any]:
         "row_count": status.row_count,
         "rate": status.learning_rate,
         "positions": [
-            (seat.worker_id, seat.tenure, seat.position) for seat in table._tracker.seats
+            (seat.worker_id, seat.tenure, seat.position) for seat in tracker_of(table).seats
         ],
     }
 

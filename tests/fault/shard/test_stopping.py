@@ -15,6 +15,7 @@ import pytest
 
 import shardwell
 import shardwell_server.server
+from harness.inside import endpoint_of
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually
 from harness.programs.commands import ServingShard
 from harness.threads import in_background
@@ -51,8 +52,8 @@ def test_grpc_that_does_not_end_is_left_to_itself(monkeypatch) -> None:
     """As where the system had no thread for it: what was counted is kept, and the stop ends."""
     server = ShardServer(ShardConfig(shard_index=0, shard_count=1, grace_s=0.1))
     server.start()
-    end = server._endpoint.server.stop
-    monkeypatch.setattr(server._endpoint.server, "stop", lambda grace_s: asyncio.Event().wait())
+    end = endpoint_of(server).server.stop
+    monkeypatch.setattr(endpoint_of(server).server, "stop", lambda grace_s: asyncio.Event().wait())
     monkeypatch.setattr(shardwell_server.server, "_ABANDON_S", 0.2)
     watch = Stopwatch()
     server.stop()

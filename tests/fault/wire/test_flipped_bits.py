@@ -23,6 +23,7 @@ import pytest
 import shardwell
 from harness.faults.flipping_proxy import FlippingProxy
 from harness.group.ranks import on_ranks
+from harness.inside import channels_of
 from harness.polling import PATIENCE_S, eventually
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import WireTable, table_spec
@@ -398,7 +399,7 @@ def test_flipped_bits_of_first_weights(line, monkeypatch) -> None:
         first = FirstWeights(
             model.spec,
             Restored(),
-            line.client._shards.channels,
+            channels_of(line.client),
             worker_id=WORKER,
             traffic=Traffic(),
             attempts=attempts,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.data.sessions import TENURE, applicant, contributor, session_of
+from harness.inside import register_of, tracker_of
 from shardwell import SGD, Adagrad, ParameterSpec
 from shardwell.numerics import elementwise
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -272,7 +273,7 @@ def _image_of(state: ChunkState) -> bytes | None:
 
 
 def _state_of(found: ParameterSlice) -> State:
-    tracker, register = found._tracker, found._register
+    tracker, register = tracker_of(found), register_of(found)
     chunks = []
     for index in range(found.chunk_count):
         found.verify(index)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
+from harness.inside import vanish
 from harness.polling import PATIENCE_S, eventually
 from shardwell_server import LocalCluster
 from shardwell_server.cli import commands
@@ -75,7 +76,7 @@ def put(one: Any) -> None:
 
 def die(client: shardwell.Client) -> None:
     """Ends its connections without a word, as the kernel does for a process that was killed."""
-    client._shards.close()
+    vanish(client)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
+from harness.inside import vanish
 from harness.polling import PATIENCE_S, eventually
 from harness.wire_client.worker import WireWorker
 from shardwell.placement.slices import Slice
@@ -152,7 +153,7 @@ def test_where_members_are_and_how_their_gradients_come(cluster, connect) -> Non
     }
     assert listed["near"]["names"] == [["parameter", "net"], ["parameter", "small"]]
     assert (listed["far"]["behind_steps"], listed["far"]["pid"]) == (0, os.getpid())
-    clients["near"]._shards.close()  # as the kernel does for a process that was killed
+    vanish(clients["near"])  # as the kernel does for a process that was killed
 
     def gone() -> Any:
         found = {each.worker_id: each for each in clients["far"].members("net")}

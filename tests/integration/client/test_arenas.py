@@ -27,6 +27,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 import shardwell
+from harness.inside import channels_of, endpoint_of, idle_sets
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.wire_client import crc as wire_crc
@@ -64,7 +65,7 @@ def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mapped_bytes(running: LocalCluster) -> list[int]:
-    return [server._endpoint.arenas.mapped_bytes for server in running.servers]
+    return [endpoint_of(server).arenas.mapped_bytes for server in running.servers]
 
 
 def gradient(rank: int, step: int, size: int = ELEMENTS) -> np.ndarray:
@@ -127,7 +128,7 @@ def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
     net.init(np.zeros(ELEMENTS, np.float32))
 
     def kept() -> list[arena.Arena]:
-        sets = client._idle_streams._sets
+        sets = idle_sets(client._idle_streams)
         return [stream._arena for each in sets for stream in each._streams.values()]
 
     arenas = set()
@@ -190,7 +191,7 @@ def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connec
     assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
     client.close()
     eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
-    assert not client._idle_streams._sets
+    assert not idle_sets(client._idle_streams)
     maps = Path("/proc/self/maps")
     eventually("and here", lambda: "memfd:shardwell" not in maps.read_text())
 
@@ -201,7 +202,7 @@ def test_a_stream_that_its_shard_has_ended_keeps_no_memory(cluster, connect) -> 
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
     net.exchange(np.ones(ELEMENTS, np.float32))
-    (streams,) = client._idle_streams._sets
+    (streams,) = idle_sets(client._idle_streams)
     (stream,) = streams._streams.values()
     assert stream._arena is not None
     running.close()
@@ -433,7 +434,7 @@ def test_a_server_that_has_not_mapped_the_memory_is_not_believed(cluster, connec
 
         lying = in_background(lie)
         client = connect(running, "w0")
-        client._shards.channels[0].arenas.server.address = f"@{name}"
+        channels_of(client)[0].arenas.server.address = f"@{name}"
         net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(ELEMENTS, np.float32))
         assert net.exchange(np.ones(ELEMENTS, np.float32))[0] == -1
@@ -451,7 +452,7 @@ def test_memory_that_a_namesake_elsewhere_has_taken(cluster, connect, tmp_path, 
         for name in ("near", "far")
     )
     client = connect(far, "w0", timeout_s=PATIENCE_S)
-    client._shards.channels[0].arenas.server.address = near.servers[0]._endpoint.arenas.address
+    channels_of(client)[0].arenas.server.address = endpoint_of(near.servers[0]).arenas.address
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
     for step in range(3):
@@ -480,7 +481,7 @@ def test_a_name_is_of_one_machine_and_network(cluster, tmp_path, monkeypatch) ->
 
 def test_a_silent_connection_delays_others_only_briefly(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_PATIENCE_S", 0.2)
-    address = "\0" + offering.running.servers[0]._endpoint.arenas.address[1:]
+    address = "\0" + endpoint_of(offering.running.servers[0]).arenas.address[1:]
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -492,14 +493,14 @@ def test_untaken_offers_are_forgotten(offering, monkeypatch) -> None:
     monkeypatch.setattr(arenas, "_OFFER_S", 0.0)
     tokens = [offering().answer.token for _ in range(3)]
     assert mapped_bytes(offering.running)[0] <= 2 * SIZE
-    assert offering.running.servers[0]._endpoint.arenas.take(tokens[0]) is None
+    assert endpoint_of(offering.running.servers[0]).arenas.take(tokens[0]) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(offering, monkeypatch) -> None:
     """However right his offer."""
     monkeypatch.setattr(arenas, "_PATIENCE_S", PATIENCE_S)  # so that it is not that which ends it
-    address = offering.running.servers[0]._endpoint.arenas.address
+    address = endpoint_of(offering.running.servers[0]).arenas.address
     offer = arena_pb2.ArenaOffer(
         shard=offering.worker.identities[0], size_bytes=SIZE, nonce=NONCE
     ).SerializeToString()
@@ -546,7 +547,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         client = connect(running, "w0")
-        client._shards.channels[0].arenas.server.address = f"@{name}"
+        channels_of(client)[0].arenas.server.address = f"@{name}"
         net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(ELEMENTS, np.float32))
         net.exchange(np.ones(ELEMENTS, np.float32))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import open_calls
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background
 from shardwell.transport.stream_pool import CONNECTION_COUNT_MAX
@@ -23,7 +24,7 @@ ONES = np.ones(9, np.float32)
 
 def peers(running: Any, method: str = "exchange") -> list[str]:
     """Whence the open calls of a shard came."""
-    calls = list(running.servers[0]._endpoint.calls._open)
+    calls = list(open_calls(running.servers[0]))
     return [call.context.peer() for call in calls if call.method.lower() == method]
 
 
@@ -75,6 +76,4 @@ def test_all_connections_end_with_the_client(cluster, connect) -> None:
     for each in waiting:
         with pytest.raises(shardwell.ClosedError):
             each.result(PATIENCE_S)
-    eventually(
-        "none is left", lambda: gc.collect() >= 0 and not running.servers[0]._endpoint.calls._open
-    )
+    eventually("none is left", lambda: gc.collect() >= 0 and not open_calls(running.servers[0]))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import channels_of, incarnation_of
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import run_command
 from harness.threads import in_background
@@ -252,8 +253,8 @@ def test_requests_by_hand_name_what_they_are_about(running, connect) -> None:
     pair = [clipped(f"w{rank}") for rank in range(2)]
     for one in pair:
         one.put_gradient(ONES)
-    channels = ops._shards.channels
-    own, other = pair[0]._opening.incarnation, old._opening.incarnation
+    channels = channels_of(ops)
+    own, other = incarnation_of(pair[0]), incarnation_of(old)
     assert own != other
     requests: dict[str, tuple[Any, Any]] = {
         "CloseStep": (pb.CloseStepRequest(norm=0.5), pb.CloseStepResponse),  # which clips nothing

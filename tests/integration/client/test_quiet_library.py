@@ -18,6 +18,7 @@ import pytest
 
 import shardwell
 from harness import required
+from harness.inside import vanish
 from harness.polling import PATIENCE_S
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
@@ -157,7 +158,7 @@ def test_a_call_that_takes_long_names_for_whom_it_waits(
     ]
     tables[1].put_row_gradients([1], np.ones((1, 1), np.float32))
     tables[0].put_row_gradients([1], np.ones((1, 1), np.float32))
-    clients[1]._shards.close()  # as kill -9 does
+    vanish(clients[1])  # as kill -9 does
     with pytest.raises(shardwell.WorkersMissingError):
         tables[0].exchange_rows([2], np.ones((1, 1), np.float32), [2], timeout_s=3.0)
     (line,) = [each.getMessage() for each in caplog.records if "has taken" in each.getMessage()]

@@ -17,6 +17,7 @@ import pytest
 
 import shardwell
 from harness.faults.standing_still import stopped
+from harness.inside import channels_of, endpoint_of, open_calls, unix_connections
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import common_authorization
@@ -50,12 +51,12 @@ def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 def connection_counts(running: LocalCluster) -> list[int]:
     """Connections that each shard has, idle ones among them."""
-    return [len(server._endpoint.unix_streams._open) for server in running.servers]
+    return [len(unix_connections(server)) for server in running.servers]
 
 
 def called_over_grpc(client: shardwell.Client) -> set[str]:
     """Calls with one answer of a parameter or table that went that way."""
-    return {name.rpartition("/")[2] for each in client._shards.channels for name in each._stubs}
+    return {name.rpartition("/")[2] for each in channels_of(client) for name in each._stubs}
 
 
 def opened(client: shardwell.Client, name: str = "net", **options: Any) -> shardwell.Parameter:
@@ -97,7 +98,7 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(cluster, connect) -
     client, other = connect(running, "w0"), connect(running, "w1")
     nets = [each.parameter("net", size=SIZE, optimizer=SGD) for each in (client, other)]
     server = running.servers[0]
-    channel = client._shards.channels[0]
+    channel = channels_of(client)[0]
     granted = channel.call(
         "ClaimInit",
         pb.ClaimInitRequest(shard=channel.identity, parameter="net", worker_id="w0"),
@@ -111,8 +112,8 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(cluster, connect) -
         "it waits",
         lambda: any(
             connection.task is not None and call.method == "ClaimInit"
-            for connection in server._endpoint.unix_streams._open
-            for call in server._endpoint.calls._open
+            for connection in unix_connections(server)
+            for call in open_calls(server)
         ),
     )
     together([lambda i=i: client.parameter(f"p{i}", size=SIZE, optimizer=SGD) for i in range(12)])
@@ -126,11 +127,11 @@ def test_closing_a_client_ends_what_waits(cluster, connect) -> None:
     client, other = connect(running, "w0"), connect(running, "w1")
     client.parameter("net", size=SIZE, optimizer=SGD)
     net = other.parameter("net", size=SIZE, optimizer=SGD)
-    channel = client._shards.channels[0]
+    channel = channels_of(client)[0]
     request = pb.ClaimInitRequest(shard=channel.identity, parameter="net", worker_id="w0")
     channel.call("ClaimInit", request, pb.ClaimInitResponse, timeout_s=PATIENCE_S)
     waiting = in_background(lambda: net.init(ONES))
-    calls = running.servers[0]._endpoint.calls
+    calls = endpoint_of(running.servers[0]).calls
     eventually("it waits", lambda: any(call.method == "ClaimInit" for call in calls._open))
     other.close()
     assert isinstance(waiting.exception(PATIENCE_S), shardwell.ClosedError)
@@ -162,7 +163,7 @@ def test_a_connection_that_the_shard_has_ended(cluster, connect, monkeypatch) ->
 
 def test_what_is_idle_gives_way(cluster, connect) -> None:
     running = cluster(1)
-    running.servers[0]._endpoint.unix_streams._count_max = 2
+    endpoint_of(running.servers[0]).unix_streams._count_max = 2
     clients = [connect(running, f"w{rank}") for rank in range(5)]
     for rank, client in enumerate(clients):
         client.parameter(f"p{rank}", size=SIZE, optimizer=SGD)
@@ -243,7 +244,7 @@ def test_two_calls_of_one_connection(cluster) -> None:
     reader = FrameReader()
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(PATIENCE_S)
-        connection.connect(socket_path(running.servers[0]._endpoint.unix_streams.address))
+        connection.connect(socket_path(endpoint_of(running.servers[0]).unix_streams.address))
         for _ in range(2):
             for part in (
                 frame(FrameKind.OPEN, opening.SerializeToString()),

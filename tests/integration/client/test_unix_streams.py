@@ -22,6 +22,7 @@ import pytest
 
 import shardwell
 from harness.faults.standing_still import stopped
+from harness.inside import channels_of, endpoint_of, unix_connections
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import common_authorization
@@ -56,13 +57,13 @@ def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 def unix_calls(client: shardwell.Client) -> list[Any]:
     """The client's streams on this machine."""
-    return [call for channel in client._shards.channels for call in channel._unix_calls]
+    return [call for channel in channels_of(client) for call in channel._unix_calls]
 
 
 def stream_counts(running: LocalCluster) -> list[int]:
     """Connections by which each shard serves a call now."""
     return [
-        sum(connection.task is not None for connection in server._endpoint.unix_streams._open)
+        sum(connection.task is not None for connection in unix_connections(server))
         for server in running.servers
     ]
 
@@ -152,7 +153,7 @@ def test_same_host_off(cluster, connect) -> None:
     client = connect(running, "w0")
     assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
     assert not unix_calls(client)
-    assert running.servers[0]._endpoint.unix_streams.address == ""
+    assert endpoint_of(running.servers[0]).unix_streams.address == ""
 
 
 def test_a_directory(cluster, connect, tmp_path) -> None:
@@ -178,7 +179,7 @@ def test_without_a_listener_calls_go_over_grpc(cluster, connect, tmp_path, caplo
 
 def test_one_shard_that_is_elsewhere_keeps_all_on_grpc(cluster, connect) -> None:
     client = connect(cluster(3), "w0")
-    client._shards.channels[1].unix.address = ""
+    channels_of(client)[1].unix.address = ""
     net = opened(client, size=600)
     for step in range(3):
         assert (net.exchange(np.ones(600, np.float32)) == -step - 1).all()
@@ -192,7 +193,7 @@ def test_a_shard_on_another_machine_is_not_looked_for_again(
     """It said where it listens: looking again costs all open streams and their memory."""
     monkeypatch.setattr(neighbour, "_RESTART_S", 0.0)
     client = connect(cluster(2, chunk_size_bytes=2**20), "w0")
-    client._shards.channels[1].unix.address = "@shardwell-nobody"
+    channels_of(client)[1].unix.address = "@shardwell-nobody"
     net = opened(client, size=size)
     for step in range(4):
         assert (net.exchange(np.ones(size, np.float32)) == -step - 1).all()
@@ -207,19 +208,19 @@ def test_a_shard_that_takes_no_stream_any_more(cluster, connect, index) -> None:
     net = opened(client, size=600)
 
     def is_there() -> bool:  # on a machine that is busy enough a first try may fail
-        for channel in client._shards.channels:
+        for channel in channels_of(client):
             channel.unix.pause(0.0)
         net.exchange(np.ones(600, np.float32))
         return len(unix_calls(client)) == 3
 
     eventually("all are over Unix sockets", is_there)
     before = unix_calls(client)
-    address = client._shards.channels[index].unix.address
-    client._shards.channels[index].unix.address = "@shardwell-nobody"
+    address = channels_of(client)[index].unix.address
+    channels_of(client)[index].unix.address = "@shardwell-nobody"
     before[0].cancel()
     net.exchange(np.ones(600, np.float32))
     assert not any(call.is_active() for call in unix_calls(client))
-    client._shards.channels[index].unix.address = address
+    channels_of(client)[index].unix.address = address
 
     def is_back() -> bool:
         net.exchange(np.ones(600, np.float32))
@@ -323,7 +324,7 @@ def test_a_peer_of_another_user(cluster, connect, monkeypatch) -> None:
     for module in (unix_sockets, unix_streams):
         monkeypatch.setattr(module, "check_same_user", check)
         del refused[:]
-        client._shards.channels[0].unix.pause(0.0)
+        channels_of(client)[0].unix.pause(0.0)
         assert net.exchange(np.ones(10, np.float32)).size == 10
         assert refused
         assert not any(call.is_active() for call in unix_calls(client))
@@ -393,7 +394,7 @@ def test_a_stream_that_gave_way_is_opened_again(cluster, connect) -> None:
 def test_more_connections_than_there_may_be(cluster, connect, monkeypatch) -> None:
     """A client that is not let in calls over gRPC."""
     running = cluster(1)
-    running.servers[0]._endpoint.unix_streams._count_max = 1
+    endpoint_of(running.servers[0]).unix_streams._count_max = 1
     nets = [opened(connect(running, f"w{rank}"), f"net{rank}") for rank in range(3)]
     for step in range(2):
         for net in nets:
@@ -429,7 +430,7 @@ def dialled(cluster) -> Iterator[Any]:
         def dial(*parts: bytes) -> socket.socket:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             connection.settimeout(PATIENCE_S)
-            connection.connect(socket_path(running.servers[0]._endpoint.unix_streams.address))
+            connection.connect(socket_path(endpoint_of(running.servers[0]).unix_streams.address))
             connection.sendall(b"".join(parts))
             return connection
 

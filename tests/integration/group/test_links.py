@@ -21,6 +21,7 @@ import pytest
 
 import shardwell
 from harness.group.ranks import error_of, joined, on_ranks
+from harness.inside import generation_of
 from harness.polling import PATIENCE_S, eventually
 from harness.wire_client.crc import WIRE_VERSION
 from shardwell.errors import WorkerLostError
@@ -47,7 +48,7 @@ def values(rank: int, size: int = SIZE) -> np.ndarray:
 
 def link_count(group: shardwell.Group) -> int:
     """Ranks to which it sends over a Unix socket."""
-    outgoing = group._generation._outgoing.values()
+    outgoing = generation_of(group)._outgoing.values()
     return sum(each._link is not None for each in outgoing)
 
 
@@ -223,7 +224,7 @@ def member(place) -> Iterator[shardwell.Group]:
 
 
 def address_of(group: shardwell.Group) -> str:
-    address: str = group._generation.members[0].stream_address
+    address: str = generation_of(group).members[0].stream_address
     assert address
     return address
 
@@ -273,12 +274,12 @@ def test_a_child_that_was_forked_ends_nothing(place) -> None:
     left, right = socket.socketpair()
     with left:
         link = Link(right)
-        link._owner._process_id += 1
+        link._owner.process_id += 1
         link.cancel()
         left.settimeout(0.05)
         with pytest.raises(TimeoutError):
             left.recv(1)
-        link._owner._process_id -= 1
+        link._owner.process_id -= 1
         link.cancel()
         assert left.recv(1) == b""
         link.close()

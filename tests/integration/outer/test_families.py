@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import client_of
 from harness.programs.commands import run_command
 
 WEIGHTS = {f"layers.{n}.w": np.full((3, n + 2), n + 1, np.float32) for n in range(4)}
@@ -84,7 +85,7 @@ def test_learners_go_on_from_a_family_that_was_saved(
     ops = connect(cluster(2), "ops")  # of another cluster, which has none of it
     with pytest.raises(shardwell.UnknownParameterError, match="'net'"):
         ops.save_checkpoint(tmp_path / "none", parameters=["net"])
-    client = training.outer._client
+    client = client_of(training.outer)
     made = client.save_checkpoint(tmp_path / "c", parameters=["net"])
     assert [(each.name, each.version) for each in made.parameters] == list(
         zip(NAMES, [2, 2, 1, 1], strict=True)
@@ -146,7 +147,7 @@ def test_a_family_that_lacks_a_fragment_is_refused_by_name(
 ) -> None:
     running = cluster(2)
     training = begin(connect(running, "w0"))
-    client = training.outer._client
+    client = client_of(training.outer)
     part = client.save_checkpoint(tmp_path / "part", parameters=[NAMES[0], NAMES[3], "plain"])
     words = "lacks fragment 1, 2 of 4 of family 'net'"
     other = connect(cluster(1), "ops")
@@ -193,7 +194,7 @@ def test_a_family_without_all_first_weights_is_not_saved(
 def test_a_family_is_deleted_by_its_name(cluster: Any, connect: Any, how: str) -> None:
     running = cluster(2)
     training = begin(connect(running, "w0"))
-    client = training.outer._client
+    client = client_of(training.outer)
     if how == "command":
         client.close()
         code, output = run(running, "delete", "net")

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardwell
+from harness.inside import channels_of
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import run_command
 from harness.threads import together
@@ -161,7 +162,7 @@ def test_a_request_by_hand_is_checked(
     request = pb.ReportRequest(
         parameter="net.fragment-0", worker_id="w0", learner=pb.LearnerProgress(inner_steps=1)
     )
-    channel = client._shards.channels[0]
+    channel = channels_of(client)[0]
     request.session = channel.session.number
     request.shard.CopyFrom(channel.identity)
     change(request)
@@ -179,7 +180,7 @@ def test_nobody_reports_as_another_learner(cluster: Any, connect: Any, tmp_path:
     learner(client, worker_count=1).init(WEIGHTS)
     other = connect(running, "w1", token_file=thief)
     other.parameter("net.fragment-0").get_weights()  # its session attends by then
-    channel, session = other._shards.channels[0], client._shards.channels[0].session.number
+    channel, session = channels_of(other)[0], channels_of(client)[0].session.number
     for number, error, words in (
         (channel.session.number, shardwell.ArgumentError, "that of worker 'w1'; got 'w0'"),
         (session, shardwell.SessionUnknownError, "attends by token 'thief'"),

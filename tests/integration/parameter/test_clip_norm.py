@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import channels_of
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -50,7 +51,7 @@ def pair(running: LocalCluster, connect: Any, **options: Any) -> list[Any]:
 
 
 def close(client: shardwell.Client, shard: int, step: int, norm: float | None = None) -> Any:
-    channel = client._shards.channels[shard]
+    channel = channels_of(client)[shard]
     request = pb.CloseStepRequest(
         shard=channel.identity, parameter="net", step=step, norm=norm, wait_timeout_ms=200
     )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import session_of
 from harness.oracles.parameter import ModelParameter
 from harness.polling import PATIENCE_S
 from harness.threads import together
@@ -165,7 +166,7 @@ class TestLearningRate:
         for _ in range(step):
             model.exchange(np.ones(size, np.float32))
         with WireWorker(running.target, "w0", attends=False) as worker:
-            worker.session = client._shards.session.number  # as if the client had sent it
+            worker.session = session_of(client).number  # as if the client had sent it
             half = worker.create(spec("m", size))
             messages = half.gradient_messages(pb.PutGradientRequest, shard_ahead, np.ones(size))
             worker.stubs[shard_ahead].PutGradient(iter(messages), timeout=PATIENCE_S)

@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import shardwell
+from harness.inside import channels_of, endpoint_of
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background
 from harness.tokens import Tokens
@@ -231,7 +232,7 @@ def test_calls_that_are_open(cluster, connect, tokens) -> None:
     client = connect(running, "w0", token_file=file)
     net = client.parameter("net", size=9, optimizer=SGD)
     claim = pb.ClaimInitRequest(
-        shard=client._shards.channels[0].identity,
+        shard=channels_of(client)[0].identity,
         parameter="net",
         worker_id="w0",
     )
@@ -291,7 +292,7 @@ def test_watching_health_takes_no_stream(cluster, connect, tokens) -> None:
         assert stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == 1
         for watch in watches:
             watch.cancel()
-        eventually("there is room", lambda: not running.servers[0]._endpoint.health._call_count)
+        eventually("there is room", lambda: not endpoint_of(running.servers[0]).health._call_count)
         silent = threading.Event()
 
         def nothing() -> Iterator[bytes]:
@@ -305,7 +306,9 @@ def test_watching_health_takes_no_stream(cluster, connect, tokens) -> None:
             assert connect(running, "w0", token_file=tokens.add("ci", "read")).status()
             for call in asked:
                 call.cancel()
-            eventually("there is room", lambda: not running.servers[0]._endpoint.health._call_count)
+            eventually(
+                "there is room", lambda: not endpoint_of(running.servers[0]).health._call_count
+            )
         silent.set()
 
 

@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
+from harness.inside import endpoint_of
 from harness.polling import PATIENCE_S
 from harness.tokens import Tokens
 from harness.wire_client import crc as wire_crc
@@ -488,7 +489,7 @@ def test_over_a_unix_socket(cluster, tokens, method, row) -> None:
     running = made(cluster, tokens)
     before = held(running, tokens)
     server = running.servers[0]
-    address = server._endpoint.unix_streams.address
+    address = endpoint_of(server).unix_streams.address
     assert address
     callers = authorizations(tokens)
     cells = {who: expected(row, who) if is_there else Code.UNIMPLEMENTED for who in callers}
@@ -504,7 +505,7 @@ def test_over_a_unix_socket(cluster, tokens, method, row) -> None:
             request_of(method, row, identity(running)),
             callers[who],
             has_one_answer=has_one_answer,
-            is_open=lambda: server._endpoint.streams.count == 1,
+            is_open=lambda: endpoint_of(server).streams.count == 1,
         )
     assert found == cells
 

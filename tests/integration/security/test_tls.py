@@ -29,6 +29,7 @@ from cryptography import x509
 
 import shardwell
 from harness.certificates import KEYS, authority, of_client, of_server, write_pair
+from harness.inside import channels_of
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.ports import free_port
 from harness.threads import in_background, together
@@ -518,7 +519,7 @@ def test_a_client_takes_new_ones_where_it_connects_again(cluster, connect, own, 
     running.children[0].wait(PATIENCE_S)
     shutil.rmtree(own.ca.parent)
     make_certificates(own.ca.parent, ["127.0.0.1"], 7)
-    attendance = client._shards.channels[0]._attendance
+    attendance = channels_of(client)[0]._attendance
     count = attendance._count
     eventually("it attends again by itself", lambda: attendance._count > count)  # in vain
     running.start_again(0)
@@ -540,7 +541,7 @@ def test_a_client_that_waits_takes_what_comes_meanwhile(cluster, connect, own, t
     make_certificates(own.ca.parent, ["127.0.0.1"], 7)
     running.start_again(0)
     waiting = in_background(lambda: net.exchange(np.ones(300, np.float32)).copy())
-    eventually("it waits", lambda: client._shards.channels[0]._attendance._call is not None)
+    eventually("it waits", lambda: channels_of(client)[0]._attendance._call is not None)
     assert not waiting.done()
     for path, mine in zip(own, theirs, strict=True):
         shutil.copy(path, mine)
@@ -553,7 +554,7 @@ def test_an_idle_client_takes_new_certificates_when_its_connection_ends(
     monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
     running = cluster(1, tls=of_server(own), connection_age_s=1.0)
     client = connect(running, "w0", tls=of_client(own))
-    (channel,) = client._shards.channels
+    (channel,) = channels_of(client)
     before = channel._channel._contents.cert
     renewed(own)
     eventually("it has the new one", lambda: channel._channel._contents.cert != before)

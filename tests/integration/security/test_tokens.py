@@ -21,6 +21,7 @@ import pytest
 
 import shardwell
 from harness.certificates import authority, of_client, of_server
+from harness.inside import channels_of, endpoint_of, generation_of, session_of
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import Tokens, bearing
@@ -171,7 +172,8 @@ def test_a_step_waits_for_the_next_token(cluster, connect, tokens, caplog) -> No
     net = opened(client)
     assert (net.exchange(ONES) == -1).all()
     eventually(
-        "its streams are ended", lambda: not any(s._endpoint.streams.count for s in running.servers)
+        "its streams are ended",
+        lambda: not any(endpoint_of(s).streams.count for s in running.servers),
     )
     waiting = in_background(lambda: net.exchange(ONES))
     eventually("it says so", lambda: "calls wait for another one" in caplog.text)
@@ -204,12 +206,14 @@ def test_revoking_ends_what_is_under_way(cluster, connect, tokens) -> None:
     waiting = in_background(lambda: net.exchange(ONES, timeout_s=60))
     server = running.servers[0]
     eventually(
-        "it waits", lambda: server._endpoint.streams.count == 1 and server.shard.sessions.count == 1
+        "it waits",
+        lambda: endpoint_of(server).streams.count == 1 and server.shard.sessions.count == 1,
     )
     tokens.remove("w")
     began_s = time.monotonic()
     eventually(
-        "all has ended", lambda: not (server._endpoint.streams.count or server.shard.sessions.count)
+        "all has ended",
+        lambda: not (endpoint_of(server).streams.count or server.shard.sessions.count),
     )
     assert time.monotonic() - began_s < 5
     client.close()
@@ -303,9 +307,9 @@ def test_a_session_is_its_token_s(cluster, connect, tokens) -> None:
     net = opened(owner)
     net.exchange(ONES)
     thief = connect(running, "w0", token_file=tokens.add("thief", "create"), timeout_s=2)
-    number = owner._shards.session.number
-    channel = thief._shards.channels[0]
-    channel.session = owner._shards.session
+    number = session_of(owner).number
+    channel = channels_of(thief)[0]
+    channel.session = session_of(owner)
     with pytest.raises(grpc.RpcError) as caught:
         channel.end_session(PATIENCE_S).result()
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -331,7 +335,7 @@ def test_secrets_are_shown_nowhere(cluster, connect, tokens, caplog) -> None:
         (tokens.path).write_text('{"tokens": [{"name": "other-secret-4711"')
         eventually("it is logged", lambda: "what was there before is used" in caplog.text)
     said = f"{caplog.text} {denied.value} {unknown.value} {client!r} {vars(client)!r}"
-    said += f" {client._shards.channels[0]._token!r} {running.servers[0].config!r}"
+    said += f" {channels_of(client)[0]._token!r} {running.servers[0].config!r}"
     assert "is no JSON; what was there before is used" in caplog.text
     assert "secret-4711" not in said
     assert client.status()
@@ -465,10 +469,10 @@ def test_a_member_answers_only_those_that_were_let_in(cluster, tokens) -> None:
     target = cluster(1, tokens=tokens.path).target
     worker = tokens.add("w", "contribute")
     groups = together([lambda rank=rank: join(worker, rank, target) for rank in range(2)])
-    members = groups[0]._generation.members
+    members = generation_of(groups[0]).members
     opening = peer_pb2.PeerOpen(
         group="prod-g",
-        generation=groups[0]._generation.number,
+        generation=generation_of(groups[0]).number,
         from_member_id=members[1].member_id,
         from_rank=1,
         to_member_id="guessed",
@@ -501,7 +505,7 @@ def test_members_count_in_the_quota(cluster, tokens) -> None:
     target = running.target
     file = tokens.add("w", "contribute", quota={"members": 1})
     waiting = in_background(lambda: join(file, 0, target))
-    meetings = running.servers[0]._endpoint.meetings._meetings
+    meetings = endpoint_of(running.servers[0]).meetings._meetings
     eventually("it waits", lambda: meetings.group_count == 1)
 
     def is_full() -> bool:

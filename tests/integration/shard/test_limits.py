@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import endpoint_of, idle_sets
 from harness.polling import BRIEF_S, PATIENCE_S, Stopwatch, eventually, until_accepted
 from harness.tokens import bearing
 from harness.wire_client.worker import WireWorker, error_detail, sgd, spec
@@ -142,7 +143,7 @@ def test_idle_streams_give_way(cluster, connect) -> None:
         for model in models:
             model.exchange(gradient)
     np.testing.assert_array_equal(models[0].get_weights(), -9)
-    assert running.servers[0]._endpoint.streams.count <= 3
+    assert endpoint_of(running.servers[0]).streams.count <= 3
 
 
 def test_silent_streams_keep_no_client_out(cluster, connect) -> None:
@@ -293,10 +294,10 @@ def test_who_only_reads_keeps_no_stream(cluster, connect) -> None:
     net = trainer.parameter("net", size=10, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(10, np.float32))
     net.exchange(np.ones(10, np.float32))
-    streams = running.servers[0]._endpoint.streams
+    streams = endpoint_of(running.servers[0]).streams
     for _ in range(3):
         assert reader.parameter("net").get_weights()[0] == -1
         assert net.get_weights()[0] == -1
     eventually("the trainer's alone is open", lambda: streams.count == 1)
-    assert not reader._idle_streams._sets
-    assert len(trainer._idle_streams._sets) == 1
+    assert not idle_sets(reader._idle_streams)
+    assert len(idle_sets(trainer._idle_streams)) == 1

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import endpoint_of
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.session_worker import SIZE, SessionWorker, Subject
 from harness.threads import in_background
@@ -445,7 +446,7 @@ def test_what_a_session_has_open_ends_with_it(cluster, kind) -> None:
         for each in (fetches, outgoing):
             each.put(None)
         assert not list(reading)
-        assert not running.servers[0]._endpoint.calls.refusal_counts
+        assert not endpoint_of(running.servers[0]).calls.refusal_counts
 
 
 def test_a_stream_goes_on_while_its_session_attends_no_more(cluster) -> None:

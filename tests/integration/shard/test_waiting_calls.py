@@ -16,6 +16,7 @@ import pytest
 
 import shardwell
 from harness.faults.proxy import Proxy
+from harness.inside import endpoint_of
 from harness.polling import PATIENCE_S, eventually
 from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
@@ -106,7 +107,7 @@ def test_answers_that_are_not_read_count_in_a_limit(cluster, connect, monkeypatc
     client = connect(running, "w0")
     large = client.parameter("large", size=1 << 22, optimizer=SGD)
     large.init(np.zeros(1 << 22, np.float32))
-    room = running.servers[0]._endpoint.calls._room
+    room = endpoint_of(running.servers[0]).calls._room
     (status,) = client.status()
     shard = types_pb2.ShardIdentity(cluster_id=status.cluster_id, shard_index=0, shard_count=1)
     request = wire_crc.seal_message(pb.GetWeightsRequest(parameter="large", shard=shard))

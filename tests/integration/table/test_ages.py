@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 import shardwell
+from harness.inside import prefetched
 from harness.polling import BRIEF_S, Stopwatch
 from harness.threads import together
 from shardwell.table.reader import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
@@ -157,7 +158,7 @@ class AgeMachine(RuleBasedStateMachine):
         self.prefetches.append((ids, len(self.times) - 1, self.call_count))
         del self.prefetches[:-PREFETCH_COUNT_MAX]
         if waits:
-            self.a._reading._prefetches._entries[-1].future.result(20)
+            prefetched(self.a)[-1].future.result(20)
 
     @rule()
     def reopen(self) -> None:
@@ -215,7 +216,7 @@ def test_rows_of_a_prefetch_are_not_out_of_the_cache(cluster, connect) -> None:
         a.put_row_gradients([5], _gradients([5], 1, 2))
     assert (a.get_rows([1])[0, 0], a.version) == (0, 0)
     a.prefetch_rows([1, 2])
-    a._reading._prefetches._entries[-1].future.result(20)
+    prefetched(a)[-1].future.result(20)
     assert a.get_rows([1, 2], min_version=5)[:, 0].tolist() == [5, 0]
     assert a.version == 5
 

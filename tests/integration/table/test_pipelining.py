@@ -11,6 +11,7 @@ import shardwell
 from harness.data.table_batches import DIM, open_table
 from harness.faults.proxy import Proxy
 from harness.faults.standing_still import stopped
+from harness.inside import prefetched
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background
 from shardwell.table.reader import PREFETCH_CALL_COUNT_MAX, PREFETCH_COUNT_MAX
@@ -68,7 +69,7 @@ def test_a_prefetch_waits_for_the_steps_that_it_is_to_have_seen(cluster, connect
     step = mine.put_row_gradients([1, 2], np.full((2, DIM), -2.0))
     mine.prefetch_rows([1, 2], min_version=step + 1)
     found = in_background(lambda: mine.get_rows([1, 2], min_version=step + 1))
-    eventually("it is waited for", lambda: not mine._reading._prefetches._entries)
+    eventually("it is waited for", lambda: not prefetched(mine))
     other.put_row_gradients([2], np.full((1, DIM), -2.0))
     assert found.result(PATIENCE_S)[:, 0].tolist() == [0.5, 1]
     assert _fetched_rows(first) == 2
@@ -138,9 +139,9 @@ def test_results_that_are_too_old_are_let_go(cluster, connect) -> None:
     for _ in range(PREFETCH_CALL_COUNT_MAX):
         _put(table, [3])
     table.prefetch_rows([2])
-    assert len(table._reading._prefetches._entries) == 2
+    assert len(prefetched(table)) == 2
     table.get_rows([3])
-    assert [entry.ids.tolist() for entry in table._reading._prefetches._entries] == [[2]]
+    assert [entry.ids.tolist() for entry in prefetched(table)] == [[2]]
 
 
 def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:
@@ -149,7 +150,7 @@ def test_a_prefetch_under_way_is_waited_for(cluster, connect) -> None:
     with stopped(*(child.pid for child in running.children)):
         table.prefetch_rows([1, 2])
         waiting = in_background(lambda: table.get_rows([1, 2]))
-        eventually("it waits", lambda: not table._reading._prefetches._entries)
+        eventually("it waits", lambda: not prefetched(table))
         assert not waiting.done()
     assert waiting.result(10)[:, 0].tolist() == [0, 0]
 
@@ -174,7 +175,7 @@ def test_a_prefetch_that_failed_is_forgotten(cluster, connect) -> None:
         _put(table, [1, 2])
         proxy.cut(refuse=True)
         table.prefetch_rows([1, 2])
-        entry = table._reading._prefetches._entries[0]
+        entry = prefetched(table)[0]
         assert isinstance(entry.future.exception(10), shardwell.ShardUnavailableError)
         proxy.accept()
         assert table.get_rows([1, 2], timeout_s=PATIENCE_S)[:, 0].tolist() == [1, 1]
@@ -186,7 +187,7 @@ def test_close_ends_a_wait_for_a_prefetch(cluster, connect) -> None:
     with stopped(*(child.pid for child in running.children)):
         table.prefetch_rows([1, 2])
         waiting = in_background(lambda: table.get_rows([1, 2]))
-        eventually("it waits", lambda: not table._reading._prefetches._entries)
+        eventually("it waits", lambda: not prefetched(table))
         table.close()
         assert isinstance(waiting.exception(10), shardwell.ClosedError)
 

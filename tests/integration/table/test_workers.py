@@ -10,6 +10,7 @@ import pytest
 
 import shardwell
 from harness.data.table_batches import DIM, open_table, random_ids, whole_numbers
+from harness.inside import endpoint_of
 from harness.oracles.rows import OPTIMIZERS, ModelRows
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
@@ -175,7 +176,7 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
         in_background(lambda: reader.get_rows([1], min_version=1))
         for _ in range(STREAM_SET_COUNT_MAX)
     ]
-    streams = running.servers[0]._endpoint.streams
+    streams = endpoint_of(running.servers[0]).streams
     eventually("all have their streams", lambda: streams.count == STREAM_SET_COUNT_MAX)
     with pytest.raises(shardwell.DeadlineError, match="8 calls of other threads on table 'rows'"):
         reader.get_rows([1], timeout_s=0.2)

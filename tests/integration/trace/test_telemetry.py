@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
 
 import shardwell
 from harness.data.table_batches import open_table
+from harness.inside import endpoint_of
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program
 from harness.threads import together
@@ -189,7 +190,7 @@ def test_no_call_fails_because_a_span_does(cluster, connect, recorder, when) -> 
     assert net.exchange(np.ones(6, np.float32))[0] == -1
     net.put_gradient(np.ones(6, np.float32))
     assert net.get_weights(min_version=2)[0] == -2
-    assert not running.servers[0]._endpoint.calls.refusal_counts
+    assert not endpoint_of(running.servers[0]).calls.refusal_counts
     if when != "start":
         steps_of(recorder, 2)
 

@@ -26,6 +26,7 @@ import pytest
 
 import shardwell
 from harness.faults.standing_still import stopped
+from harness.inside import channels_of, endpoint_of, session_of
 from harness.polling import PATIENCE_S, eventually, until_accepted
 from harness.programs.commands import Program, run_command
 from harness.threads import in_background, together
@@ -94,10 +95,20 @@ def done(events: list[dict[str, Any]], of: str = "net") -> dict[str, set[tuple[s
     return found
 
 
+def asked_clients(recordings: Any) -> Any:
+    """The clients that a shard can ask for their spans."""
+    return recordings._asking
+
+
+def giver_of(client: shardwell.Client) -> Any:
+    """What gives a client's spans to shard 0."""
+    return channels_of(client)[0]._giver
+
+
 def is_asked(running: LocalCluster, count: int) -> None:
     """Returns when shard 0 knows so many clients that it can ask."""
     recordings = running.servers[0].shard.recordings
-    eventually("they can be asked", lambda: len(recordings._asking) == count)
+    eventually("they can be asked", lambda: len(asked_clients(recordings)) == count)
 
 
 @pytest.mark.same_host
@@ -309,7 +320,7 @@ def test_a_pipe_and_a_link_are_written_to(cluster, tmp_path) -> None:
 def test_after_ctrl_c_it_waits_for_no_client(cluster, connect, tmp_path) -> None:
     running = cluster(1)
     client = connect(running, "w0")
-    client._shards.channels[0]._giver._give = lambda recording: None
+    giver_of(client)._give = lambda recording: None
     is_asked(running, 1)
     file = tmp_path / "run.json"
     flags = ("-m", "shardwell_server", "trace", str(file), f"--shards={running.target}")
@@ -407,7 +418,7 @@ def test_a_token_sees_only_workers_of_names_that_it_may_read(tmp_path, gives) ->
         trained(client, "theirs.net", worker_count=1)
         is_asked(running, 1)
         if not gives:
-            client._shards.channels[0]._giver._give = lambda recording: None
+            giver_of(client)._give = lambda recording: None
         for token, is_named in ((mine, False), (theirs, True)):
             _, output = traced(
                 running.target,
@@ -489,7 +500,7 @@ def test_spans_that_are_none_are_refused(wire, changes, words) -> None:
     running, client, stubs = wire
     request = pb.GiveSpansRequest(
         shard=identity(running),
-        session=client._shards.session.number,
+        session=session_of(client).number,
         recording=1,
         process=spans(**changes),
     )
@@ -513,9 +524,9 @@ def test_sessions_that_do_not_attend_have_no_part(wire) -> None:
 def test_a_session_has_one_call_that_waits(wire) -> None:
     """No token's quota counts it."""
     running, client, stubs = wire
-    client._shards.channels[0]._giver.close()
+    giver_of(client).close()
     request = pb.AwaitRecordingRequest(
-        shard=identity(running), session=client._shards.session.number, worker_id="w0"
+        shard=identity(running), session=session_of(client).number, worker_id="w0"
     )
     calls = [stubs[0].AwaitRecording.future(request) for _ in range(20)]
     eventually("one of them waits", lambda: sum(not call.done() for call in calls) == 1)
@@ -541,12 +552,12 @@ def test_a_session_that_attends_a_moment_later_is_not_refused(cluster, monkeypat
     with shardwell.connect(running.target, worker_id="w0"):
         is_asked(running, 1)
         assert early == [0]
-        assert not running.servers[0]._endpoint.calls.refusal_counts
+        assert not endpoint_of(running.servers[0]).calls.refusal_counts
 
 
 def test_other_shards_ask_no_client(wire) -> None:
     running, client, stubs = wire
-    shard, session = identity(running, 1), client._shards.session.number
+    shard, session = identity(running, 1), session_of(client).number
     with pytest.raises(grpc.RpcError, match="shard 0 alone"):
         stubs[1].AwaitRecording(
             pb.AwaitRecordingRequest(shard=shard, session=session, worker_id="w0")
@@ -564,7 +575,7 @@ def test_a_call_that_ends_ends_its_recording(wire, connect) -> None:
     running, _, stubs = wire
     shard, recordings = identity(running), running.servers[0].shard.recordings
     silent = connect(running, "silent")
-    silent._shards.channels[0]._giver._give = lambda recording: None
+    giver_of(silent)._give = lambda recording: None
     is_asked(running, 2)
     request = pb.RecordRequest(shard=shard, wait_timeout_ms=60_000)
     calls = [stubs[0].Record(request) for _ in range(4)]
@@ -614,14 +625,14 @@ def test_after_a_restart_of_the_shard(tmp_path) -> None:
         client = shardwell.connect(first.address, worker_id="w0")
         trained(client, worker_count=1)
         recordings = first.shard.recordings
-        eventually("it can be asked", lambda: recordings._asking)
+        eventually("it can be asked", lambda: asked_clients(recordings))
         began_s = time.monotonic()
         first.stop(20.0)
         assert time.monotonic() - began_s < 15.0  # no call waits until the grace is over
     config = ShardConfig(listen=first.address, shard_index=0, shard_count=1, cluster_id="c")
     with client, until_accepted(lambda: ShardServer(config), shardwell.ShardwellError) as second:
         recordings = second.shard.recordings
-        eventually("it can be asked again", lambda: recordings._asking)
+        eventually("it can be asked again", lambda: asked_clients(recordings))
         events, _ = traced(second.address, tmp_path / "run.json")
         assert ("exchange", 0) in done(events)["w0"]  # the worker remembers
 

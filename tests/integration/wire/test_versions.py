@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 import shardwell
+from harness.inside import endpoint_of
 from harness.polling import PATIENCE_S
 from harness.wire_client.crc import WIRE_VERSION, of_message, seal_message
 from harness.wire_client.worker import error_detail
@@ -88,7 +89,7 @@ def test_a_unix_stream_of_another_version(cluster: LocalCluster) -> None:
     reader, frames = FrameReader(), []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(PATIENCE_S)
-        connection.connect(socket_path(cluster.servers[0]._endpoint.unix_streams.address))
+        connection.connect(socket_path(endpoint_of(cluster.servers[0]).unix_streams.address))
         opening = unix_stream_pb2.UnixStreamOpen(method=STATUS).SerializeToString()
         connection.sendall(head(FrameKind.OPEN, len(opening)) + opening)
         while piece := connection.recv(2**16):

@@ -38,6 +38,8 @@ BLOCK_SIZES = [1, 2, 16, 48, 256, 1000]
 HALF = (Code.READ_BF16, Code.LOOK_16, Code.COPY_16, Code.CHECK_16)
 LENGTHS = [0, 1, 7, 8, 15, 16, 17, 2047, 2048, 2049, 3 * 2048 + 5]
 FACTORS = [1.0, -1.0, 0.3, 2.0**-120, 1e-46, 3e38, 1e39]
+run_natively, run_by_numpy = elementwise._run_natively, elementwise._run_by_numpy
+packed_one = elementwise._packed_one
 
 
 AWAY = "-DAWAY_BYTES=1"
@@ -105,8 +107,8 @@ def check(
     one, other = (
         arrays_of(count + 3, 1, max(sizes, default=0), is_finite=is_finite) for _ in range(2)
     )
-    natively = elementwise._run_natively(library, operations, tuple(one), start, count)
-    by_numpy = elementwise._run_by_numpy(operations, tuple(other), start, count)
+    natively = run_natively(library, operations, tuple(one), start, count)
+    by_numpy = run_by_numpy(operations, tuple(other), start, count)
     assert natively == by_numpy
     for place, (found, expected) in enumerate(zip(one[:6], other[:6], strict=True)):
         assert found is not None
@@ -163,12 +165,10 @@ def test_an_operation_on_blocks_has_numpys_bits(
 def test_a_run_takes_an_array_for_each_place(library: native.Library) -> None:
     arrays = tuple(np.full(99, place, np.float32) for place in range(9))
     operations = tuple(Operation(Code.ADD_SCALED, 0, place) for place in range(1, 9))
-    elementwise._run_natively(library, operations, arrays, 0, 99)
+    run_natively(library, operations, arrays, 0, 99)
     assert (arrays[0] == sum(range(9))).all()
     with pytest.raises(ValueError, match="do not fit"):
-        elementwise._run_natively(
-            library, (Operation(Code.COPY, 0, 9),), (*arrays, arrays[8]), 0, 9
-        )
+        run_natively(library, (Operation(Code.COPY, 0, 9),), (*arrays, arrays[8]), 0, 9)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -221,8 +221,8 @@ def test_a_mean_has_numpys_bits(library: native.Library, divisor: float) -> None
     largest = np.full(40, 3.4028234e38, np.float32)
     by_numpy = largest.copy()
     mean = (Operation(Code.MEAN, 0, divisor=0.5),)
-    elementwise._run_natively(library, mean, (largest,), 0, 40)
-    elementwise._run_by_numpy(mean, (by_numpy,), 0, 40)
+    run_natively(library, mean, (largest,), 0, 40)
+    run_by_numpy(mean, (by_numpy,), 0, 40)
     assert largest.tobytes() == by_numpy.tobytes()
     assert np.isfinite(largest).all()
 
@@ -235,8 +235,8 @@ def test_an_optimizer_has_numpys_bits(library: native.Library, name: str, count:
     arrays = [some_values(6001, seed) for seed in range(5)]
     arrays[3:] = [np.abs(array) for array in arrays[3:]]
     by_numpy = [array.copy() for array in arrays]
-    elementwise._run_natively(library, updates, tuple(arrays), 0, 6001)
-    elementwise._run_by_numpy(updates, tuple(by_numpy), 0, 6001)
+    run_natively(library, updates, tuple(arrays), 0, 6001)
+    run_by_numpy(updates, tuple(by_numpy), 0, 6001)
     for place in (0, 3, 4):
         same(arrays[place], by_numpy[place], np.float32)
 
@@ -252,8 +252,8 @@ def test_every_rounding_has_numpys_bits(library: native.Library, code: Code) -> 
         written = [np.zeros(size, np.uint8) for _ in range(2)]
         writes = (Operation(code, 1, 0, divisor=float(block_size)),)
         values = bits.view(np.float32)
-        elementwise._run_natively(library, writes, (values, written[0]), 0, bits.size)
-        elementwise._run_by_numpy(writes, (values, written[1]), 0, bits.size)
+        run_natively(library, writes, (values, written[0]), 0, bits.size)
+        run_by_numpy(writes, (values, written[1]), 0, bits.size)
         assert written[0].tobytes() == written[1].tobytes()
 
 
@@ -297,10 +297,10 @@ def test_crcs_are_those_of_the_polynomial(library: native.Library, start: int) -
             inside = inside >> 8 ^ table[(inside ^ byte) & 0xFF]
         expected = inside ^ 2**32 - 1
         arrays = (contents,)
-        _, found = elementwise._run_natively(library, checks, arrays, 0, count, start)
+        _, found = run_natively(library, checks, arrays, 0, count, start)
         assert found == expected
-        _, half = elementwise._run_natively(library, checks, arrays, 0, count // 2, start)
-        _, found = elementwise._run_natively(library, checks, arrays, count // 2, count, half)
+        _, half = run_natively(library, checks, arrays, 0, count // 2, start)
+        _, found = run_natively(library, checks, arrays, count // 2, count, half)
         assert found == expected
 
 
@@ -318,7 +318,7 @@ def test_what_is_checked_is_what_was_copied_and_read(
         Operation(Code.READ_FP16, 0, 1, factor=4.0, divisor=size),
     )
     wanted = decoded("fp16", payload, block_size=block_size)
-    for run in (partial(elementwise._run_natively, library), elementwise._run_by_numpy):
+    for run in (partial(run_natively, library), run_by_numpy):
         found = np.zeros(5000, np.float32)
         looked, crc = run(operations, (found, None, payload), 0, 5000, 7)
         np.testing.assert_array_equal(found, wanted * 4)
@@ -351,7 +351,7 @@ def test_arrays_that_do_not_fit_are_refused_untouched(library: native.Library, n
     operations, sizes, start, stop = MISFITS[name]
     arrays = [np.ones(size // 4, np.float32) for size in sizes]
     with pytest.raises(ValueError, match="do not fit"):
-        elementwise._run_natively(library, operations, tuple(arrays), start, stop)
+        run_natively(library, operations, tuple(arrays), start, stop)
     assert all((array == 1.0).all() for array in arrays)
 
 
@@ -400,7 +400,7 @@ def test_blocks_that_do_not_fit_are_refused_untouched(library: native.Library, n
     operations, sizes, start, stop = BLOCK_MISFITS[name]
     arrays = [None if size is None else np.full(size, 7, np.uint8) for size in sizes]
     with pytest.raises(ValueError, match="do not fit"):
-        elementwise._run_natively(library, operations, tuple(arrays), start, stop)
+        run_natively(library, operations, tuple(arrays), start, stop)
     assert all((array == 7).all() for array in arrays if array is not None)
 
 
@@ -409,9 +409,9 @@ def test_native_code_does_not_write_read_only_arrays(library: native.Library) ->
     values.flags.writeable = False
     scales = (Operation(Code.SCALE, 0, factor=2.0),)
     with pytest.raises(ValueError, match="read-only"):
-        elementwise._run_natively(library, scales, (values,), 0, 40)
+        run_natively(library, scales, (values,), 0, 40)
     looks = (Operation(Code.LOOK_32, 0, 0),)
-    assert elementwise._run_natively(library, looks, (values,), 0, 40)[0] == 0x3F800000
+    assert run_natively(library, looks, (values,), 0, 40)[0] == 0x3F800000
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_values_of_another_kind_are_refused(
     library: native.Library, values: np.ndarray, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        elementwise._run_natively(library, ADDS, (values, values), 0, 8)
+        run_natively(library, ADDS, (values, values), 0, 8)
 
 
 def test_nothing_at_a_place_that_is_not_aligned_is_nothing() -> None:
@@ -463,7 +463,7 @@ def test_an_operation_that_there_is_not_is_refused(library: native.Library) -> N
 def test_a_place_that_is_not_aligned_is_refused(library: native.Library) -> None:
     values = np.zeros(41, np.uint8)[1:]
     assert values.ctypes.data % 4
-    scales = elementwise._packed_one(Operation(Code.SCALE, 0, factor=2.0))
+    scales = packed_one(Operation(Code.SCALE, 0, factor=2.0))
     assert library.run(scales, 1, (values,), 0, 10, 0) == -1
 
 
@@ -629,7 +629,7 @@ def _any_operations_under_sanitizers(library: native.Library, libc: ctypes.CDLL)
             for _ in range(int(random.integers(1, 4)))
         )
         start = int(random.choice([0, 0, block_size, 3]))
-        packed = b"".join(map(elementwise._packed_one, operations))
+        packed = b"".join(map(packed_one, operations))
         stop = max(start, count - int(random.integers(0, 3)))
         done += library.run(packed, len(operations), tuple(arrays), start, stop, 0) >= 0
         for place in taken:

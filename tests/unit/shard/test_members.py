@@ -15,6 +15,7 @@ import pytest
 
 from harness.data.sessions import session_of
 from harness.elastic_shards import ElasticShard, elastic_spec
+from harness.inside import tracker_of
 from harness.stories.crash import SameMachine
 from shardwell import SGD, ParameterSpec
 from shardwell.errors import StorageError
@@ -131,7 +132,7 @@ def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
     """The mark of one that was checked before the tenure ended comes after that."""
     shard = begun(max_count=1)
     member(shard, "w0", 1)
-    member_of_other_seat = shard.part._tracker.seats[0]
+    member_of_other_seat = tracker_of(shard.part).seats[0]
     shard.part.end_tenure("w0", 1)
     member(shard, "w1", 2, from_step=1)
     shard.part.end_tenure("w1", 2)
@@ -141,8 +142,8 @@ def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
         member_of_other_seat.last_step[0] = 0
         rest()
 
-    shard.part._tracker.come_to_rest = counted_meanwhile
-    made = shard.part._tracker
+    tracker_of(shard.part).come_to_rest = counted_meanwhile
+    made = tracker_of(shard.part)
     shard.ask("w2", 3)
     assert made._seats["w2"].index == 1
 
@@ -158,7 +159,7 @@ def test_the_last_set_keeps_its_own_names_after_a_restart(tmp_path: Path) -> Non
     for number in (1, 2):
         shard.part.end_tenure(f"w{number - 1}", number)
         member(shard, f"w{number}", number + 1, from_step=1)
-    assert [seat.worker_id for seat in shard.part._tracker.seats] == ["w2", "w1"]
+    assert [seat.worker_id for seat in tracker_of(shard.part).seats] == ["w2", "w1"]
     again = ElasticShard(spec, store=stored_at(tmp_path))
     assert "w2" not in again.part.contributors(0)
 
@@ -228,7 +229,7 @@ def test_what_no_set_tells_of_any_more_is_unknown() -> None:
     for number in range(1, 5):
         shard.part.end_tenure(f"w{number - 1}", number)
         member(shard, f"w{number}", number + 1, from_step=1)
-    assert "w0" not in shard.part._tracker._seats
+    assert "w0" not in tracker_of(shard.part)._seats
     assert shard.give("w0", 1, 0, 0) == "duplicate"
     assert shard.give("w9", 1, 0, 0) == "over"
     for step in range(1, 20):
@@ -259,7 +260,7 @@ def test_a_newcomer_has_given_nothing_of_what_the_seat_had_before(
         shard.part.end_tenure(f"w{number}", number + 1)
     if is_restarted:
         shard = ElasticShard(spec, store=stored_at(tmp_path))
-    assert {seat.worker_id for seat in shard.part._tracker.seats} == {"w1", "w2"}
+    assert {seat.worker_id for seat in tracker_of(shard.part).seats} == {"w1", "w2"}
     # After a restart a mark may be of either worker: the answer does not say that it counted.
     doubtful = "unknown" if is_restarted else "late"
     assert shard.give("w2", 3, 0, 1) == doubtful
@@ -279,7 +280,7 @@ def test_members_are_looked_after_where_a_hand_over_failed() -> None:
     shard.vanish("w0")
     shard.timer.fire()
     shard.timer.fire()
-    assert shard.part._tracker.seats[0].is_over
+    assert tracker_of(shard.part).seats[0].is_over
 
 
 def test_members_are_looked_after_under_another_name() -> None:

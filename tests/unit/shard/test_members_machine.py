@@ -31,6 +31,7 @@ from harness.elastic_shards import (
     deadline,
     elastic_spec,
 )
+from harness.inside import tracker_of
 from harness.machines import cases
 from harness.stories.crash import SameMachine
 from harness.stories.images import image_of, in_memory, restore
@@ -226,7 +227,7 @@ class MembersMachine(RuleBasedStateMachine):
     def observe(self, index: int, message: Message | None) -> None:
         """Compares a shard with the oracle, which goes on with what the shard has done."""
         shard = self.shards[index]
-        tracker = shard.part._tracker
+        tracker = tracker_of(shard.part)
         for chunk in range(CHUNK_COUNT):
             place = index, chunk
             now, found = self.open_steps[place], shard.open_sets[chunk]
@@ -284,7 +285,7 @@ class MembersMachine(RuleBasedStateMachine):
         names = tuple(each.worker_id for each in given)
         assert len(names) >= self.min_count
         if not self.spec.min_contributors or len(names) < self.spec.min_contributors:
-            for seat in shard.part._tracker.awaited:
+            for seat in tracker_of(shard.part).awaited:
                 awaits = seat.from_step is not None and seat.from_step <= version
                 assert not awaits or seat.worker_id in names or self.clip_norm
         self.closed[place][version] = names
@@ -645,7 +646,7 @@ class MembersMachine(RuleBasedStateMachine):
         ]
 
     def seats_in(self, index: int) -> tuple[Seat, ...]:
-        return tuple(self.shards[index].part._tracker.seats)
+        return tuple(tracker_of(self.shards[index].part).seats)
 
     # Steps that close by their norm.
 
@@ -732,7 +733,7 @@ class MembersMachine(RuleBasedStateMachine):
             "seats": [
                 [
                     (s.worker_id, s.tenure.number, s.from_step, s.is_over, s.last_step)
-                    for s in shard.part._tracker.seats
+                    for s in tracker_of(shard.part).seats
                 ]
                 for shard in self.shards
             ],

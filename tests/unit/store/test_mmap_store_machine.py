@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.data.sessions import applicant, session_of
+from harness.inside import register_of, tracker_of
 from harness.machines import cases
 from harness.stories import parameter as story
 from harness.stories.crash import SameMachine
@@ -325,22 +326,22 @@ class StoreMachine(RuleBasedStateMachine):
         assert sorted(found) == sorted(self.models)
         for name, model in self.models.items():
             made = found[name]
-            assert made._register.is_initialized == model.is_initialized
-            seats = made._tracker.seats
+            assert register_of(made).is_initialized == model.is_initialized
+            seats = tracker_of(made).seats
             assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
                 (worker, model.tenures[worker]) for worker in model.seats
             ]
-            assert set(made._tracker.done_worker_ids) == set(model.ended)
+            assert set(tracker_of(made).done_worker_ids) == set(model.ended)
             for index in range(len(model.sizes)):
                 made.verify(index)
-                record, state = made._tracker.records[index], made._chunks[index].state
+                record, state = tracker_of(made).records[index], made._chunks[index].state
                 assert record.version == model.versions[index]
                 assert record.contribution_count == len(model.open_step[index])
-                marks = [seat.last_step[index] for seat in made._tracker._seats.values()]
+                marks = [seat.last_step[index] for seat in tracker_of(made)._seats.values()]
                 assert marks == [model.last[worker][index] for worker in model.seats]
                 if model.is_initialized:
                     np.testing.assert_array_equal(state.weights, model.weights[index])
-                    rate = made._register.rates.at(record.version)
+                    rate = register_of(made).rates.at(record.version)
                     assert rate == model.rate(record.version)
                 if model.open_step[index]:
                     total = state.gradient_sum * np.float64(record.total_factor)

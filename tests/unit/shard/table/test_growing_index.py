@@ -61,23 +61,36 @@ def make_tiny(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(row_index, "_MOVED_LINES", 3)
 
 
+def lines_of(index: HashRowIndex) -> SlotTable:
+    return index._table
+
+
+def old_lines(index: HashRowIndex) -> SlotTable | None:
+    """The lines that have not all been moved yet."""
+    return index._old
+
+
+def moved_count(index: HashRowIndex) -> int:
+    return index._moved
+
+
 def live_keys(table: SlotTable) -> set[int]:
     return set(table.rows(0, table.line_count)[0].tolist())
 
 
 def check_state(index: HashRowIndex) -> None:
     """What HashRowIndex says of itself."""
-    table, old = index._table, index._old
+    table, old = lines_of(index), old_lines(index)
     if old is None:
         assert table.used_count <= LOAD_MAX * table.size
         return
-    assert 0 <= index._moved < old.line_count
-    assert not old._slots[: index._moved * LINE].any()
-    if index._moved < index._filled:
+    assert 0 <= moved_count(index) < old.line_count
+    assert not old._slots[: moved_count(index) * LINE].any()
+    if moved_count(index) < index._filled:
         return
     assert not live_keys(old) & live_keys(table)
     lines_per_row = max(old.size // table.size, 1)
-    rows_left = (old.line_count - index._moved) / lines_per_row
+    rows_left = (old.line_count - moved_count(index)) / lines_per_row
     assert table.used_count + old.count + rows_left <= LOAD_MAX * table.size
 
 
@@ -169,7 +182,7 @@ class GrowingMachine(RuleBasedStateMachine):
         found = self.index.find(self.pool).tolist()
         assert found == [self.model.get(key, -1) for key in self.pool.tolist()]
 
-    @precondition(lambda self: self.index._moved >= self.index._filled)
+    @precondition(lambda self: moved_count(self.index) >= self.index._filled)
     @invariant()
     def they_are_counted(self) -> None:
         assert len(self.index) == len(self.model)
@@ -212,10 +225,10 @@ def test_an_add_moves_no_more_lines_than_it_has_rows(monkeypatch, row_count) -> 
         lines = moved.of(lambda new=new: index.add(new, new))
         assert lines <= max(new.size, ROWS_MIN)
         line_count += lines
-        moving_count += index._old is not None
+        moving_count += old_lines(index) is not None
         check_state(index)
     assert moving_count
-    assert line_count >= index._table.line_count / 4  # several growths, each of which moves all
+    assert line_count >= lines_of(index).line_count / 4  # several growths, each of which moves all
     assert (index.find(keys) == keys).all()
     assert len(index) == keys.size
 
@@ -240,25 +253,25 @@ def test_new_room_can_be_used_at_once(monkeypatch) -> None:
     """As at a shard's start: one table, and nothing is moved."""
     index, keys = HashRowIndex(), np.arange(100_000)
     index.make_room(keys.size)
-    moved, table = MovedLines(monkeypatch), index._table
-    assert index._old is None
+    moved, table = MovedLines(monkeypatch), lines_of(index)
+    assert old_lines(index) is None
     for start in range(0, keys.size, 9000):
         index.add(keys[start : start + 9000], keys[start : start + 9000])
-    assert (moved.count, index._table is table) == (0, True)
+    assert (moved.count, lines_of(index) is table) == (0, True)
 
 
 def test_rows_that_stay_are_found_while_cleared_lines_are_given_back() -> None:
     """Two pieces of 2 MiB, each while others are still there."""
     index, keys = HashRowIndex(), np.random.default_rng(3).permutation(400_000)
     index.make_room(150_000)
-    assert index._table.line_count == 2 * 2**14
+    assert lines_of(index).line_count == 2 * 2**14
     index.add(keys[:150_000], keys[:150_000])
     added, states = 150_000, set()
     while added < keys.size:
         new = keys[added : added + 5000]
         index.add(new, new)
         added += 5000
-        states.add((index._moved // 2**14, index._old is None))
+        states.add((moved_count(index) // 2**14, old_lines(index) is None))
         assert (index.find(keys[:added]) == keys[:added]).all()
     assert {(0, False), (1, False), (2, True)} <= states
 
@@ -287,7 +300,7 @@ def test_each_growth_goes_on_after_memory_was_refused(monkeypatch) -> None:
         check_state(index)
     assert refusal_count > 8
     assert (index.find(keys) == keys).all()
-    index.make_room(index._table.size)  # moves what is left
+    index.make_room(lines_of(index).size)  # moves what is left
     assert len(index) == keys.size
 
 
@@ -295,11 +308,11 @@ def test_without_memory_to_shrink_it_stays_as_large_as_it_was(monkeypatch) -> No
     index, keys = HashRowIndex(), np.arange(20_000)
     index.make_room(keys.size)
     index.add(keys, keys)
-    size = index._table.size
+    size = lines_of(index).size
     with monkeypatch.context() as patched:
         without_memory(patched, "begin", 1)
         index.remove(keys[10:])
-    assert (len(index), index._table.size) == (10, size)
+    assert (len(index), lines_of(index).size) == (10, size)
     index.remove(keys[9:10])
-    assert index._table.size < size
+    assert lines_of(index).size < size
     assert index.find(keys[:11]).tolist() == [*range(9), -1, -1]
