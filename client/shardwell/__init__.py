@@ -78,6 +78,7 @@ from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.allocator import tune_malloc
+from shardwell.process.spans import Traffic
 from shardwell.rpc.shard_status import (
     LearnerStatus,
     MemberStatus,
@@ -106,7 +107,6 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.table.outcome import RowOutcome
 from shardwell.table.table import Table
-from shardwell.traffic import Traffic
 
 if typing.TYPE_CHECKING:
     from shardwell.group.group import Group

@@ -32,6 +32,7 @@ from shardwell.process.connected import Closing, Connected
 from shardwell.process.ending import is_in_order
 from shardwell.process.environment import variable, warn_of_misspelt_variables
 from shardwell.process.html_table import html_table
+from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.cluster_status import ClusterStatus
@@ -66,7 +67,6 @@ from shardwell.table.opening import find_table_spec
 from shardwell.table.table import Table
 from shardwell.threads.asking import ask_all
 from shardwell.threads.spread import thread_count
-from shardwell.traffic import Traffic
 from shardwell.transport.arena import same_host_setting
 from shardwell.transport.stream_pool import Connections, IdleStreams
 

@@ -32,12 +32,12 @@ from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, Sh
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.slices import Slice, slice_of
+from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
-from shardwell.traffic import Traffic
 from shardwell.transport.call_group import CallGroup
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2

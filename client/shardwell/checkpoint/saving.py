@@ -34,6 +34,7 @@ from shardwell.parameter.first_weights import FirstWeights
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.slices import Slice
 from shardwell.process.local_paths import local_path
+from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
@@ -47,7 +48,6 @@ from shardwell.specs.fragments import (
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all, batches
-from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 
 

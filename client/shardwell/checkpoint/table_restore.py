@@ -21,10 +21,10 @@ from shardwell.checkpoint.format import CheckpointTable, load_id_of
 from shardwell.checkpoint.tensor_files import RowsReader
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.placement.rows import RowPlacement
+from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.threads.asking import ask_all
-from shardwell.traffic import Traffic
 from shardwell.transport.call_group import CallGroup
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum

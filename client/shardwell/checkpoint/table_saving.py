@@ -18,12 +18,12 @@ from shardwell.errors import (
     SpecMismatchError,
     UnknownTableError,
 )
+from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_tables
 from shardwell.specs.table import TableSpec
 from shardwell.threads.asking import ask_all, batches
-from shardwell.traffic import Traffic
 from shardwell.v1 import table_pb2 as pb
 
 

@@ -32,9 +32,9 @@ from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.peers import Outgoing
 from shardwell.numerics.codec import CODECS, Float32
 from shardwell.numerics.weighted_mean import MeanFactors
+from shardwell.process.spans import Traffic
 from shardwell.specs.deadlines import with_answer
 from shardwell.threads.spread import CoreThreads
-from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 
 _VERDICT_S_MIN = 1.0

@@ -49,8 +49,8 @@ from shardwell.group.transport.peers import (
     Received,
 )
 from shardwell.process.shared_memory import SharedMemory
+from shardwell.process.spans import Traffic
 from shardwell.threads.spread import CoreThreads
-from shardwell.traffic import Traffic
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
 

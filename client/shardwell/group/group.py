@@ -32,11 +32,11 @@ from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
 from shardwell.process.connected import Connected
 from shardwell.process.ending import closed_text
+from shardwell.process.spans import Traffic
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import WireName
 from shardwell.threads.calls import CallThreads, cancelled_by
-from shardwell.traffic import Traffic
 
 _NOTHING: Float32 = np.empty(0, np.float32)
 _ENGINE_S = 1e8

@@ -44,12 +44,12 @@ from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
 from shardwell.process.environment import host_name, variable, warn_of_misspelt_variables
+from shardwell.process.spans import Traffic
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
 from shardwell.specs.parameter import GROUP_CODECS, WireName
 from shardwell.threads.calls import CallThreads
 from shardwell.threads.spread import CoreThreads, thread_count
-from shardwell.traffic import Traffic
 from shardwell.transport.arena import same_host_setting
 from shardwell.v1 import group_pb2
 

@@ -23,7 +23,7 @@ from shardwell.parameter.image import Image
 from shardwell.parameter.values import Pieces
 from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
-from shardwell.process.spans import now_ns
+from shardwell.process.spans import Traffic, now_ns
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -33,7 +33,6 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell.steps import transfer
 from shardwell.steps.opening import Opening
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
-from shardwell.traffic import Traffic
 from shardwell.transport.arena import (
     BATCH_COUNT,
     Places,
@@ -130,7 +129,6 @@ def _stride(count: int) -> int:
 
 
 def _ask(line: Line, request: pb.ExchangeRequest) -> None:
-    """Sends a question."""
     line.stream.submit(iter((request.SerializeToString(),)), is_short=True)
 
 
@@ -236,11 +234,7 @@ class Transfer(StepTransfer[ShardSlice]):
             return progress
 
     def check_finite(self, work: Gradient, stretches: Sequence[Stretch] | None = None) -> None:
-        """Looks at chunks, or at all, and refuses what is not finite.
-
-        Raises:
-            NonFiniteError: a value is not.
-        """
+        """Looks at chunks, or at all, and refuses what is not finite."""
         if self._spec.allow_non_finite:
             return
         every = _whole(self.parts) if stretches is None else stretches
@@ -254,7 +248,6 @@ class Transfer(StepTransfer[ShardSlice]):
                     spread.give(self._look, work, (part, start, min(start + BATCH_COUNT, stop)))
 
     def _look(self, work: Gradient, stretch: Stretch) -> None:
-        """Looks at chunks, on any thread; see `check_finite`."""
         part, first, stop = stretch
         for index, where in enumerate(part.chunks[first:stop], first):
             number = part.first_chunk + index
@@ -270,12 +263,7 @@ class Transfer(StepTransfer[ShardSlice]):
                 work.looked_at.add(number)
 
     def put_gradient(self, work: Gradient, progress: Progress, attempts: Attempts) -> None:
-        """Sends a gradient to all shards that have not confirmed all of it.
-
-        Raises:
-            NonFiniteError: some of it is not finite; nothing was sent.
-            ShardwellError: see `Parameter.put_gradient`.
-        """
+        """Sends a gradient to all shards that have not confirmed all of it."""
         parts = [
             part for part in self.parts if part.channel.shard_index not in progress.counted_shards
         ]
@@ -316,7 +304,6 @@ class Transfer(StepTransfer[ShardSlice]):
     def _ask_to_close(
         self, parts: Sequence[ShardSlice], step: int, norm: float | None, attempts: Attempts
     ) -> list[pb.CloseStepResponse]:
-        """Asks some shards at once."""
         with self._lines([(part, 0, 0) for part in parts], attempts) as lines:
             for line in lines:
                 request = pb.ExchangeRequest()
@@ -334,7 +321,6 @@ class Transfer(StepTransfer[ShardSlice]):
             return [self._closed(line, self._next(line)[0]) for line in lines]
 
     def _closed(self, line: Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
-        """What a shard says of a step that is to close."""
         channel = line.part.channel
         if not answer.HasField("closed"):
             raise self._opening.damaged(
@@ -364,18 +350,8 @@ class Transfer(StepTransfer[ShardSlice]):
     ) -> int:
         """Sends chunks of a gradient, from `progress` on; fills `weights` with what comes of them.
 
-        Returns the fewest updates that a chunk has seen.
-
-        Args:
-            work: The gradient.
-            weights: (size,), filled.
-            progress: See `_receive`.
-            ranges: Indexes of the chunks of each part; None: all.
-            attempts: Attempts of the call.
-
-        Raises:
-            NonFiniteError: some of these chunks is not finite; nothing of them was sent.
-            ShardwellError: see `Parameter.exchange`.
+        Returns the fewest updates that a chunk has seen. `ranges` are the indexes of the chunks of
+        each part; None: all.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         if self._spec.has_open_sets:  # what was late before is late again, and said so
@@ -463,11 +439,6 @@ class Transfer(StepTransfer[ShardSlice]):
         work: Gradient,
         common: types_pb2.GradientChunk,
     ) -> list[list[bytes]]:
-        """Each line's messages, made by all threads that are free.
-
-        Raises:
-            NonFiniteError: a value is not finite; of several, the first is named.
-        """
         pieces: list[list[list[bytes]]] = []
         with self._threads.spread() as spread:
             for line in lines:
@@ -487,7 +458,6 @@ class Transfer(StepTransfer[ShardSlice]):
         common: types_pb2.GradientChunk,
         stretch: tuple[int, int],
     ) -> None:
-        """Adds some of a line's messages."""
         messages += self._messages(line, work, common, stretch)
 
     def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
@@ -509,12 +479,8 @@ class Transfer(StepTransfer[ShardSlice]):
     ) -> Iterator[bytes]:
         """A line's chunks of a gradient; on another thread, mostly.
 
-        Args:
-            line: The shard, and its chunks.
-            work: The gradient.
-            common: What the chunks have in common.
-            stretch: The first chunk that is made, and the one behind the last; None: all.
-            leaves: Whether each is sent when it is made: its values were looked at before.
+        `stretch` has the first chunk that is made, and the one behind the last; None: all. With
+        `leaves` each is sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
         spans, name, peer = self._spans, self._name, part.channel.name
@@ -583,9 +549,6 @@ class Transfer(StepTransfer[ShardSlice]):
         """Reads all chunks of weights, which follow `progress`; returns the version so far.
 
         `progress` says after an error, too, how far it came.
-
-        Raises:
-            ShardwellError: see `Parameter.get_weights`.
         """
         first, stop = progress.row, max((line.stop for line in lines), default=0)
         versions: dict[int, list[int]] = {row: [] for row in range(first, stop)}
@@ -617,7 +580,6 @@ class Transfer(StepTransfer[ShardSlice]):
             line.work.superseded.update(part.chunks[index] for index in indexes)
 
     def _note_outcome(self, line: Line, found: pb.StepOutcome) -> None:
-        """Notes what has become of a gradient on a shard."""
         part, work = line.part, line.work
         indexes = found.late_chunk_indexes
         is_whole = checksum.outcome(self._outcome_context, found) == found.crc32c

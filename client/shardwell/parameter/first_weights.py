@@ -16,12 +16,12 @@ import numpy.typing as npt
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.numerics.codec import CODECS
 from shardwell.placement.slices import Slice, slice_of
+from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.threads.asking import ask_all
-from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum

@@ -64,21 +64,10 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     """The fewest updates that a chunk had seen when this worker joined as an elastic member."""
 
     def open(self, attempts: Attempts, *, is_known: bool = False) -> tuple[list[ShardSlice], int]:
-        """Creates or joins the parameter on all shards.
+        """Creates or joins the parameter on all shards, that which is open if `is_known`.
 
-        Args:
-            attempts: Those of the call.
-            is_known: Whether it is to be the one that was opened before, and none is created.
-
-        Returns:
-            The parts that have elements, in the order of the shards, and the step at which this
-            worker is to go on.
-
-        Raises:
-            SpecMismatchError, LimitError: a shard refuses.
-            OtherIncarnationError: the shards do not have the same past.
-            UnknownParameterError: with `is_known`: it was deleted.
-            CorruptChunkError: a shard cuts the parameter in another way.
+        Returns the parts that have elements, in the order of the shards, and the step at which this
+        worker is to go on.
         """
         # While one shard is waited for the others go on, so all are asked again.
         known = self.incarnation if is_known else 0
@@ -134,15 +123,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     def take_seat(self, opened_at: int, attempts: Attempts) -> None:
         """Takes this worker's seat among worker_count: shard 0 decides, the others follow.
 
-        Args:
-            opened_at: The step at which the worker was to go on when it opened the parameter.
-            attempts: Those of the call.
-
-        Raises:
-            SeatsTakenError, NotInitializedError, WorkerIdInUseError: see the errors.
-            StepOrderError: an earlier process of this worker went on since, or its seat was given
-                to another one.
-            UnknownParameterError: the parameter that was opened was deleted.
+        The worker was to go on at the step `opened_at` when it opened the parameter.
         """
         answers = self._seated(attempts)
         tenure = common_tenure(answer.tenure for answer in answers)

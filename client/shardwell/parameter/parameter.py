@@ -31,6 +31,7 @@ from shardwell.parameter.step_call import StepCall, Tools, Tried
 from shardwell.parameter.values import Pieces, Values, ValuesT, values_of, zeros
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.html_table import html_table
+from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -38,7 +39,6 @@ from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
-from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 _OVERLAPS = "out must not overlap the gradient; pass another array"

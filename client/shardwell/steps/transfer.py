@@ -28,12 +28,11 @@ import grpc
 
 from shardwell.errors import CorruptChunkError, NonFiniteError
 from shardwell.numerics.codec import Bytes
-from shardwell.process.spans import ALL_CHUNKS, now_ns
+from shardwell.process.spans import ALL_CHUNKS, Traffic, now_ns
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.steps.opening import Opening
-from shardwell.traffic import Traffic
 from shardwell.transport.arena import Arena
 from shardwell.transport.call_group import CallGroup
 from shardwell.transport.stream import ShardStream

@@ -24,7 +24,7 @@ from shardwell.errors import (
 from shardwell.numerics.arguments import REFUSED_STEP
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell.process.spans import NO_STEP, now_ns
+from shardwell.process.spans import NO_STEP, Traffic, now_ns
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
@@ -35,7 +35,6 @@ from shardwell.steps.opening import Opening
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
 from shardwell.table.batch import ShardedIds, Span
 from shardwell.table.gradient_sums import RowSums
-from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (

@@ -18,6 +18,7 @@ from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids, RowPlacement
+from shardwell.process.spans import Traffic
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import TableStatus
@@ -34,7 +35,6 @@ from shardwell.table.outcome import RowOutcome
 from shardwell.table.reader import RowReading
 from shardwell.table.steps import TableSteps
 from shardwell.table.view import TableView
-from shardwell.traffic import Traffic
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 

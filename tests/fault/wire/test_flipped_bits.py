@@ -31,9 +31,9 @@ from harness.wire_client.worker import WireWorker, spec
 from shardwell.errors import ShardwellError
 from shardwell.group.mailbox import Mailbox
 from shardwell.parameter.first_weights import FirstWeights
+from shardwell.process.spans import Traffic
 from shardwell.rpc import retry
 from shardwell.rpc.retry import Attempts
-from shardwell.traffic import Traffic
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import peer_pb2, session_pb2, table_pb2
 from shardwell.wire import messages as framing

@@ -13,7 +13,7 @@ import pytest
 
 from shardwell.group.transport.peers import Outgoing
 from shardwell.process.shared_memory import HEAD_BYTES, IS_SUPPORTED, OwnMemory
-from shardwell.traffic import Traffic
+from shardwell.process.spans import Traffic
 from shardwell.transport.arena import BATCH_COUNT, payload_of
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import messages as framing

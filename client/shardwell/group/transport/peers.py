@@ -23,8 +23,8 @@ from shardwell.group.transport import links
 from shardwell.group.transport.links import Link
 from shardwell.numerics.codec import Bytes
 from shardwell.process.shared_memory import HEAD_BYTES, SharedMemory
+from shardwell.process.spans import Traffic
 from shardwell.process.unix_sockets import connected
-from shardwell.traffic import Traffic
 from shardwell.transport import arena
 from shardwell.transport.arena import BATCH_COUNT, Arenas
 from shardwell.transport.neighbour import Neighbour
