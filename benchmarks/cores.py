@@ -31,7 +31,8 @@ from rich.table import Table
 from peers.turns import Crew, cpu_s, worker_command
 from shardwell.threads.spread import THREADS_VARIABLE, core_count, thread_count
 from shardwell.transport.arena import SAME_HOST_VARIABLE
-from shardwell_server import LocalCluster, signals
+from shardwell_server import LocalCluster
+from shardwell_server.processes import signals
 
 WARM_UP_COUNT = 2
 

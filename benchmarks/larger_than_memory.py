@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 import shardwell
-from shardwell_server.processes import PARENT_FLAG
-from shardwell_server.shard_process import SERVING_LINE
+from shardwell_server.processes.child import PARENT_FLAG
+from shardwell_server.processes.shard import SERVING_LINE
 
 OPTIMIZER = shardwell.SGD(learning_rate=0.5, momentum=0.5)
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -47,7 +47,7 @@ from shardwell.connection.credentials import INSECURE_VARIABLE, TOKEN_FILE_VARIA
 from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell.numerics.codec import CODECS
 from shardwell_server.certificates import make_certificates
-from shardwell_server.processes import PARENT_FLAG
+from shardwell_server.processes.child import PARENT_FLAG
 
 PREFIX = "shardwell-bench"
 PORT = 7070

@@ -39,7 +39,7 @@ from rich.table import Table
 
 from outer import kills, links, peer, traffic
 from outer.rows import Row
-from shardwell_server import signals
+from shardwell_server.processes import signals
 
 
 class Part(NamedTuple):

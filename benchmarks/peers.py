@@ -56,7 +56,8 @@ from bare_grpc import serving
 from peers import row_systems
 from peers.installed import Installed, add_flags, has_module
 from peers.turns import Crew, cpu_s, worker_command
-from shardwell_server import LocalCluster, signals
+from shardwell_server import LocalCluster
+from shardwell_server.processes import signals
 from step import TINY_MESSAGE_BYTES
 
 MEGABYTES = 64

@@ -14,14 +14,14 @@ from embeddings.run import RATIO_MIN, EmbeddingsConfig, Result, run_embeddings
 from embeddings.worker import BATCH_COUNT, DATA_SET, WORKER_COMMAND, Task, run_worker
 from shardwell.errors import ShardwellError
 from shardwell.specs.parameter import CodecName
-from shardwell_server import signals
 from shardwell_server.cli.digits import codec_option, exit_stopped, steps_option
 from shardwell_server.cli.options import running_shards_option, shard_count_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.demo.progress import Progress
 from shardwell_server.demo.reports import error_line
-from shardwell_server.processes import stop_when_parent_ends
-from shardwell_server.signals import StoppedError
+from shardwell_server.processes import signals
+from shardwell_server.processes.own import stop_when_parent_ends
+from shardwell_server.processes.signals import StoppedError
 
 _REPORT_INTERVAL_S = 0.1
 _MEASURE_INTERVAL_S = 0.5

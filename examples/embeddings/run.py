@@ -30,7 +30,6 @@ from embeddings.worker import (
 )
 from shardwell.errors import ArgumentError
 from shardwell.specs.parameter import CodecName
-from shardwell_server import signals
 from shardwell_server.demo.cluster import (
     GRACE_S,
     check_shards,
@@ -40,6 +39,7 @@ from shardwell_server.demo.cluster import (
 from shardwell_server.demo.progress import Observer, TrainingState, count
 from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.processes import signals
 
 RATIO_MIN = 0.98
 """The cluster's MRR as a part of that of one process; below it, the run has failed."""

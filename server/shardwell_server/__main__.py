@@ -1,6 +1,6 @@
 """`python -m shardwell_server`, which is the command `shardwell`."""
 
-from shardwell_server import signals
+from shardwell_server.processes import signals
 
 
 def main() -> None:

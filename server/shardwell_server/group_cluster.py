@@ -22,9 +22,10 @@ from shardwell.group.group import Group
 from shardwell.group.join import listening_address
 from shardwell.process.connected import OwnerProcess
 from shardwell.specs.names import ADDRESS_LENGTH_MAX, format_ranks
-from shardwell_server import signals
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard_process import START_TIMEOUT_S, ShardProcess
+from shardwell_server.processes import signals
+from shardwell_server.processes.shard import START_TIMEOUT_S, STOP_MARGIN_S, ShardProcess
+from shardwell_server.processes.supervise import Supervisor
 
 _SAYING_TIMEOUT_S = 2 * START_TIMEOUT_S
 """Whatever the group's calls may take: another rank's shard may need a while to start."""
@@ -78,7 +79,7 @@ class GroupCluster:
     ) -> None:
         self._owner = OwnerProcess("cluster")
         self._group = group
-        self._shard: ShardProcess | None = None
+        self._supervisor: Supervisor[ShardProcess] = Supervisor(grace_s + STOP_MARGIN_S)
         # Rank 0's counts, so that no two clusters can be mixed up.
         self._cluster_id = _said_by_all(group, f"group-{uuid.uuid4().hex[:12]}")[0]
         reachable_host = group.addresses[group.rank].rpartition(":")[0]
@@ -99,8 +100,10 @@ class GroupCluster:
                     insecure=True,  # as far as the group is: it was asked for when that was joined
                 )
                 with signals.held():
-                    self._shard = ShardProcess(config, log_level=log_level)
-                host, _, port = self._shard.await_address().rpartition(":")
+                    place = self._supervisor.add(
+                        lambda _: ShardProcess(config, log_level=log_level)
+                    )
+                host, _, port = place.process.await_address().rpartition(":")
                 address = f"{reachable_host if host in _ANY_HOST else host}:{port}"
             except Exception as error:  # the others wait for a word of this rank all the same
                 failed = error
@@ -142,7 +145,7 @@ class GroupCluster:
             WorkersMissingError: others did not within an hour; this rank's shard is stopped.
             WorkerLostError, ClosedError: as from `Group.barrier`; the same.
         """
-        if self._shard is None or not self._owner.is_here:
+        if self._supervisor.stop_s is not None or not self._owner.is_here:
             return
         try:
             self._group.barrier(timeout_s=_CLOSE_TIMEOUT_S)
@@ -165,9 +168,8 @@ class GroupCluster:
             self._stop()
 
     def _stop(self) -> None:
-        shard, self._shard = self._shard, None
-        if shard is not None and self._owner.is_here:
-            shard.stop()
+        if self._owner.is_here:
+            self._supervisor.close()
 
 
 def _said_by_all(group: Group, text: str) -> list[str]:

@@ -20,6 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from shardwell.connection.tls import Tls
@@ -28,10 +29,11 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.html_table import Link, html_table
 from shardwell.process.local_paths import local_path
-from shardwell_server import signals
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability, Limits, ShardConfig
+from shardwell_server.processes import signals
+from shardwell_server.processes.shard import STOP_MARGIN_S, ShardProcess
+from shardwell_server.processes.supervise import Supervisor
 from shardwell_server.server import ShardServer
-from shardwell_server.shard_process import ShardProcess
 from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id, kept_shard_count
 
 _FREED_S = 5.0
@@ -141,8 +143,8 @@ class LocalCluster(Closing):
             )
             for index in range(shard_count)
         ]
-        self.children: list[ShardProcess] = []
-        """With processes: the shards, by index."""
+        self.supervisor: Supervisor[ShardProcess] = Supervisor(grace_s + STOP_MARGIN_S)
+        """With processes: the places of the shards, by index."""
         self.servers: list[ShardServer] = []
         """Without: the shards, by index."""
         self.admin_urls: list[str] = []
@@ -187,6 +189,11 @@ class LocalCluster(Closing):
         return self.admin_urls[0]
 
     @property
+    def children(self) -> list[ShardProcess]:
+        """With processes: the shards, by index."""
+        return [place.process for place in self.supervisor.places]
+
+    @property
     def addresses(self) -> list[str]:
         """HOST:PORT of each shard, by index."""
         return list(self._addresses)
@@ -201,11 +208,9 @@ class LocalCluster(Closing):
 
         In a process that was forked from the one that started them, it does nothing.
         """
-        if not self._owner.is_here:
-            return
-        for child in self.children:
-            child.ask_to_stop()
-        self._stack.close()
+        if self._owner.is_here:
+            self.supervisor.close()
+            self._stack.close()
 
     def _start_servers(self) -> None:
         for config in self._configs:
@@ -234,15 +239,15 @@ class LocalCluster(Closing):
     def begin_start(self, shard_index: int) -> None:
         """As `start_again`, but does not wait: `begins_to_serve` says when it serves."""
         self._owner.check()
-        old = self.children[shard_index]
-        if old.poll() is None:
+        place = self.supervisor.places[shard_index]
+        if place.process.poll() is None:
             raise ArgumentError(f"shard {shard_index} is running")
-        old.close(0)
-        self._start_child(self._configs[shard_index], listen=self._addresses[shard_index])
+        with signals.held():
+            place.begin()
 
     def begins_to_serve(self, shard_index: int) -> bool:
-        """True, once for each start, if a shard whose start was begun serves now."""
-        return self.children[shard_index].begins_to_serve()
+        """True if a shard whose start was begun serves now."""
+        return self.children[shard_index].is_ready()
 
     def _start_children(self) -> None:
         listens = [
@@ -260,18 +265,20 @@ class LocalCluster(Closing):
                     config, cluster=tuple(listens) if is_known else ()
                 )
                 self.admin_urls.append(f"{scheme}://{config.admin_listen}/")
-        for config, listen in zip(self._configs, listens, strict=True):
-            self._start_child(config, listen=listen)
-        self._addresses.extend(child.await_address() for child in self.children)
+        self._addresses.extend(listens)
+        for index in range(len(self._configs)):
+            with signals.held():
+                self.supervisor.add(partial(self._started, index))
+        self._addresses[:] = [child.await_address() for child in self.children]
 
-    def _start_child(self, config: ShardConfig, *, listen: str) -> None:
-        data_dir = self._data_dir and self._shard_dir(self._data_dir, config.shard_index)
-        with signals.held():
-            child = ShardProcess(
-                dataclasses.replace(config, listen=listen), data_dir, log_level=self._log_level
-            )
-            self.children[config.shard_index : config.shard_index + 1] = [child]
-            self._stack.callback(child.stop)
+    def _started(self, index: int, _restart_count: int) -> ShardProcess:
+        for ended in self.children[index : index + 1]:
+            ended.close(0.0)  # its pipes
+        return ShardProcess(
+            dataclasses.replace(self._configs[index], listen=self._addresses[index]),
+            self._data_dir and self._shard_dir(self._data_dir, index),
+            log_level=self._log_level,
+        )
 
     def _check_shard_count(self, shard_count: int) -> None:
         kept = None if self._data_dir is None else kept_shard_count(self._data_dir)

@@ -49,14 +49,13 @@ from shardwell.errors import (
     StorageError,
 )
 from shardwell.numerics.arguments import check_integer
-from shardwell.process.allocator import tune_malloc
 from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.local_paths import local_path
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import SHARD_COUNT_MAX
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.logs import configure_logs
-from shardwell_server.processes import end_when_a_thread_dies, raise_file_limit
+from shardwell_server.processes.own import become_shard
 from shardwell_server.server import ShardServer
 from shardwell_server.store.files.data_dir import DataDir, DataDirInUseError, kept_cluster_id
 
@@ -104,11 +103,8 @@ class _ShardActor:
     def __init__(
         self, config: ShardConfig, data_dir: Path | None, port: int, log_level: str
     ) -> None:
-        os.umask(0o077)
-        tune_malloc(arena_count_max=2)
-        raise_file_limit()
         configure_logs(log_level, shard_index=config.shard_index)
-        end_when_a_thread_dies()
+        become_shard()
         self._config = config
         self._port = port
         self._process = uuid.uuid4().hex

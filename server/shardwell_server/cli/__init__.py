@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import click
 
-from shardwell_server import signals, terminal
-from shardwell_server.processes import end_process
+from shardwell_server import terminal
+from shardwell_server.processes import signals
+from shardwell_server.processes.own import end_process
 
 _COMMANDS = {
     "bench": ("bench", "bench"),

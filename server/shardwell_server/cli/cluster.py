@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import shlex
-import signal
 import socket
 import tempfile
 import time
@@ -17,13 +15,19 @@ import click
 from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
 from shardwell.errors import ShardwellError
 from shardwell.specs.names import parse_target
-from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.certs import LOCAL_HOSTS
 from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
 from shardwell_server.local_cluster import LocalCluster
-from shardwell_server.shard_process import NOT_READY, START_TIMEOUT_S, not_started
+from shardwell_server.processes import signals
+from shardwell_server.processes.shard import (
+    NOT_READY,
+    START_TIMEOUT_S,
+    ShardProcess,
+    not_started,
+)
+from shardwell_server.processes.supervise import Change, Restarts, State
 from shardwell_server.store.files.data_dir import (
     DataDirError,
     kept_shard_count,
@@ -39,12 +43,10 @@ _RECORD_NAME = "cluster.json"
 _LOOK_INTERVAL_S = 0.1
 _CERTIFICATE_DAYS = 365
 """Each start makes new ones."""
-_DEATH_COUNT_MAX = 1000
-"""Deaths of one shard after which something else must be wrong."""
-_FAILED_START_COUNT_MAX = 3
+_RESTART_COUNT_MAX = 1000
+"""Restarts of one shard after which something else must be wrong."""
+_UNREADY_COUNT_MAX = 3
 """Starts, one after another, that a shard ended by itself: its files are damaged, say."""
-_CODES_OF_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Codes of a shard that ended by itself in order, or by a signal from outside."""
 
 
 @click.command()
@@ -155,10 +157,12 @@ def cluster(
         )
         if running.admin_urls:
             click.echo(f"# status page: {running.admin_urls[0]}", err=True)
-        watched = [_WatchedShard(running, index, data_dir) for index in range(shard_count)]
+        places = running.supervisor.places
+        for place in places:
+            place.rule = _restarts(data_dir is not None)
         while not signals.is_asked_to_stop():
-            for shard in watched:
-                shard.look()
+            for change in running.supervisor.look():
+                _say(places.index(change.place), change, data_dir)
             time.sleep(_LOOK_INTERVAL_S)
         if data_dir is not None:
             click.echo("# the same command goes on from these files, on these ports", err=True)
@@ -230,65 +234,41 @@ def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tup
     return Tls(ca=files.ca, cert=files.server, key=files.server_key), variables
 
 
-class _WatchedShard:
-    """A shard that is started again when it has died. Nothing here waits, so all are watched."""
+def _restarts(has_files: bool) -> Restarts:
+    return Restarts(
+        count_max=_RESTART_COUNT_MAX if has_files else 0,
+        done_codes=(),
+        unready_count_max=_UNREADY_COUNT_MAX,
+        ready_s=START_TIMEOUT_S,
+    )
 
-    def __init__(self, running: LocalCluster, index: int, data_dir: Path | None) -> None:
-        self._running = running
-        self._index = index
-        self._data_dir = data_dir
-        self._death_count = 0
-        self._failed_start_count = 0
-        self._last_code: int | None = None
-        """What it ended with, while it is being started again."""
-        self._start_deadline_s = math.inf
 
-    def look(self) -> None:
-        """Starts it again if it has ended.
+def _say(index: int, change: Change[ShardProcess], data_dir: Path | None) -> None:
+    """Says what has become of a shard.
 
-        Raises:
-            ClickException: that would be of no use.
-            ShardUnavailableError: it was of none.
-        """
-        if self._last_code is not None:
-            self._look_at_start()
-        code = self._running.children[self._index].poll()
-        if code is not None:
-            self._died(code)
-
-    def _look_at_start(self) -> None:
-        if self._running.begins_to_serve(self._index):
-            assert self._data_dir is not None
-            self._tell(
-                f"had ended with exit code {self._last_code}, and goes on from "
-                f"{self._data_dir / f'shard-{self._index}'}"
-            )
-            self._last_code = None
-            self._failed_start_count = 0
-        elif time.monotonic() > self._start_deadline_s:
-            raise not_started(self._index, NOT_READY)
-
-    def _died(self, code: int) -> None:
-        self._death_count += 1
-        if self._data_dir is None or self._death_count > _DEATH_COUNT_MAX:
-            cause = ""
-            if self._data_dir is None:
-                cause = (
-                    ", and its part of the weights is lost: with --data-dir it is started again on "
-                    "its files"
-                )
-            raise click.ClickException(
-                f"shard {self._index} has ended with exit code {code}; the others are "
-                f"stopped{cause}"
-            )
-        if self._last_code is not None:
-            self._failed_start_count += code not in _CODES_OF_OTHERS
-            if self._failed_start_count >= _FAILED_START_COUNT_MAX:
-                raise not_started(self._index, f"exit code {code}")
-            self._tell(f"ended with exit code {code} before it served, and is started once more")
-        self._last_code = code
-        self._running.begin_start(self._index)
-        self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
-
-    def _tell(self, what: str) -> None:
-        click.echo(f"# shard {self._index} {what}", err=True)
+    Raises:
+        ClickException: it has ended, and to start it again would be of no use.
+        ShardUnavailableError: it was of none.
+    """
+    place, was = change.place, change.was
+    code = f"exit code {place.code}"
+    words = ""
+    if place.state is State.FAILED and was is State.STARTING:
+        raise not_started(index, code if change.words else NOT_READY)
+    if place.state is State.FAILED:
+        words = (
+            ""
+            if data_dir
+            else ", and its part of the weights is lost: with --data-dir it is started again on "
+            "its files"
+        )
+        raise click.ClickException(
+            f"shard {index} has ended with {code}; the others are stopped{words}"
+        )
+    if place.state is State.PAUSING and was is State.STARTING:
+        words = f"ended with {code} before it served, and is started once more"
+    elif place.state is State.RUNNING and place.restart_count:
+        assert data_dir is not None
+        words = f"had ended with {code}, and goes on from {data_dir / f'shard-{index}'}"
+    if words:
+        click.echo(f"# shard {index} {words}", err=True)

@@ -11,7 +11,6 @@ import click
 from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.outer.outer import DEFAULT_CODEC
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell_server import signals
 from shardwell_server.cli.options import (
     Decorator,
     running_shards_option,
@@ -34,8 +33,9 @@ from shardwell_server.demo.digits.worker import (
     Training,
 )
 from shardwell_server.demo.reports import Report, error_line
-from shardwell_server.processes import stop_when_parent_ends
-from shardwell_server.signals import StoppedError
+from shardwell_server.processes import signals
+from shardwell_server.processes.own import stop_when_parent_ends
+from shardwell_server.processes.signals import StoppedError
 
 _REPORT_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 2.0

@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import cast
 
 import click
 import grpc
@@ -28,12 +37,15 @@ from shardwell.group.launch import (
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
 from shardwell.specs.names import check_name, parse_target
 from shardwell.threads.spread import core_count
-from shardwell_server import signals
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
-from shardwell_server.launch.run import LocalRun, guarded, say
-from shardwell_server.processes import ChildProcess
+from shardwell_server.processes import guard, signals
+from shardwell_server.processes.child import Child, describe_exit
+from shardwell_server.processes.guard import adopt_orphans
+from shardwell_server.processes.output import RankOutput, shows_colors
+from shardwell_server.processes.own import stop_when_parent_ends
+from shardwell_server.processes.supervise import Change, Restarts, State, Supervisor
 
 _WORKER_COUNT_MAX = 256
 """Each has two pipes; 1024 open files are a usual limit."""
@@ -41,6 +53,25 @@ _RESTART_COUNT_MAX = 1000
 _DEFAULT_RESTART_COUNT = 3
 _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
+_STDOUT_FD, _STDERR_FD = 1, 2
+_LOOK_INTERVAL_S = 0.05
+"""How often ends of processes are looked for while there is no output."""
+_LAST_WORDS_S = 1.0
+"""How long output is waited for that a process holds open which has left its group."""
+_GRACE_S = 5.0
+"""For workers whose run has failed, or that Ctrl-C ends."""
+_LEAVE_GRACE_S = 120.0
+"""After SIGTERM: what a spot instance is given, in which workers end the step under way."""
+RESTART_VARIABLE = "SHARDWELL_RESTART"
+"""How many times an elastic worker was started again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+_LEFT_CODES = (0, signals.EXIT_CODE_BASE + signal.SIGTERM, -signal.SIGTERM)
+"""Ends of workers that are done, as subprocess has them: with their work, or asked by SIGTERM."""
+_LAST_READ_COUNT_MAX = 16
+"""Reads of what one stream of an ended worker still holds: a whole pipe."""
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_NOT_HIDDEN = ("__main__", "test")
+"""Names that programs give their own files, and that nothing needs from Python."""
 _CODES = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126}
 """Exit codes of shells for commands that can't be started."""
 
@@ -130,9 +161,15 @@ def run(
     --elastic.
     """
     program = _find_program(command[0])
-    if elastic and restart_count_max is None:
-        restart_count_max = _DEFAULT_RESTART_COUNT
-    elif not elastic and restart_count_max is not None:
+    restarts: Restarts | None = None
+    if elastic:
+        restarts = Restarts(
+            count_max=_DEFAULT_RESTART_COUNT if restart_count_max is None else restart_count_max,
+            first_pause_s=_FIRST_PAUSE_S,
+            pause_s_max=_LONGEST_PAUSE_S,
+            done_codes=_LEFT_CODES,
+        )
+    elif restart_count_max is not None:
         raise click.UsageError(
             f"--restarts {restart_count_max} needs --elastic: without it the first failure ends all"
         )
@@ -153,7 +190,7 @@ def run(
         raise click.ClickException(f"can't start a process to run the workers: {error}") from error
     with contextlib.ExitStack() as stack:
         shared = {GROUP_VARIABLE: group_name}
-        shards: Sequence[ChildProcess] = ()
+        shards: Sequence[Child] = ()
         if with_shards:
             from shardwell_server.local_cluster import LocalCluster  # a third of a second
 
@@ -179,7 +216,7 @@ def run(
                 shards,
                 passing_fd=passing_fd,
                 grace_s=grace_s,
-                restart_count_max=restart_count_max,
+                restarts=restarts,
             ).run()
         except OSError as error:
             say(f"can't start {worker_count} workers: {error}")
@@ -236,3 +273,353 @@ def _find_program(name: str) -> str:
     hint = f"; to run a Python program: -- python {name}" if name.endswith(".py") else ""
     say(f"{name} {what}{hint}")
     raise click.exceptions.Exit(code)
+
+
+class RankProcess(Child):
+    """A worker, whose output is passed on with its rank in front of each line."""
+
+    def __init__(
+        self, rank: int, program: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        super().__init__(
+            command,
+            program=program,
+            environment=environment,
+            stderr=subprocess.PIPE,
+            is_tied=False,
+        )
+        self.rank = rank
+        self.passed_on = [
+            RankOutput(rank, source, sink_fd, is_colored=shows_colors(sink_fd))
+            for source, sink_fd in zip(self.outputs, (_STDOUT_FD, _STDERR_FD), strict=True)
+        ]
+
+
+def guarded(grace_s: float | None) -> int:
+    """Goes on in a child process; this one becomes its guard, and ends with its exit code.
+
+    Returns a descriptor, in which the numbers of signals come that the guard passes on. Main thread
+    only, while stop signals are held, and before threads are started.
+    """
+    reading_fd, writing_fd = os.pipe()
+    passing_fd, telling_fd = os.pipe()
+    os.set_blocking(passing_fd, False)
+    for fd in (writing_fd, telling_fd):
+        os.set_inheritable(fd, True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child != 0:
+        grace_s = _GRACE_S if grace_s is None else grace_s
+        arguments = [str(child), str(grace_s), str(telling_fd)]
+        os.execv(sys.executable, [sys.executable, "-I", "-S", guard.__file__, *arguments])
+    for fd in (writing_fd, telling_fd):
+        os.close(fd)
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    stop_when_parent_ends(signals.ask_to_stop, reading_fd)
+    return passing_fd
+
+
+class LocalRun:
+    """N workers, until all have ended. Main thread only: it takes the signals.
+
+    The first that fails stops all. With `restarts`, the workers are elastic: one that
+    fails is started again, alone, while the others go on. The end of a shard stops all, too.
+
+    One thread does it all, so that lines do not mix.
+
+    The caller stops the shards. `passing_fd` is of `guarded`.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        shards: Sequence[Child] = (),
+        *,
+        passing_fd: int,
+        grace_s: float | None,
+        restarts: Restarts | None,
+    ) -> None:
+        self._program = program
+        self._command = command
+        self._environments = environments
+        self._shards = shards
+        self._passing_fd = passing_fd
+        self._leave_grace_s = _LEAVE_GRACE_S if grace_s is None else grace_s
+        self._rule = restarts
+        self._supervisor: Supervisor[RankProcess] = Supervisor(
+            _GRACE_S if grace_s is None else grace_s
+        )
+        self._parent_pid = os.getppid()
+        self._failed_code: int | None = None
+        """The exit code for the first that failed for good: a worker or a shard."""
+        self._signal: int | None = None
+        self._passed_on: set[int] = set()
+        """Numbers of signals that the guard has sent, and that have not come yet."""
+        self._signal_counts = {"guard": 0, "direct": 0}
+        """Signals to stop, by where they came from: the sender may have sent one to all processes
+        of a job, of which this process and its guard are two."""
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Blocks until no worker is left; the exit code.
+
+        0 if all ended with it; that of the first worker or shard that failed, or 128 and the number
+        of the signal that ended it; 1 for a shard that ended with 0; 128 and the number of the
+        signal that stopped us. Of elastic workers, that of the first that was given up.
+        """
+        adopt_orphans()
+        with self._selector, self._taking_signals():
+            try:
+                for rank in range(len(self._environments)):
+                    if self._signal is None:
+                        self._supervisor.add(partial(self._start, rank), self._rule or Restarts())
+                self._watch()
+            except BrokenPipeError as error:
+                say(f"{error}; the workers are stopped")
+                self._failed_code = signals.EXIT_CODE_BASE + signal.SIGPIPE
+            finally:
+                self._end_all()
+        if self._signal is not None:
+            return signals.EXIT_CODE_BASE + self._signal
+        return self._failed_code or 0
+
+    @contextlib.contextmanager
+    def _taking_signals(self) -> Iterator[None]:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take codes of workers
+        for number in signals.stop_signals():
+            signal.signal(number, self._handle)
+        for number in signals.user_signals():
+            signal.signal(number, self._pass_on_signal)
+        taken = signals.stop_signals() | signals.user_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
+        try:
+            yield
+        finally:
+            signals.hold()
+
+    @property
+    def _ranks(self) -> list[RankProcess]:
+        return [place.process for place in self._supervisor.places]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Acts at once: the loop may be writing to a terminal that takes nothing."""
+        source = "guard" if self._was_passed_on(number) else "direct"
+        self._signal_counts[source] += 1
+        if self._signal is None:
+            self._signal = number
+            self._ask_to_stop(number)
+        elif max(self._signal_counts.values()) > 1:
+            for rank in self._ranks:
+                rank.send(signal.SIGKILL)
+
+    def _pass_on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._was_passed_on(number):  # else the guard has it, too
+            for rank in self._ranks:
+                rank.tell(number)
+
+    def _was_passed_on(self, number: int) -> bool:
+        """Whether the guard has sent this signal; more of them may have become one."""
+        with contextlib.suppress(BlockingIOError):
+            self._passed_on.update(os.read(self._passing_fd, 4096))
+        is_passed = number in self._passed_on
+        self._passed_on.discard(number)
+        return is_passed
+
+    def _start(self, rank: int, restart_count: int) -> RankProcess:
+        environment = self._environments[rank]
+        if self._rule is not None:
+            environment = {**environment, RESTART_VARIABLE: str(restart_count)}
+        started = RankProcess(rank, self._program, self._command, environment)
+        try:
+            for output in started.passed_on:
+                self._selector.register(output, selectors.EVENT_READ)
+        except OSError:
+            started.kill()
+            raise
+        return started
+
+    def _watch(self) -> None:
+        """Passes output on until all workers have ended and nothing of them is left."""
+        supervisor = self._supervisor
+        has_said = had_any = False
+        while (supervisor.is_awaited or not supervisor.is_gone) and supervisor.rest_s > 0:
+            if self._signal is not None:
+                self._ask_to_stop(self._signal)  # it came while one was being started
+            had_any = not supervisor.is_gone
+            has_said = has_said or (had_any and self._say_signal())
+            self._judge_shards()
+            self._pass_on_output()
+            self._reap_orphans()
+            ended = [change for change in supervisor.look() if change.words]
+            self._pass_on_last_words([change.place.process for change in ended])
+            if supervisor.stop_s is None:
+                self._judge(ended)
+            if not supervisor.is_awaited and not supervisor.is_gone:
+                self._ask_to_stop(signal.SIGTERM)  # what is left of workers that have ended
+        if had_any and not has_said:  # the last one ended as the signal came
+            self._say_signal()
+        for rank in self._ranks:
+            if rank.poll() is None:
+                say(f"rank {rank.rank} did not end within {supervisor.grace_s:g} s and is killed")
+
+    def _say_signal(self) -> bool:
+        if self._signal is not None:
+            say(
+                f"{signal.Signals(self._signal).name}: workers have {self._supervisor.grace_s:g} s "
+                "to stop; another one kills them at once"
+            )
+        return self._signal is not None
+
+    def _reap_orphans(self) -> None:
+        """Waits for those that have ended of what workers left behind: ours by `adopt_orphans`.
+
+        The object that started a process asks for its exit code, which only the first wait gets.
+        """
+        started: dict[int, Callable[[], object]] = {
+            process.pid: process.poll for process in (*self._ranks, *self._shards)
+        }
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None:
+                    return
+                if ended.si_pid in started:
+                    started[ended.si_pid]()
+                else:
+                    os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def _judge(self, ended: list[Change[RankProcess]]) -> None:
+        """Says what has become of workers; stops all where they are not elastic."""
+        # Of several at once, one that was killed is the more likely cause.
+        ended.sort(key=lambda change: ((change.place.code or 0) > 0, change.place.process.rank))
+        for place, _, words in ended:
+            code, words = place.code or 0, f"rank {place.process.rank} {words}"
+            if place.state is State.PAUSING:
+                pause_s, count = place.rule.pause_s(place.restart_count), place.restart_count + 1
+                say(
+                    f"{words}; it is started again in {pause_s:g} s "
+                    f"({count} of {place.rule.count_max})"
+                )
+            elif place.state is State.FAILED:
+                self._failed_code = self._failed_code or _exit_code_of(code)
+                if self._rule is not None:
+                    say(f"{words}; it is not started again (restarts: {place.restart_count})")
+                elif all(each.state is State.FAILED for each in self._supervisor.places):
+                    say(words)
+                else:
+                    say(f"{words}; the others are stopped")
+            elif code != 0:
+                say(f"{words}: it has left, and is not started again")
+        if any(place.state is State.FAILED for place, _, _ in ended):
+            self._say_what_is_hidden()
+            if self._rule is None:
+                self._ask_to_stop(signal.SIGTERM)
+
+    def _say_what_is_hidden(self) -> None:
+        for hiding in hidden_modules(self._command):
+            say(
+                f"{hiding} hides Python's own module {hiding.stem!r} from the workers and from all "
+                "that they import; if their error names it, give the file another name"
+            )
+
+    def _judge_shards(self) -> None:
+        """Stops the workers where a shard has ended: without it none comes any further."""
+        if self._supervisor.stop_s is not None:
+            return
+        for index, shard in enumerate(self._shards):
+            code = shard.poll()
+            if code is not None:
+                self._failed_code = _exit_code_of(code) or 1
+                say(f"shard {index} has ended with {describe_exit(code)}; the workers are stopped")
+                self._ask_to_stop(signal.SIGTERM)
+                return
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Sends a signal to those that have got none. Also called by the signals' handler."""
+        is_orphan = os.getppid() != self._parent_pid  # the command was killed
+        if self._supervisor.stop_s is None and self._signal == signal.SIGTERM and not is_orphan:
+            self._supervisor.grace_s = self._leave_grace_s
+        self._supervisor.ask_to_stop(number)
+
+    def _end_all(self) -> None:
+        """Kills what is left, and writes what it has said."""
+        for rank in self._ranks:
+            rank.kill()
+        # Also those of earlier processes of a rank, which what they have started may hold open.
+        outputs = [cast(RankOutput, key.fileobj) for key in self._selector.get_map().values()]
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        try:
+            while any(o.is_open for o in outputs) and time.monotonic() < deadline_s:
+                self._pass_on_output()
+            for output in outputs:
+                output.close()
+        except BrokenPipeError:
+            for output in outputs:
+                output.discard()
+
+    def _pass_on_output(self) -> None:
+        """Waits for output, for a moment; passes on a bounded part of what has come."""
+        for key, _ in self._selector.select(_LOOK_INTERVAL_S):
+            self._pass_on(cast(RankOutput, key.fileobj))
+
+    def _pass_on_last_words(self, ended: list[RankProcess]) -> None:
+        """So that they come before what we say of its end."""
+        for rank in ended:
+            for output in rank.passed_on:
+                for _ in range(_LAST_READ_COUNT_MAX):
+                    if not output.is_open or not self._pass_on(output):
+                        break
+
+    def _pass_on(self, output: RankOutput) -> bool:
+        was_there = output.pass_on()
+        if not output.is_open:
+            self._selector.unregister(output)
+        return was_there
+
+
+def _exit_code_of(code: int) -> int:
+    return code if code >= 0 else signals.EXIT_CODE_BASE - code
+
+
+def say(words: str) -> None:
+    """Prints a line of the command's own."""
+    click.secho(f"shardwell: {words}", fg="red", err=True)
+
+
+def hidden_modules(command: Sequence[str]) -> list[Path]:
+    """Files where Python looks first for `command` that have the name of a module of Python's."""
+    directory = _first_directory(command)
+    if directory is None:
+        return []
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return []
+    return [
+        entry
+        for entry in entries
+        if entry.stem in sys.stdlib_module_names
+        and entry.stem not in (*sys.builtin_module_names, *_NOT_HIDDEN)
+        and (entry.suffix == ".py" or (entry / "__init__.py").is_file())
+    ]
+
+
+def _first_directory(command: Sequence[str]) -> Path | None:
+    if command[0].endswith(".py"):
+        return Path(command[0]).resolve().parent
+    if not Path(command[0]).name.startswith("python"):
+        return None
+    arguments = iter(command[1:])
+    for argument in arguments:
+        if argument in ("-m", "-c"):
+            return Path.cwd()
+        if argument in ("-P", "-I"):
+            return None
+        if argument in _WITH_VALUE:
+            next(arguments, None)
+        elif not argument.startswith("-"):
+            return Path(argument).resolve().parent
+    return None

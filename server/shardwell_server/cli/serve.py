@@ -15,27 +15,18 @@ import click
 from shardwell.connection.credentials import INSECURE_VARIABLE
 from shardwell.connection.tls import Tls, TlsFiles
 from shardwell.errors import ArgumentError
-from shardwell.process.allocator import tune_malloc
 from shardwell.specs.names import parse_target
-from shardwell_server import signals
 from shardwell_server.access.access import Access
 from shardwell_server.cli.options import GivenPath, usage_errors
 from shardwell_server.cli.quantities import ByteCount, Duration
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.logs import configure_logs
-from shardwell_server.processes import (
-    end_when_a_thread_dies,
-    raise_file_limit,
-    stop_when_parent_ends,
-)
+from shardwell_server.processes import signals
+from shardwell_server.processes.own import become_shard, stop_when_parent_ends
+from shardwell_server.processes.shard import SERVING_LINE
 from shardwell_server.server import ShardServer
-from shardwell_server.shard_process import SERVING_LINE
 from shardwell_server.store.files.data_dir import DataDir
 
-_ARENA_COUNT_MAX = 2
-"""Messages come and go on many threads; with few heaps their buffers are used again."""
-_UMASK = 0o077
-"""What a shard writes is its user's alone."""
 _LIMITS = {
     "parameter_count_max": "Parameters on this shard.",
     "table_count_max": "Tables on this shard.",
@@ -339,10 +330,7 @@ def serve(
         )
         config.durability.check_files(data_dir is not None)
         Access.of(config)
-    os.umask(_UMASK)
-    tune_malloc(arena_count_max=_ARENA_COUNT_MAX)
-    raise_file_limit()
-    end_when_a_thread_dies()
+    become_shard()
     if exit_with_parent:
         stop_when_parent_ends(signals.ask_to_stop)
     with contextlib.ExitStack() as stack:

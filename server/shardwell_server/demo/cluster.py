@@ -11,7 +11,7 @@ from shardwell.connection.tls import VARIABLES
 from shardwell.errors import ShardwellError
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.local_cluster import LocalCluster
-from shardwell_server.processes import describe_exit
+from shardwell_server.processes.child import describe_exit
 
 GRACE_S = 0.5
 """The time that the demo's shards give open calls when they stop: workers have ended by then."""

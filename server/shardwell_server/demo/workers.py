@@ -1,15 +1,12 @@
 """The demo's workers: child processes, and what they have reported so far.
 
-Each worker has a thread that reads its reports and keeps the latest, so memory is bounded however
-late they are looked at.
+Of reports that are read together the latest is kept, and pipes bound what was not read yet.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +15,8 @@ from typing import Protocol
 from shardwell.process.connected import Closing
 from shardwell_server.demo.errors import DemoError
 from shardwell_server.demo.reports import Report, parse_line
-from shardwell_server.processes import PARENT_FLAG, ChildProcess, describe_exit
+from shardwell_server.processes.child import PARENT_FLAG, Child, describe_exit, python
+from shardwell_server.processes.supervise import Supervisor
 
 SILENCE_MAX_S = 90.0
 """A worker that reports nothing for so long is taken for stuck; longer than its own deadlines."""
@@ -50,9 +48,11 @@ class WorkerTask(Protocol):
 
 
 class Member:
-    """One worker's process. Its fields are written by its own thread and read by any."""
+    """One worker's process, and what it has reported as far as it was looked at."""
 
-    def __init__(self, task: WorkerTask, folder: Path | None = None) -> None:
+    def __init__(
+        self, task: WorkerTask, supervisor: Supervisor[Child], folder: Path | None
+    ) -> None:
         self.task = task
         self.latest: Report | None = None
         self.loss: float | None = None
@@ -63,16 +63,16 @@ class Member:
         self.is_let_go = False
         """True if it was ended on purpose, so that it is right however it ends."""
         self._error: str | None = None
+        self._folder = folder
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
-        self._child = ChildProcess(
-            [*task.command(), PARENT_FLAG],
-            environment={**os.environ, **_ONE_THREAD, **_imports_from(folder)},
+        self._child = supervisor.add(self._started).process
+
+    def _started(self, _restart_count: int) -> Child:
+        return Child(
+            python(*self.task.command(), PARENT_FLAG),
+            environment={**os.environ, **_ONE_THREAD, **_imports_from(self._folder)},
             stderr=self._stderr,
         )
-        self._thread = threading.Thread(
-            target=self._read, name=f"demo-{task.worker_id}", daemon=True
-        )
-        self._thread.start()
 
     @property
     def step(self) -> int:
@@ -82,9 +82,13 @@ class Member:
     def has_finished(self) -> bool:
         """True if it has made all its steps and ended; DemoError: it ended before, or is silent."""
         name = f"worker {self.task.worker_id}"
+        is_running = self._child.poll() is None
+        while lines := self._child.read_lines():
+            for line in lines:
+                self._take(line)
         if self.is_let_go:
-            return not self._thread.is_alive()
-        if self._thread.is_alive():
+            return not is_running
+        if is_running and not self._child.is_silent:
             silence_s = time.monotonic() - self.heard_s
             if silence_s > SILENCE_MAX_S:
                 raise DemoError(
@@ -98,16 +102,12 @@ class Member:
             return True
         if self._error is not None:
             raise DemoError(f"{name}: {self._error}", worker_id=self.task.worker_id)
-        told = self._stderr_tail()
+        said = self._stderr_tail()
         raise DemoError(
             f"{name} has ended with {describe_exit(code)} at step {self.step} of "
-            f"{self.task.step_count}" + (f"; its last words:\n{told}" if told else ""),
+            f"{self.task.step_count}" + (f"; its last words:\n{said}" if said else ""),
             worker_id=self.task.worker_id,
         )
-
-    def ask_to_stop(self) -> None:
-        """Sends SIGTERM; does not wait."""
-        self._child.ask_to_stop()
 
     def let_go(self, *, by_force: bool) -> None:
         """Ends it on purpose: by SIGKILL, waiting for its end, or by SIGTERM, not waiting."""
@@ -118,32 +118,26 @@ class Member:
             self._child.ask_to_stop()
 
     def close(self) -> None:
-        """Stops it if it runs, and waits for its end."""
-        self.ask_to_stop()
-        if self._child.wait(_GRACE_S) is None:
-            self._child.kill()
-        self._thread.join()  # reads to the end, so its stream may be closed
-        self._child.close(_GRACE_S)
+        """Forgets what it has written, once it has ended."""
         self._stderr.close()
 
-    def _read(self) -> None:
-        while line := self._child.read_line():
-            try:
-                told = parse_line(line)
-            except ValueError:
-                continue  # something that a library printed
-            self.heard_s = time.monotonic()
-            if isinstance(told, str):
-                self._error = told
-                continue
-            if told.loss is not None:
-                self.loss = told.loss
-                if self.first_loss is None:
-                    self.first_loss = told.loss
-                    self.first_step_s = self.heard_s
-            if told.measures:
-                self.measures = told.measures
-            self.latest = told
+    def _take(self, line: str) -> None:
+        try:
+            report = parse_line(line)
+        except ValueError:
+            return  # something that a library printed
+        self.heard_s = time.monotonic()
+        if isinstance(report, str):
+            self._error = report
+            return
+        if report.loss is not None:
+            self.loss = report.loss
+            if self.first_loss is None:
+                self.first_loss = report.loss
+                self.first_step_s = self.heard_s
+        if report.measures:
+            self.measures = report.measures
+        self.latest = report
 
     def _stderr_tail(self) -> str:
         self._stderr.seek(0)
@@ -166,7 +160,7 @@ class WorkerPool(Closing):
     def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:
         self.members: list[Member] = []
         self._folder = folder
-        self._stack = contextlib.ExitStack()
+        self._supervisor: Supervisor[Child] = Supervisor(_GRACE_S)
         try:
             for task in tasks:
                 self.start(task)
@@ -176,9 +170,7 @@ class WorkerPool(Closing):
 
     def start(self, task: WorkerTask) -> None:
         """Starts one more worker."""
-        member = Member(task, self._folder)
-        self.members.append(member)
-        self._stack.callback(member.close)
+        self.members.append(Member(task, self._supervisor, self._folder))
 
     @property
     def living(self) -> list[Member]:
@@ -193,6 +185,6 @@ class WorkerPool(Closing):
 
     def close(self) -> None:
         """Stops all workers and waits for their end. Safe to repeat."""
+        self._supervisor.close()
         for member in self.members:
-            member.ask_to_stop()
-        self._stack.close()
+            member.close()

@@ -8,7 +8,7 @@ from harness.programs.commands import Program
 
 DYING = """
 import threading
-from shardwell_server.processes import end_when_a_thread_dies
+from shardwell_server.processes.own import end_when_a_thread_dies
 from shardwell_server.logs import configure_logs
 
 configure_logs(log_format="json")

@@ -13,7 +13,7 @@ import pytest
 
 from harness.programs.commands import Program, run_command
 from shardwell_server import LocalCluster
-from shardwell_server.launch.hidden import hidden_modules
+from shardwell_server.cli.run import hidden_modules
 
 NAMES = ("random", "token", "queue", "secrets", "statistics", "select", "string", "config", "numpy")
 

@@ -179,7 +179,7 @@ def test_workers_of_a_run_take_signals_as_programs_do() -> None:
 
 LOST = """
 import io, os, signal
-from shardwell_server import signals
+from shardwell_server.processes import signals
 
 class File(io.RawIOBase):
     def close(self):

@@ -7,7 +7,7 @@ import pytest
 from shardwell import ArgumentError, Traffic
 from shardwell_server.cli.digits import index_of
 from shardwell_server.demo.reports import Report, Reporter, error_line, parse_line
-from shardwell_server.processes import describe_exit
+from shardwell_server.processes.child import describe_exit
 
 
 def test_a_report_comes_back_as_it_was():

@@ -20,7 +20,6 @@ import shardwell
 from shardwell.errors import ArgumentError, DeadlineError, ShardUnavailableError
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
-from shardwell_server import signals
 from shardwell_server.demo.cluster import (
     GRACE_S,
     check_shards,
@@ -45,6 +44,7 @@ from shardwell_server.demo.digits.worker import (
 from shardwell_server.demo.progress import Observer, Progress, TrainingState, count, traffic
 from shardwell_server.demo.workers import WorkerPool
 from shardwell_server.local_cluster import LocalCluster
+from shardwell_server.processes import signals
 
 CHAOS_WORKER_COUNT_MIN = 3
 WORKER_COUNT_MAX = 32

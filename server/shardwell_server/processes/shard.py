@@ -7,14 +7,17 @@ from pathlib import Path
 
 from shardwell.errors import ShardUnavailableError
 from shardwell_server.config import ShardConfig
-from shardwell_server.processes import PARENT_FLAG, ChildProcess
+from shardwell_server.processes.child import PARENT_FLAG, Child, describe_exit, python
 
 START_TIMEOUT_S = 60.0
 """A shard starts within a second; a busy machine may need a while to import its packages."""
 NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 SERVING_LINE = "serving on "
 """What `shardwell serve` prints when it is ready, followed by HOST:PORT."""
-_STOP_MARGIN_S = 5.0
+STOP_MARGIN_S = 5.0
+"""The time beyond its grace that a shard may take to stop."""
+_END_S = 5.0
+"""The wait for the end of a process whose output has ended."""
 _FLAGS = (
     "shard_index", "shard_count", "cluster_id", "listen", "chunk_size_bytes", "grace_s",
     "session_lease_s", "connection_age_s", "same_host", "tokens", "jwt_keys", "same_token",
@@ -23,19 +26,14 @@ _FLAGS = (
 """Fields of `ShardConfig` of which `shardwell serve` has flags of the same names."""
 
 
-class ShardProcess(ChildProcess):
-    """`shardwell serve` as a child process, whose logs go to this process's stderr.
-
-    Args:
-        config: Its place, and how it serves; without `limits`, which are the defaults.
-        data_dir: Its own directory; None: all is in memory.
-        log_level: The least that it logs.
-    """
+class ShardProcess(Child):
+    """`shardwell serve` as a child process, with default limits; its logs go to our stderr."""
 
     def __init__(
         self, config: ShardConfig, data_dir: Path | None = None, *, log_level: str
     ) -> None:
-        self._config = config
+        self._shard_index = config.shard_index
+        self._address = ""
         flags: dict[str, object] = {name: getattr(config, name) for name in _FLAGS}
         flags["durability"], flags["log_level"] = config.durability.setting, log_level
         flags["data_dir"] = data_dir
@@ -52,34 +50,30 @@ class ShardProcess(ChildProcess):
         if config.insecure:
             arguments.append("--insecure")
         super().__init__(
-            ["-m", "shardwell_server", "serve", PARENT_FLAG, *arguments],
+            python("-m", "shardwell_server", "serve", PARENT_FLAG, *arguments),
             environment=_plain_environment(),
         )
 
-    def begins_to_serve(self) -> bool:
-        """Whether it serves since the last look; true once."""
-        line = self.read_first_line(0.0)
-        return line is not None and line.startswith(SERVING_LINE)
+    def is_ready(self) -> bool:
+        """True once it serves."""
+        return bool(self._address) or self._is_told(0.0)
 
     def await_address(self) -> str:
-        """HOST:PORT where it listens, once it serves. Blocks; for one call.
+        """Waits until it serves, and returns its HOST:PORT."""
+        if not self._address and not self._is_told(START_TIMEOUT_S):
+            end = describe_exit(self.wait(_END_S)) if self.is_silent else NOT_READY
+            raise not_started(self._shard_index, end)
+        return self._address
 
-        Raises:
-            ShardUnavailableError: it has ended, or is not there in time.
-        """
-        line = self.read_first_line(START_TIMEOUT_S)
-        if line is None or not line.startswith(SERVING_LINE):
-            end = NOT_READY if line is None else f"exit code {self.wait(_STOP_MARGIN_S)}"
-            raise not_started(self._config.shard_index, end)
-        return line.removeprefix(SERVING_LINE)
-
-    def stop(self) -> None:
-        """Stops it as soon as its streams have ended, by force when they have had their time."""
-        self.close(self._config.grace_s + _STOP_MARGIN_S)
+    def _is_told(self, timeout_s: float) -> bool:
+        for line in self.read_lines(timeout_s)[:1]:
+            if line.startswith(SERVING_LINE):
+                self._address = line.removeprefix(SERVING_LINE)
+        return bool(self._address)
 
 
 def not_started(shard_index: int, end: str) -> ShardUnavailableError:
-    """The error when a shard's process has not come to serve; `end` says what became of it."""
+    """The error of a shard whose process does not serve; `end` says why."""
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )

@@ -94,7 +94,7 @@ class RankOutput:
         os.set_blocking(source.fileno(), False)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The descriptor, for selectors."""
         return self._source.fileno()
 
     @property
@@ -137,7 +137,7 @@ class RankOutput:
 
 
 def shows_colors(sink_fd: int) -> bool:
-    """True if it is a terminal, whose user has not said no."""
+    """True for a terminal, unless its user wants no colors."""
     with contextlib.suppress(OSError):
         return os.isatty(sink_fd) and not is_plain()
     return False

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell_server.launch.output import LINE_SIZE_MAX_BYTES, LineCutter
+from shardwell_server.processes.output import LINE_SIZE_MAX_BYTES, LineCutter
 
 
 def _lines_of(*parts: bytes, at_s: float = 0.0) -> list[bytes]:

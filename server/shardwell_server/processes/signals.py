@@ -26,7 +26,6 @@ EXIT_CODE_BASE = 128
 
 
 _came: int | None = None
-"""The signal that has broken the command off."""
 
 
 class StoppedError(BaseException):
@@ -35,7 +34,6 @@ class StoppedError(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
-        """The signal."""
 
     @property
     def exit_code(self) -> int:
@@ -69,10 +67,7 @@ def hold() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A block that nothing breaks off, such as one that starts a process and notes whose it is.
-
-    A signal that comes meanwhile takes effect after it. In any thread and program.
-    """
+    """A block that no signal breaks off, such as one that starts a process and notes it."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
@@ -86,12 +81,12 @@ def wait() -> None:
 
 
 def is_asked_to_stop() -> bool:
-    """Whether a signal has come."""
+    """True once a signal has come."""
     return _came is not None or bool(signal.sigpending() & stop_signals())
 
 
 def check() -> None:
-    """Raises StoppedError if a signal has come."""
+    """Raises StoppedError once a signal has come."""
     if _came is not None:
         raise StoppedError(_came)
     if is_asked_to_stop():
