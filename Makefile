@@ -28,8 +28,7 @@ NUMPY_TESTS := tests/unit/numerics tests/unit/shard tests/unit/store tests/contr
   tests/integration/table tests/integration/group tests/fault/wire/test_flipped_bits.py tests/fault/store/test_killed.py \
   $(addprefix --ignore=, tests/unit/numerics/test_native.py tests/unit/shard/test_members_machine.py \
   tests/unit/shard/table/test_slice_machine.py tests/integration/parameter/test_threads.py \
-  tests/integration/group/test_core_threads.py tests/integration/group/test_arenas.py \
-  tests/integration/group/test_group_cluster.py)
+  tests/integration/group/test_core_threads.py tests/integration/group/test_group_cluster.py)
 # Those that open clusters, of which each shard asks for tokens; four threads work on each step.
 TOKEN_TESTS := tests/integration/admin tests/integration/checkpoint tests/integration/client tests/integration/outer \
   tests/integration/shard tests/integration/trace tests/integration/training tests/integration/wire \

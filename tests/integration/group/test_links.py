@@ -1,19 +1,24 @@
-"""Goal: ranks of one machine send chunks over a Unix socket; results are the same where they do
-not.
+"""Goal: ranks of one machine send chunks over a Unix socket and share memory; results are the same
+where they do not.
 
-Method: real groups, with the socket and without, bit for bit; a socket that refuses, is silent, or
-ends where the other side expected to be served; strangers that open links by hand.
+Method: real groups, with both and without, bit for bit; a socket that refuses, is silent, or ends
+where the other side expected to be served; a rank that reads late, so that memory has no room;
+offers that are refused, and unknown tokens; strangers that open links by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import os
 import socket
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +29,15 @@ from harness.group.ranks import error_of, joined, on_ranks
 from harness.inside import generation_of
 from harness.polling import PATIENCE_S, eventually
 from harness.wire_client.crc import WIRE_VERSION
-from shardwell.errors import WorkerLostError
-from shardwell.group.transport import links, server
+from shardwell.errors import ShardwellError, WorkerLostError
+from shardwell.group.transport import links, peers, server
 from shardwell.group.transport.links import ACCEPTED, Link, Links
 from shardwell.group.transport.peers import RECEIVE_CHUNKS, Outgoing
+from shardwell.process.shared_memory import IS_SUPPORTED, SharedMemory
 from shardwell.process.unix_sockets import connected
+from shardwell.transport import arena
 from shardwell.transport.arena import Arenas
+from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
@@ -38,6 +46,7 @@ pytestmark = [
     pytest.mark.same_host,
     pytest.mark.skipif(not links.IS_SUPPORTED, reason="the system tells no ends of sockets"),
 ]
+shares_memory = pytest.mark.skipif(not IS_SUPPORTED, reason="no memory can be sealed here")
 SIZE = 2_500_000
 """5 MB of fp16: more than a socket's buffer, and a few chunks of each rank."""
 
@@ -52,10 +61,13 @@ def link_count(group: shardwell.Group) -> int:
     return sum(each._link is not None for each in outgoing)
 
 
-def reduced(place: str, size: int, **options: Any) -> tuple[list[np.ndarray], int]:
-    """What a few calls of all kinds come to on rank 0, and how many links there are."""
+def reduced(place: str, size: int, **options: Any) -> tuple[list[np.ndarray], int, list[int]]:
+    """What a few calls of all kinds come to, how many links there are, and bytes of each rank.
 
-    def work(group: shardwell.Group) -> tuple[list[np.ndarray], int]:
+    The bytes are those that went through shared memory.
+    """
+
+    def work(group: shardwell.Group) -> tuple[list[np.ndarray], int, float]:
         found = []
         for element_count in (SIZE, 10):
             for call in (
@@ -66,13 +78,13 @@ def reduced(place: str, size: int, **options: Any) -> tuple[list[np.ndarray], in
                 array = values(group.rank, element_count)
                 call(array)
                 found.append(array)
-        return found, link_count(group)
+        return found, link_count(group), group.traffic.shared_bytes
 
     results = on_ranks(size, place, work, **options)
-    for found, _ in results[1:]:
-        for one, other in zip(results[0][0], found, strict=True):
-            np.testing.assert_array_equal(one, other)
-    return results[0][0], sum(count for _, count in results)
+    for found, _, _ in results[1:]:
+        assert_same(found, results[0][0])
+    counts, shared_bytes = [each[1] for each in results], [each[2] for each in results]
+    return results[0][0], sum(counts), shared_bytes
 
 
 def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -80,28 +92,41 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.fixture(autouse=True)
+def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of the suite shares all."""
+    monkeypatch.setattr(arena, "SHARED_BYTES_MIN", 64 * 1024)
+
+
 @pytest.fixture
 def place(cluster) -> str:
     return str(cluster(1).target)
 
 
+def mapped_count() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:shardwell")
+
+
 @pytest.mark.parametrize("strategy", ["ring", "tree(arity=2)", "centralized"])
-@pytest.mark.parametrize("codec", ["fp16", "fp32"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "fp32"])
 def test_results_are_those_of_the_network(place, strategy, codec) -> None:
     options = {"strategy": strategy, "codec": codec}
-    expected, count = reduced(place, 3, same_host=False, **options)
-    assert count == 0
-    found, count = reduced(place, 3, **options)
+    expected, count, shared_bytes = reduced(place, 3, same_host=False, **options)
+    assert (count, shared_bytes) == (0, [0, 0, 0])
+    found, count, shared_bytes = reduced(place, 3, **options)
     assert count >= 3
     assert_same(found, expected)
+    if IS_SUPPORTED:
+        assert min(shared_bytes) > 0
+        eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_count() == 0)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "centralized"])
 def test_payloads_may_go_over_the_socket(place, monkeypatch, strategy) -> None:
     """Where there is no memory to share: messages that the socket takes in part."""
-    expected, _ = reduced(place, 3, same_host=False, strategy=strategy)
+    expected, _, _ = reduced(place, 3, same_host=False, strategy=strategy)
     monkeypatch.setattr(Arenas, "arena", lambda *_: None)
-    found, count = reduced(place, 3, strategy=strategy)
+    found, count, _ = reduced(place, 3, strategy=strategy)
     assert count >= 3
     assert_same(found, expected)
 
@@ -118,30 +143,30 @@ def refusing(link: Link) -> bytes:
 
 @pytest.mark.parametrize("accept", [silent, refusing])
 def test_a_socket_that_does_not_serve(place, monkeypatch, accept) -> None:
-    expected, _ = reduced(place, 2, same_host=False)
+    expected, _, _ = reduced(place, 2, same_host=False)
     monkeypatch.setattr("shardwell.group.transport.peers._ACCEPT_S", 0.1)
     monkeypatch.setattr(Link, "accept", accept)
-    found, count = reduced(place, 2)
+    found, count, _ = reduced(place, 2)
     assert count == 0
     assert_same(found, expected)
 
 
 def test_no_more_links_than_there_may_be(place, monkeypatch) -> None:
-    expected, _ = reduced(place, 2, same_host=False)
+    expected, _, _ = reduced(place, 2, same_host=False)
     real = Links.__init__
 
     def without_room(self: Links, serve: Any, threads: Any, count_max: int, log: Any) -> None:
         real(self, serve, threads, 0, log)
 
     monkeypatch.setattr(Links, "__init__", without_room)
-    found, count = reduced(place, 2)
+    found, count, _ = reduced(place, 2)
     assert count == 0
     assert_same(found, expected)
 
 
 def test_a_socket_without_a_listener(place, monkeypatch) -> None:
     """Its address is known, and no more there; as on a machine that has a namesake."""
-    expected, _ = reduced(place, 2, same_host=False)
+    expected, _, _ = reduced(place, 2, same_host=False)
     real = Links.start
 
     def started(self: Links, same_host: str, name: str) -> None:
@@ -150,7 +175,7 @@ def test_a_socket_without_a_listener(place, monkeypatch) -> None:
         self.close = lambda: None  # type: ignore[method-assign]
 
     monkeypatch.setattr(Links, "start", started)
-    found, count = reduced(place, 2)
+    found, count, _ = reduced(place, 2)
     assert count == 0
     assert_same(found, expected)
 
@@ -192,6 +217,92 @@ def test_a_rank_that_leaves_while_the_other_does_nothing(place) -> None:
             error_of(group.barrier)  # the other has left
 
     on_ranks(2, place, work)
+
+
+# Memory that ranks share.
+
+
+@shares_memory
+@pytest.mark.parametrize("place_count", [1, 2])
+def test_what_finds_no_place_goes_over_the_network(place, monkeypatch, place_count) -> None:
+    expected, _, _ = reduced(place, 2, same_host=False)
+    monkeypatch.setattr(peers, "_PLACE_COUNT", place_count)
+    found, _, _ = reduced(place, 2)
+    assert_same(found, expected)
+
+
+@shares_memory
+@pytest.mark.parametrize("counts", [0, 2**63, 2**64 - 1], ids=["never", "wild", "below 0"])
+def test_a_reader_whose_count_is_wrong(place, monkeypatch, counts) -> None:
+    """It suffers for what it wrote, and no other does: results, or an error."""
+    expected, _, _ = reduced(place, 2, same_host=False)
+    real = SharedMemory.set_number
+
+    def set_number(memory: SharedMemory, index: int, number: int) -> None:
+        real(memory, index, counts if index == peers._COPIED else number)
+
+    monkeypatch.setattr(SharedMemory, "set_number", set_number)
+    found, _, shared_bytes = reduced(place, 2)
+    assert_same(found, expected)
+    assert max(shared_bytes) <= 2 * 2 * peers._PLACE_COUNT * 2**20
+
+
+@shares_memory
+def test_payloads_that_change_on_their_way_are_refused(place, monkeypatch) -> None:
+    real = arena.payload_of
+
+    def damaging(chunk: Any, payload: Any, memory: Any) -> Any:
+        found = real(chunk, payload, memory).copy()
+        found[100] ^= 1
+        return found
+
+    monkeypatch.setattr(arena, "payload_of", damaging)
+    with pytest.raises(ShardwellError, match="CRC32C"):
+        reduced(place, 2)
+
+
+@shares_memory
+def test_offers_that_are_refused_or_forgotten(place, monkeypatch) -> None:
+    expected, _, _ = reduced(place, 2, same_host=False)
+    monkeypatch.setattr(ArenaOffers, "take", lambda offers, token: None)
+    found, _, shared_bytes = reduced(place, 2)
+    assert_same(found, expected)
+    assert not any(shared_bytes)
+    monkeypatch.undo()
+
+    def refused(offers: ArenaOffers, offer: Any, file: int) -> int:
+        raise OSError("no more memory")
+
+    monkeypatch.setattr(ArenaOffers, "_take_in", refused)
+    found, _, shared_bytes = reduced(place, 2)
+    assert_same(found, expected)
+    assert not any(shared_bytes)
+
+
+@shares_memory
+def test_an_offer_for_another_member_is_refused(place) -> None:
+    with joined(place, 0, 1) as group:
+        server = group._membership._server  # type: ignore[attr-defined]
+        asking = peers.Arenas(
+            "it", lambda: peers.arena_pb2.ArenaOffer(member_id="another"), server.arenas.address
+        )
+        assert asking.arena(10**6) is None
+        assert server.arenas.mapped_bytes == 0
+
+
+@shares_memory
+@pytest.mark.parametrize("setting", ["off", "directory"])
+def test_the_environment_says_where(place, monkeypatch, setting) -> None:
+    expected, _, _ = reduced(place, 2, same_host=False)
+    with tempfile.TemporaryDirectory() as directory:  # whose path a socket's has room for
+        monkeypatch.setenv("SHARDWELL_SAME_HOST", "off" if setting == "off" else directory)
+        found, _, shared_bytes = reduced(place, 2)
+        assert not os.listdir(directory)
+    assert_same(found, expected)
+    assert any(shared_bytes) == (setting == "directory")
+
+
+# Links, by hand.
 
 
 class Stranger:
