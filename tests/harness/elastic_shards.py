@@ -22,8 +22,8 @@ from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.name_changes import NameChanges
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages

@@ -44,9 +44,9 @@ from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import ParameterStream
 from shardwell_server.services.step_stream import Kind, moved, opened
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged, non_finite
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.contributions import Contributors
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard

@@ -22,11 +22,11 @@ from shardwell.wire.messages import ALIGNMENT_BYTES, Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.services.step_stream import Due, Request, StepStream, moved, names_that_fit
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import deadline_of, until
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
-from shardwell_server.shard.step_tracker import Seat
+from shardwell_server.shard.step_tracker import ParameterSeat
 
 _SHORT_ELEMENT_COUNT = 131_072
 """Elements of a slice that is counted and encoded in about the time that it takes to wake a thread
@@ -189,7 +189,7 @@ class ParameterStream(StepStream[ParameterSlice]):
         indexes.clear()
         return found
 
-    def _outcome(self, contributor: Contributor[Seat]) -> Callable[[], pb.StepOutcome]:
+    def _outcome(self, contributor: Contributor[ParameterSeat]) -> Callable[[], pb.StepOutcome]:
         """Makes the outcome of the step that ends now, once its chunks have closed it."""
         late, contributor.late = contributor.late, set()
         may_have, contributor.may_have_counted = contributor.may_have_counted, False
@@ -270,7 +270,10 @@ class ParameterStream(StepStream[ParameterSlice]):
             self._beside[gradient.chunk.chunk_index] = future
 
     def _count_one(
-        self, contributor: Contributor[Seat], gradient: types_pb2.GradientChunk, payload: Bytes
+        self,
+        contributor: Contributor[ParameterSeat],
+        gradient: types_pb2.GradientChunk,
+        payload: Bytes,
     ) -> bool:
         payload = self._payload(gradient, payload)
         deadline = deadline_of(self._shard, self._call, gradient.wait_timeout_ms / 1000)
@@ -282,7 +285,7 @@ def _outcome(
     step: int,
     late: set[int],
     may_have_counted: bool,
-    contributor: Contributor[Seat],
+    contributor: Contributor[ParameterSeat],
 ) -> pb.StepOutcome:
     found = pb.StepOutcome(
         step=step,

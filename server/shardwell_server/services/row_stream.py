@@ -20,7 +20,7 @@ from shardwell_server.services.step_stream import Due, Request, StepStream, move
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.shard.table.step_tracker import Seat
+from shardwell_server.shard.table.step_tracker import TableSeat
 
 _SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to be woken."""
@@ -123,7 +123,7 @@ class _Ended(NamedTuple):
     superseded: list[int]
     """Parts for which others count."""
     is_over: bool
-    seat: Seat | None
+    seat: TableSeat | None
     is_sent: bool = False
 
 

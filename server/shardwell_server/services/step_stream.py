@@ -27,8 +27,8 @@ from shardwell.wire import messages as framing
 from shardwell.wire.messages import Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import UNIX_PEER, Call, Handling, Needs
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import NotYet, until
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice

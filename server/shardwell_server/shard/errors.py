@@ -6,7 +6,6 @@ They advise what every caller can do, in whatever language: the SDK adds what it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from shardwell.errors import (
@@ -16,43 +15,18 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.placement.rows import Ids
-from shardwell.rpc.session import Session
-from shardwell.specs.members import Elastic
 from shardwell.specs.parameter import ParameterSpec, TrainingSpec
 from shardwell.specs.table import TableSpec
+from shardwell_server.shard.crews import Crew
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.members import Rivals
 from shardwell_server.shard.step_tracker import StepTracker
 
 
-class Ends(Protocol):
-    """What a step tracker says of workers that have ended in order."""
-
-    elastic: Elastic | None
-    """Limits of elastic members; None: a fixed crew."""
-    ended: dict[str, int]
-    """Workers with a seat whose sessions have ended in order, the first one first."""
-    rivals: dict[str, Rivals]
-    """Clients that asked for a seat whose owner is connected, by its worker."""
-
-    def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
-        """The workers that have ended in order, and for how long they may be expected back."""
-
-    def shared_ids(self) -> tuple[dict[str, Rivals], float]:
-        """Workers as which two clients would contribute, and when there may be more."""
-
-    def ids_of_several(self) -> dict[str, list[Session]]:
-        """The connected clients of each worker that has more than one."""
-
-
-class TableSteps(Ends, Protocol):
-    """What a table's step tracker says of its open step."""
+class TableSteps(Protocol):
+    """A table's step tracker."""
 
     version: int
-    """Steps that are closed; the number of the open one."""
-
-    def missing(self, step: int) -> tuple[list[str], int]:
-        """Workers that have not ended `step`, and how many more never opened the table."""
+    crew: Crew[Any]
 
 
 _OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or clip gradients"
@@ -125,18 +99,16 @@ def workers_missing(
 ) -> WorkersMissingError:
     """Why a chunk has not reached `version`."""
     step = tracker.records[chunk_index].version
-    missing, unknown = tracker.missing(step, chunk_index)
-    more = "more to reach min_count" if spec.members is not None else ""
-    named = _names(missing, unknown, more or "that never opened the parameter")
-    named += _shared_words(tracker) if unknown and not more else ""
     none = "none (asynchronous)"
     if spec.closes_by_norm:
         none = "none: the next call of a worker closes it"
-    return WorkersMissingError(
-        f"parameter {spec.name!r}: waited {deadline.timeout_s:g} s for version {version} "
-        f"of chunk {chunk_index}, which is at {step}; missing of "
-        f"{spec.crew}: {named or none}; start them, or raise timeout_s",
-        missing_worker_ids=tuple(missing),
+    return _missing(
+        spec,
+        tracker.crew,
+        tracker.crew.missing(step, chunk_index),
+        f"version {version} of chunk {chunk_index}, which is at {step}",
+        deadline,
+        none,
         parameter=spec.name,
     )
 
@@ -151,17 +123,13 @@ def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> 
     Raises:
         WorkersMissingError: names the workers that ended.
     """
-    if _can_go_on(tracker):
+    crew, record = tracker.crew, tracker.records[chunk_index]
+    if not crew.may_wait_in_vain or tracker.is_decided(record):
         return math.inf
-    record = tracker.records[chunk_index]
-    if tracker.is_decided(record):
-        return math.inf
-    missing, unknown_count = tracker.missing(record.version, chunk_index)
     what = f"parameter {spec.name!r}: step {record.version} of chunk {chunk_index}"
     spare_count = spec.worker_count - (spec.min_contributors or spec.worker_count)
-    return _check_missing(
-        spec, tracker, missing, unknown_count, what, spare_count, parameter=spec.name
-    )
+    missing = crew.missing(record.version, chunk_index)
+    return _check_missing(spec, crew, missing, what, spare_count, parameter=spec.name)
 
 
 def non_finite_row(
@@ -187,44 +155,56 @@ def table_workers_missing(
     spec: TableSpec, tracker: TableSteps, version: int, deadline: RequestDeadline
 ) -> WorkersMissingError:
     """Why a table has not reached `version`."""
-    missing, unknown = tracker.missing(tracker.version)
-    more = "more to reach min_count" if spec.members is not None else ""
-    named = _names(missing, unknown, more or "that never opened the table")
-    named += _shared_words(tracker) if unknown and not more else ""
-    return WorkersMissingError(
-        f"table {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}, and it is at "
-        f"{tracker.version}; missing of {spec.crew}: "
-        f"{named or 'none'}; start them, or raise timeout_s",
-        missing_worker_ids=tuple(missing),
-        table=spec.name,
-    )
+    crew, missing = tracker.crew, tracker.crew.missing(tracker.version)
+    where = f"version {version}, and it is at {tracker.version}"
+    return _missing(spec, crew, missing, where, deadline, "none", table=spec.name)
 
 
 def check_table_ended(spec: TableSpec, tracker: TableSteps) -> float:
-    """The same as `check_ended`, for the open step of a table."""
-    if _can_go_on(tracker):
+    """As `check_ended`, for the open step of a table."""
+    crew, step = tracker.crew, tracker.version
+    if not crew.may_wait_in_vain:
         return math.inf
-    missing, unknown_count = tracker.missing(tracker.version)
-    what = f"table {spec.name!r}: step {tracker.version}"
-    return _check_missing(spec, tracker, missing, unknown_count, what, 0, table=spec.name)
+    what = f"table {spec.name!r}: step {step}"
+    return _check_missing(spec, crew, crew.missing(step), what, 0, table=spec.name)
 
 
-def _can_go_on(tracker: Ends) -> bool:
-    """Whether no worker is known to be missing for good; no step awaits a member that has left."""
-    return tracker.elastic is not None or not (tracker.ended or tracker.rivals)
+def _missing(
+    spec: TrainingSpec,
+    crew: Crew[Any],
+    lacks: tuple[list[str], int],
+    where: str,
+    deadline: RequestDeadline,
+    none: str,
+    **of: str,
+) -> WorkersMissingError:
+    missing, unknown = lacks
+    ((kind, name),) = of.items()
+    is_known = not crew.comes_and_goes
+    named = _names(
+        missing, unknown, f"that never opened the {kind}" if is_known else "more to reach min_count"
+    )
+    if unknown and is_known:
+        named += _shared_words(crew)
+    return WorkersMissingError(
+        f"{kind} {name!r}: waited {deadline.timeout_s:g} s for {where}; missing of {spec.crew}: "
+        f"{named or none}; start them, or raise timeout_s",
+        missing_worker_ids=tuple(missing),
+        **of,  # type: ignore[arg-type]
+    )
 
 
 def _check_missing(
     spec: TrainingSpec,
-    tracker: Ends,
-    missing: list[str],
-    unknown_count: int,
+    crew: Crew[Any],
+    lacks: tuple[list[str], int],
     what: str,
     spare_count: int,
     **where: Any,
 ) -> float:
     """Refuses to wait for workers that can't come; see `check_ended`."""
-    shared, look_s = tracker.shared_ids()
+    missing, unknown_count = lacks
+    shared, look_s = crew.shared_ids()
     if unknown_count > spare_count and shared:
         worker_id, rivals = next(iter(shared.items()))
         raise WorkerIdInUseError(
@@ -233,14 +213,14 @@ def _check_missing(
             worker_id=worker_id,
             **where,
         )
-    return min(look_s, _check_ended(tracker, missing, what, spare_count, **where))
+    return min(look_s, _check_ended(crew, missing, what, spare_count, **where))
 
 
 def _check_ended(
-    tracker: Ends, missing: list[str], what: str, spare_count: int, **where: Any
+    crew: Crew[Any], missing: list[str], what: str, spare_count: int, **where: Any
 ) -> float:
-    """The same of a step that closes without `spare_count` workers."""
-    ended, rest_s = tracker.ended_among(missing)
+    """Refuses to wait for a step that closes without `spare_count` workers."""
+    ended, rest_s = crew.ended_among(missing)
     if len(ended) <= spare_count:
         return math.inf
     if not rest_s:
@@ -258,9 +238,9 @@ def _check_ended(
     return rest_s
 
 
-def _shared_words(tracker: Ends) -> str:
+def _shared_words(crew: Crew[Any]) -> str:
     """Which clients share an id, for a message that names a worker which never came."""
-    for worker_id, sessions in tracker.ids_of_several().items():
+    for worker_id, sessions in crew.ids_of_several().items():
         clients = " and ".join(map(str, sessions[:8]))
         return f" ({clients} are all worker {worker_id!r}: give each worker an id of its own)"
     return ""

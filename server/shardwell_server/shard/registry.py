@@ -43,11 +43,12 @@ from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
-from shardwell_server.shard.members import Attendance, Liveness
+from shardwell_server.shard.crews import Liveness
 from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
 from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
+from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
@@ -318,7 +319,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return self._changes.mark_of(self._kind, name)
 
     def living_members(self, name: str, but: int) -> list[tuple[str, int, float]]:
-        """See `Seats.living`; none where there is nothing of that name."""
+        """See `Crew.living`; none where there is nothing of that name."""
         found = self._by_name.get(name)
         return [] if found is None else found.living_members(but)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from shardwell.errors import (
@@ -26,13 +26,22 @@ from shardwell.errors import (
 from shardwell.process.environment import has_ended
 from shardwell.rpc.session import Session
 from shardwell.v1 import types_pb2
-from shardwell_server.shard.members import Attendance
 from shardwell_server.shard.quotas import Usage
 
 RETURN_S_MAX = 5.0
 """A client tries to reach a shard that is away twice a second."""
 _CALL_COUNT_MAX = 4
 """Attend calls of one session; one more ends the oldest. A connection that broke leaves one."""
+
+
+class Attendance(NamedTuple):
+    """A session that attends, and what status says of its client."""
+
+    session: Session
+    software_version: str
+    """Version of the client; empty: it did not say."""
+    transports: Sequence[types_pb2.Transport]
+    """How its gradients come, each once; none: none has come."""
 
 
 class _Attending:

@@ -25,17 +25,9 @@ from shardwell.v1 import parameter_server_pb2 as parameter_pb
 from shardwell.v1 import table_pb2 as table_pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
-from shardwell_server.shard.members import (
-    Attendance,
-    Contributor,
-    Seat,
-    Seats,
-    members_of,
-    rest_of,
-    state_of,
-    step_wait,
-)
-from shardwell_server.shard.membership_log import MembershipLog
+from shardwell_server.shard.crews import Contributor, Seat, Tracker
+from shardwell_server.shard.register import SliceRegister
+from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store.contract import Storage
@@ -43,6 +35,10 @@ from shardwell_server.store.contract import Storage
 _LOG = logging.getLogger("shardwell_server")
 _KNOWN_S = 60.0
 """For so long a shard tells that a tenure is over."""
+_MEMBER_COUNT_MAX = 512
+"""Members in an answer: each takes a look at all chunks, and room in it."""
+_HOST_LENGTH_MAX = 64
+"""Characters of a member's host in an answer."""
 
 SeatT = TypeVar("SeatT", bound=Seat)
 OpenedT = TypeVar("OpenedT", parameter_pb.CreateParameterResponse, table_pb.OpenTableResponse)
@@ -54,12 +50,12 @@ class SliceState(Generic[SeatT]):
     """What a slice is made of, for the classes that share its work."""
 
     storage: Storage
-    tracker: Seats[SeatT]
-    """The workers' seats and contributions."""
-    register: MembershipLog[SeatT]
+    tracker: Tracker[SeatT]
+    """The workers' contributions."""
+    register: SliceRegister[SeatT]
     """What changes rarely."""
     lock: AbstractContextManager[bool]
-    """Guards the register, and the seats of the tracker."""
+    """Guards the register, and the crew."""
     times: StepTimes
     """Times of its synchronous steps."""
     spans: Spans
@@ -78,7 +74,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     Args:
         name: Name of the parameter or table.
         state: What it is made of.
-        abandoned_after_s: See `rest_of`.
+        abandoned_after_s: A slice is at rest once no worker has been connected for so long.
         timer: Looks after elastic members, and ends grace; None: nothing does.
     """
 
@@ -100,8 +96,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         """Members that this process found to be gone."""
         # Weakly: the files of a slice that was deleted are to be free at once.
         this = weakref.ref(self)
-        state.tracker.come_to_rest = partial(_on, this, "_come_to_rest")
-        state.tracker.give_on = partial(_on, this, "_give_on")
+        self._crew = state.tracker.crew
+        self._crew.come_to_rest = partial(_on, this, "_come_to_rest")
+        self._crew.give_on = partial(_on, this, "_give_on")
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
         """Times of its synchronous steps."""
@@ -135,25 +132,25 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
                 for a seat and can't have one.
             StorageError: it can't be noted.
         """
-        tracker = self._state.tracker
+        crew = self._crew
         is_changed = False
         with self._state.lock:
             incarnation = self._meet_incarnation(incarnation)
             took_over = False
             if seat_for is not None:
-                took_over = self._seat(seat_for).was_taken_over
-                if tracker.elastic is not None:
-                    self._state.register.await_from(seat_for)
-                    self._note_all_ended()  # who comes tells it to shards that do not know
-                    is_changed = True
+                seat = self._seat(seat_for)
+                took_over = seat is not None and seat.was_taken_over
+                is_changed = self._state.register.await_from(seat_for)
+                if is_changed:
+                    self._note_all_ended()  # a member that comes tells it to the other shards
             elif worker_id and session_number:
-                tracker.remember(worker_id, session_number)
+                crew.remember(worker_id, session_number)
             response = self._opened(worker_id)
             response.incarnation = incarnation
             response.took_over = took_over
-            response.tenure = tracker.tenure_of(worker_id)
-            response.has_seat = tracker.has_seat(worker_id)
-            response.rank, response.ranked_count = tracker.rank_of(worker_id)
+            response.tenure = crew.tenure_of(worker_id)
+            response.has_seat = crew.find(worker_id) is not None
+            response.rank, response.ranked_count = crew.rank_of(worker_id)
             if is_changed:
                 self._say_when(response, worker_id)
         if is_changed:
@@ -175,19 +172,21 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def _opened(self, worker_id: str) -> OpenedT:
         """The answer to a worker that joins, but for its seat; the state's lock is held."""
 
-    def _seat(self, contributor: Contributor[SeatT]) -> SeatT:
+    def _seat(self, contributor: Contributor[SeatT]) -> SeatT | None:
         """The worker's seat, which is the session's from now on; the state's lock is held.
 
+        None: of an elastic member in a tenure that is over, whose gradients are late.
+
         Raises:
-            ShardwellError: see `MembershipLog.seat`.
+            ShardwellError: see `SliceRegister.seat`.
         """
         try:
             seat = self._state.register.seat(contributor)
         except WorkerIdInUseError:
-            if self._state.tracker.rivals:
+            if self._crew.rivals:
                 self._wake_all()  # its owner may wait for the worker that this one should be
             raise
-        if seat.was_taken_over:
+        if seat is not None and seat.was_taken_over:
             self._taken_over(seat)
         return seat
 
@@ -201,9 +200,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         return self._state.register.incarnation
 
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """Its workers whose sessions are alive: `Seats.living`."""
+        """Its workers whose sessions are alive: `Crew.living`."""
         with self._state.lock:
-            return self._state.tracker.living(but)
+            return self._crew.living(but)
 
     def end_session(self, number: int) -> None:
         """Notes that a session, by its number, has ended in order.
@@ -212,16 +211,12 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             StorageError: it can't be noted.
         """
         with self._state.lock:
-            ended = [
-                (worker_id, self._state.tracker.tenure_of(worker_id))
-                for worker_id in self._state.tracker.owned_by(number)
-            ]
-            self._state.register.end_session(number)
+            ended = self._state.register.end_session(number)
             for worker_id, tenure in ended:
                 self._note_ended(worker_id, tenure)
-            if self._state.tracker.is_sync and self._state.tracker.ended:
+            if self._crew.is_sync and self._crew.ended:
                 self._wake_all()
-        if self._state.tracker.elastic is not None:
+        if ended:
             self._settle_all()
 
     @abstractmethod
@@ -232,7 +227,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     def _say_when(self, response: OpenedT, worker_id: str) -> None:
         """Adds to an answer what a member chooses its first step by."""
-        needed = self._state.tracker.needed_step(worker_id)
+        needed = self._crew.needed_step(worker_id)
         if needed is not None:
             response.needed_step = needed
 
@@ -257,8 +252,8 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             StorageError: see `end_tenure`.
         """
         with self._state.lock:
-            tenure = self._state.tracker.tenure_of(worker_id)
-            member = self._state.tracker.member(worker_id, tenure)
+            tenure = self._crew.tenure_of(worker_id)
+            member = self._crew.member(worker_id, tenure)
             if member is not None and drains:
                 member.is_draining = True
         if not drains:
@@ -266,18 +261,16 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     def count_members(self) -> Counter[types_pb2.MemberState]:
         """How many workers with seats are in each state."""
-        tracker = self._state.tracker
-        return Counter(state_of(tracker, seat) for seat in tracker.seats)
+        return Counter(self._state_of(seat) for seat in self._crew.seats)
 
     def _note_ended(self, worker_id: str, tenure: int) -> None:
-        if tenure and self._state.tracker.elastic is not None:
-            now_s = time.monotonic()
-            kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _KNOWN_S}
-            self._ended = {**kept, worker_id: (tenure, now_s)}
+        now_s = time.monotonic()
+        kept = {k: v for k, v in self._ended.items() if now_s - v[1] < _KNOWN_S}
+        self._ended = {**kept, worker_id: (tenure, now_s)}
 
     def _note_all_ended(self) -> None:
         """Notes the end of all tenures that are over, and whose seats no other worker has."""
-        for seat in self._state.tracker.seats:
+        for seat in self._crew.seats:
             if seat.is_over:
                 self._note_ended(seat.worker_id, seat.tenure.number)
 
@@ -288,18 +281,18 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     def is_owned_by(self, session_number: int) -> bool:
         """Whether an open step may await a member of that session."""
-        awaited = self._state.tracker.awaited
+        awaited = self._crew.awaited
         return any(s.owner is not None and s.owner.number == session_number for s in awaited)
 
     def had_session(self, session_number: int) -> bool:
         """Whether a session has a member's seat, be its tenure over or not."""
-        seats = self._state.tracker.seats
+        seats = self._crew.seats
         return any(s.owner is not None and s.owner.number == session_number for s in seats)
 
     def _look_after(self) -> None:
         """Has the timer look for members that are gone, while there are members."""
         with self._state.lock:
-            is_due = not self._is_watched and bool(self._state.tracker.awaited)
+            is_due = not self._is_watched and bool(self._crew.awaited)
             self._is_watched |= is_due
         if is_due:
             self._after(0.0, self.look_for_lost)
@@ -312,13 +305,10 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         Raises:
             StorageError: see `end_tenure`.
         """
-        tracker = self._state.tracker
-        if tracker.elastic is None:
-            return None
         if self._state.storage.is_retired:  # for good, or it is looked after anew
             self._is_watched = False
             return None
-        lost, next_s = tracker.lost(time.monotonic())
+        lost, next_s = self._crew.lost(time.monotonic())
         for seat in lost:
             _LOG.warning(
                 "%s: member %r is lost: no step awaits it any more", self._name, seat.worker_id
@@ -327,7 +317,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             seat.is_lost = True
             self.end_tenure(seat.worker_id, seat.tenure.number)
         with self._state.lock:
-            self._is_watched = bool(tracker.awaited)
+            self._is_watched = bool(self._crew.awaited)
             return max(next_s, 0.01) if self._is_watched else None
 
     def _after(self, delay_s: float, act: Callable[[], float | None]) -> None:
@@ -349,10 +339,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     def go_on_after_start(self) -> None:
         """Looks after the members that an earlier process had. The timer does it, in a moment."""
-        if self._state.tracker.elastic is not None:
-            with self._state.lock:
-                self._note_all_ended()
-        if self._state.tracker.awaited:
+        with self._state.lock:
+            self._note_all_ended()
+        if self._crew.awaited:
             self._after(0.0, self._go_on)
 
     def _go_on(self) -> None:
@@ -433,27 +422,73 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         Returns:
             How many workers have contributed to `step`, and how many known ones are missing.
         """
-        tracker = self._state.tracker
-        missing, unknown = tracker.missing(step)
-        done = tracker.done_worker_ids
-        rest = rest_of(tracker, self._abandoned_after_s)
-        if rest.is_over:
+        tracker, crew, attending = self._state.tracker, self._crew, attending or {}
+        missing, unknown = crew.missing(step)
+        done, gone_for_s, has_ended = crew.done_worker_ids, crew.gone_for_s, crew.has_ended
+        is_abandoned = gone_for_s >= self._abandoned_after_s > 0 and not has_ended
+        status.wait.SetInParent()
+        if has_ended or is_abandoned:
             missing, unknown = [], 0
-        elif not tracker.has_begun(step):
-            missing = [worker_id for worker_id in missing if worker_id not in done]
-        contributed = tracker.contributed(step) if tracker.is_sync else []
+        else:
+            if not tracker.has_begun(step):
+                missing = [worker_id for worker_id in missing if worker_id not in done]
+            open_for_s = self.times.open_for_s(step)
+            if open_for_s is not None:
+                status.wait.open_for_s = open_for_s
+        contributed = tracker.contributed(step) if crew.is_sync else []
         named = missing[:name_count_max]
-        open_for_s = None if rest.is_over else self.times.open_for_s(step)
+        for worker_id in named:
+            attendance, seat = attending.get(worker_id), crew.find(worker_id)
+            owner = None if seat is None else seat.owner
+            session = owner if attendance is None else attendance.session
+            worker = status.wait.workers.add(worker_id=worker_id, connected=attendance is not None)
+            if session is not None:
+                worker.host, worker.pid = session.host, session.pid
         status.contributed_worker_ids.extend(contributed[:name_count_max])
         status.missing_worker_ids.extend(named)
         status.unknown_worker_count = unknown
         status.done_worker_ids.extend(done[:name_count_max])
-        status.wait.CopyFrom(step_wait(tracker, named, attending or {}, open_for_s))
-        status.ended = rest.has_ended
-        if rest.abandoned_for_s is not None:
-            status.abandoned_for_s = rest.abandoned_for_s
+        status.ended = has_ended
+        if is_abandoned:
+            status.abandoned_for_s = gone_for_s
         status.lost_member_count = self.lost_count
-        status.members.extend(
-            members_of(tracker, name_count_max, time.monotonic(), attending or {})
-        )
+        status.members.extend(self._members(name_count_max, attending))
         return len(contributed), len(missing)
+
+    def _members(
+        self, count_max: int, attending: Mapping[str, Attendance]
+    ) -> Iterator[types_pb2.MemberStatus]:
+        """The workers with seats, and how they keep up; of many those that lag most."""
+        now_s, is_sync = time.monotonic(), self._crew.is_sync
+        by_lag = sorted(self._crew.seats, key=lambda seat: (seat.is_over, -seat.lag_s))
+        for seat in by_lag[: min(count_max, _MEMBER_COUNT_MAX)]:
+            member = types_pb2.MemberStatus(
+                worker_id=seat.worker_id,
+                next_step=self._state.tracker.next_step(seat.worker_id),
+                state=self._state_of(seat),
+                from_step=seat.from_step,
+                counted_chunk_count=seat.counted_count,
+                late_chunk_count=seat.late_count,
+            )
+            if seat.last_s is not None:
+                member.idle_s = max(now_s - seat.last_s, 0.0)
+                if is_sync:
+                    member.lag_s = seat.lag_s
+            attendance, session = attending.get(seat.worker_id), seat.owner
+            if attendance is not None:
+                session, member.connected = attendance.session, True
+                member.software_version = attendance.software_version
+                member.transports.extend(attendance.transports)
+            if session is not None:
+                member.host, member.pid = session.host[:_HOST_LENGTH_MAX], session.pid
+            yield member
+
+    def _state_of(self, seat: SeatT) -> types_pb2.MemberState:
+        """How far a worker with a seat takes part."""
+        crew = self._crew
+        if seat.is_over or seat.owner is None:
+            return types_pb2.MEMBER_STATE_LOST if seat.is_lost else types_pb2.MEMBER_STATE_OVER
+        if seat.is_draining:
+            return types_pb2.MEMBER_STATE_DRAINING
+        is_seated = not crew.is_sync or (crew.comes_and_goes and seat.from_step is None)
+        return types_pb2.MEMBER_STATE_SEATED if is_seated else types_pb2.MEMBER_STATE_AWAITED

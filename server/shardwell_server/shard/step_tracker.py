@@ -46,8 +46,7 @@ from collections.abc import Iterator, Sequence
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.members import Elastic
-from shardwell_server.shard import members
-from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
+from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker, crew_of
 from shardwell_server.store import ChunkRecord
 
 
@@ -65,15 +64,10 @@ class Decision(enum.Enum):
     """As late, but it may have counted when it came before: nothing tells any more."""
 
 
-class Seat(members.Seat):
+class ParameterSeat(Seat):
     """One worker's marks: the last step that it contributed, per chunk; -1 before the first.
 
-    Args:
-        worker_id: The worker's id.
-        index: Index of the seat.
-        stored_steps: The last step per chunk in the storage, of any worker; -1: none.
-        owner: The session that contributes; None once it has ended in order.
-        tenure: The tenure that the seat belongs to.
+    `stored_steps` has that of the storage, of any worker.
     """
 
     def __init__(
@@ -89,10 +83,14 @@ class Seat(members.Seat):
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
         """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""
         self.earlier_crc32c = array("q", self.last_crc32c)
-        """The same of an earlier owner, where the owner's is not known."""
+        """CRC of an earlier owner's, where the owner's is not known."""
         self.doubtful_step: list[int] | None = None
         """After a restart, where the seat was another worker's: the marks per chunk that are of
         either of them."""
+
+    @property
+    def marks(self) -> list[int]:
+        return [self.tenure.first_step + step for step in self.last_step]
 
     @property
     def unused_step(self) -> int:
@@ -104,17 +102,21 @@ class Seat(members.Seat):
             if crc32c != -1:
                 self.earlier_crc32c[index], self.last_crc32c[index] = crc32c, -1
 
-    def _forget_marks(self, is_restored: bool) -> None:
-        assert self.given_at is not None
+    def go_on_from(self, earlier: ParameterSeat) -> None:
+        self.doubtful_step = earlier.doubtful_step
+        earlier.forget_checksums()
+        self.earlier_crc32c = array("q", earlier.earlier_crc32c)
+
+    def _forget_marks(self, version: int, *, is_restored: bool) -> None:
         self.doubtful_step = self.last_step if is_restored else None
-        self.last_step = [step if step >= self.given_at else -1 for step in self.last_step]
+        self.last_step = [step if step >= version else -1 for step in self.last_step]
 
     def restore_mark(self, chunk_index: int, step: int) -> None:
         """Goes on from a contribution that the set of a step says to be this worker's."""
         self.last_step[chunk_index] = max(step, self.last_step[chunk_index])
 
 
-class StepTracker(Seats[Seat]):
+class StepTracker(Tracker[ParameterSeat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
 
     With `closes_by_norm` the last contribution leaves a step open, and full; see clipping.py. Sets
@@ -133,57 +135,50 @@ class StepTracker(Seats[Seat]):
         min_contributors: int = 0,
         has_grace: bool = False,
     ) -> None:
-        super().__init__(
+        self.crew = crew_of(
+            self,
+            sessions,
             worker_count=worker_count,
             worker_count_max=worker_count_max,
-            sessions=sessions,
             elastic=elastic,
         )
+        self.is_sync = self.crew.is_sync
+        """True if steps need all workers."""
         self.records = list(records)
         """The version and contributions of each chunk."""
-        self.has_open_sets = elastic is not None or min_contributors > 0
-        """Whether a step may close without a worker that could have contributed."""
-        self.open_sets: list[list[Seat]] = [[] for _ in self.records] if self.has_open_sets else []
+        self.has_open_sets = self.crew.comes_and_goes or min_contributors > 0
+        """True if a step may close without a worker that could have contributed."""
+        self.open_sets: list[list[ParameterSeat]] = (
+            [[] for _ in self.records] if self.has_open_sets else []
+        )
         """Contributors to each chunk's open step, in that order, where sets are open."""
         self._closes_by_norm = closes_by_norm
-        self._floor = 1 if elastic is None else elastic.min_count
         self._quorum = min_contributors
         self._has_grace = has_grace
 
-    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
-        return Seat(worker_id, index, [-1] * len(self.records), owner, tenure)
-
-    def _seat_after(
-        self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
-    ) -> Seat:
-        stored = [seat.stored(step) for step in seat.last_step]
-        made = Seat(worker_id, seat.index, stored, owner, tenure)
-        if self.elastic is not None and seat.worker_id == worker_id:  # whose marks go on
-            made.doubtful_step = seat.doubtful_step
-            seat.forget_checksums()
-            made.earlier_crc32c = array("q", seat.earlier_crc32c)
-        return made
-
-    def restore_seat(self, event: Event, stored_steps: list[int]) -> Seat:
-        index, owner, tenure = len(self._seats), owner_of(event), tenure_of(event)
-        seat = Seat(event["worker_id"], index, stored_steps, owner, tenure)
-        seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
-        if "given_at" in event:
-            seat.begin_at(event["given_at"], is_restored=True)
-        return self._sit(seat)
+    def make_seat(
+        self,
+        worker_id: str,
+        index: int,
+        marks: list[int] | None,
+        owner: Session | None,
+        tenure: Tenure,
+    ) -> ParameterSeat:
+        stored = [-1] * len(self.records) if marks is None else marks
+        return ParameterSeat(worker_id, index, stored, owner, tenure)
 
     @property
     def newest_version(self) -> int:
         return self.version_max()
 
-    def _is_spent(self, seat: Seat) -> bool:
+    def is_spent(self, seat: ParameterSeat) -> bool:
         return all(
             last < record.version for last, record in zip(seat.last_step, self.records, strict=True)
         )
 
     def decide(
         self,
-        seat: Seat,
+        seat: ParameterSeat,
         chunk_index: int,
         step: int,
         crc32c: int | None = None,
@@ -232,7 +227,13 @@ class StepTracker(Seats[Seat]):
         return Decision.COUNT if not self.is_sync or step == version else Decision.WAIT
 
     def _decide_again(
-        self, seat: Seat, chunk_index: int, step: int, crc32c: int | None, *, is_empty: bool
+        self,
+        seat: ParameterSeat,
+        chunk_index: int,
+        step: int,
+        crc32c: int | None,
+        *,
+        is_empty: bool,
     ) -> Decision:
         """What to do with a gradient of a step that a seat has contributed."""
         counted = seat.last_crc32c[chunk_index]
@@ -262,7 +263,7 @@ class StepTracker(Seats[Seat]):
             contributors: The set that the step closed with; None: it is not known any more.
             is_empty: See `decide`.
         """
-        seat = self._seats.get(worker_id)
+        seat = self.crew.find(worker_id)
         gave = seat is not None and seat.last_step[chunk_index] == step
         if contributors is None and step < self.records[chunk_index].version and not gave:
             return Decision.UNKNOWN
@@ -274,60 +275,54 @@ class StepTracker(Seats[Seat]):
         return self._decide_again(seat, chunk_index, step, crc32c, is_empty=is_empty)
 
     def is_full(self, chunk_index: int) -> bool:
-        """Whether the set of a chunk's step, which is open still, is decided."""
+        """Returns True if the set of a chunk's step, which is open still, is decided."""
         return self.is_decided(self.records[chunk_index])
 
     def is_decided(self, record: ChunkRecord) -> bool:
-        """The same of a record that a chunk has, or had a moment ago."""
+        """As `is_full`, of a record that a chunk has, or had a moment ago."""
         if self.has_open_sets:
             return record.is_full
-        return record.contribution_count >= max(self._worker_count, 1)
+        return record.contribution_count >= self.crew.full_count
 
     def is_complete(
-        self, chunk_index: int, arriving: Seat | None = None, *, is_grace_over: bool = False
+        self,
+        chunk_index: int,
+        arriving: ParameterSeat | None = None,
+        *,
+        is_grace_over: bool = False,
     ) -> bool:
-        """Whether a chunk's open step is to close, `arriving` contributing to it, too."""
+        """Returns True if a chunk's open step is to close, `arriving` contributing to it, too."""
+        crew = self.crew
         count = self.records[chunk_index].contribution_count + (arriving is not None)
-        if not self.has_open_sets:
-            return count >= max(self._worker_count, 1)
-        if count < self._floor:
-            return False
-        if 0 < self._quorum <= count and (is_grace_over or not self._has_grace):
+        if 0 < self._quorum <= count >= crew.floor and (is_grace_over or not self._has_grace):
             return True
-        if self.elastic is None:
-            return count >= self._worker_count
-        return all(seat is arriving for seat in self._awaited_by(chunk_index))
+        if count < crew.full_count:
+            return False
+        return not crew.awaited or all(seat is arriving for seat in self._awaited_by(chunk_index))
 
     def begins_grace(self, chunk_index: int) -> bool:
-        """Whether grace begins with the contribution that a chunk's open step had last."""
+        """Returns True if grace begins with the last contribution to a chunk's open step."""
         return self._has_grace and self.records[chunk_index].contribution_count == self._quorum
 
     def has_grace_begun(self, chunk_index: int) -> bool:
-        """Whether a chunk's open step has as many contributions as grace begins with."""
+        """Returns True if a chunk's open step has as many contributions as grace begins with."""
         return self._has_grace and self.records[chunk_index].contribution_count >= self._quorum
 
-    def _awaited_by(self, chunk_index: int) -> Iterator[Seat]:
+    def _awaited_by(self, chunk_index: int) -> Iterator[ParameterSeat]:
         """Elastic members that a chunk's open step awaits and has not."""
         version = self.records[chunk_index].version
-        for seat in self.awaited:
+        for seat in self.crew.awaited:
             first = seat.from_step
             if first is not None and first <= version and seat.last_step[chunk_index] < version:
                 yield seat
 
-    def needed_step(self, worker_id: str) -> int | None:
-        """The lowest open step that can't reach the floor without a worker; None: there is none.
-
-        The caller holds no chunk's lock: what it reads may be a moment old.
-        """
-        if self.elastic is None:
-            return None
-        needing: list[int] = []
-        for index, record in enumerate(list(self.records)):
-            # Who joined with a later step, as all who made this one have gone, is not awaited here.
-            coming = sum(seat.worker_id != worker_id for seat in self._awaited_by(index))
-            if not record.is_full and record.contribution_count + coming < self._floor:
-                needing.append(record.version)
-        return min(needing, default=None)
+    def open_parts(self, part: int | None = None) -> Iterator[OpenPart[ParameterSeat]]:
+        """Of chunks, none of whose locks need be held: what it reads may be a moment old."""
+        for index in range(len(self.records)) if part is None else (part,):
+            record = self.records[index]
+            if not record.is_full:
+                awaited = list(self._awaited_by(index))
+                yield OpenPart(record.version, record.contribution_count, awaited)
 
     def following(self, chunk_index: int, sample_count: int, *, closes: bool) -> ChunkRecord:
         """A chunk's record with one contribution more, as far as it does not depend on the sum.
@@ -346,7 +341,7 @@ class StepTracker(Seats[Seat]):
 
     def record(
         self,
-        seat: Seat,
+        seat: ParameterSeat,
         chunk_index: int,
         step: int,
         following: ChunkRecord,
@@ -360,14 +355,13 @@ class StepTracker(Seats[Seat]):
             self.open_sets[chunk_index].append(seat)
         self.records[chunk_index] = following
 
-    def close(self, chunk_index: int) -> list[Seat]:
+    def close(self, chunk_index: int) -> list[ParameterSeat]:
         """Goes on from an open set whose step has closed: who was in it, in order."""
         closed, self.open_sets[chunk_index] = self.open_sets[chunk_index], []
         return closed
 
     def next_step(self, worker_id: str) -> int:
-        """The first step that a worker has not contributed to every chunk, and still can."""
-        seat = self._seats.get(worker_id)
+        seat = self.crew.find(worker_id)
         if seat is None:
             return self.version_min() if self.is_sync else 0
         if not self.records:
@@ -381,9 +375,9 @@ class StepTracker(Seats[Seat]):
 
     @property
     def has_counted(self) -> bool:
-        """Whether any gradient was counted."""
+        """True if any gradient was counted."""
         return any(record.version or record.contribution_count for record in self.records) or any(
-            last >= 0 for seat in self.seats for last in seat.last_step
+            last >= 0 for seat in self.crew.seats for last in seat.last_step
         )
 
     def version_min(self) -> int:
@@ -394,33 +388,13 @@ class StepTracker(Seats[Seat]):
         """The most updates that a chunk has seen."""
         return max((record.version for record in self.records), default=0)
 
-    def contributed(self, step: int, chunk_index: int | None = None) -> list[str]:
-        """Workers that contributed `step`, to one chunk or to all."""
-        chunks = slice(None) if chunk_index is None else slice(chunk_index, chunk_index + 1)
+    def contributed(self, step: int, part: int | None = None) -> list[str]:
+        chunks = slice(None) if part is None else slice(part, part + 1)
         return [
             seat.worker_id
-            for seat in self.seats
+            for seat in self.crew.seats
             if all(last >= step for last in seat.last_step[chunks])
         ]
 
     def has_begun(self, step: int) -> bool:
-        """Whether any worker has contributed `step` to any chunk."""
-        return any(last >= step for seat in self.seats for last in seat.last_step)
-
-    def missing(self, step: int, chunk_index: int | None = None) -> tuple[list[str], int]:
-        """Known workers that have not contributed `step`, and how many more were never seen.
-
-        Of elastic members: those that it awaits, and how many it lacks besides.
-        """
-        if self.elastic is None:
-            return self._missing_beside(self.contributed(step, chunk_index))
-        indexes = range(len(self.records)) if chunk_index is None else (chunk_index,)
-        awaited: dict[str, None] = {}
-        lacking = 0
-        for index in indexes:
-            if self.records[index].version == step and not self.records[index].is_full:
-                coming = [seat.worker_id for seat in self._awaited_by(index)]
-                awaited.update(dict.fromkeys(coming))
-                count = self.records[index].contribution_count + len(coming)
-                lacking = max(lacking, self._floor - count)
-        return list(awaited), lacking
+        return any(last >= step for seat in self.crew.seats for last in seat.last_step)

@@ -21,7 +21,7 @@ from harness.threads import in_background
 from harness.wire_client.worker import WireWorker
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import LocalCluster
-from shardwell_server.shard import members
+from shardwell_server.shard import crews
 
 SIZE = 200
 SGD = shardwell.SGD(learning_rate=0.5)
@@ -31,7 +31,7 @@ LONG_S = 600.0
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls do not wait for a worker that has ended."""
-    monkeypatch.setattr(members, "RETURN_AFTER_END_S", 0.0)
+    monkeypatch.setattr(crews, "RETURN_AFTER_END_S", 0.0)
 
 
 def ones(value: float = 1.0) -> np.ndarray:
@@ -226,7 +226,7 @@ def test_a_step_waits_for_a_process_that_has_connected_under_the_name(cluster, c
 
 
 def test_who_comes_back_soon_is_waited_for(cluster, connect, monkeypatch) -> None:
-    monkeypatch.setattr(members, "RETURN_AFTER_END_S", LONG_S)
+    monkeypatch.setattr(crews, "RETURN_AFTER_END_S", LONG_S)
     running = cluster(2, chunk_size_bytes=64)
     last = connect(running, "last")
     net, other = opened(connect(running, "w0")), opened(last)

@@ -28,8 +28,8 @@ from harness.wire_client.row_messages import part
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, Limits, ShardConfig
 from shardwell_server.shard import registry
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store.memory.store import MemoryStore
@@ -212,7 +212,7 @@ def state_of(table: TableSlice) -> dict[str, Any]:
         "row_count": status.row_count,
         "rate": status.learning_rate,
         "positions": [
-            (seat.worker_id, seat.tenure, seat.position) for seat in tracker_of(table).seats
+            (seat.worker_id, seat.tenure, seat.position) for seat in tracker_of(table).crew.seats
         ],
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Container
 from typing import Any
 
 from shardwell.rpc.session import Session
-from shardwell_server.shard.members import Contributor, Event, Seats
+from shardwell_server.shard.crews import Contributor, Event, Tracker
 
 
 def session_of(worker_id: str, life: int = 0) -> Session:
@@ -68,11 +68,11 @@ def noted(event: Event) -> None:
     """Takes note of nothing."""
 
 
-def take(tracker: Seats[Any], worker_id: str, life: int = 0) -> Any:
+def take(tracker: Tracker[Any], worker_id: str, life: int = 0) -> Any:
     """The seat of a worker in a tracker."""
-    return tracker.seat(applicant(worker_id, life), noted)
+    return tracker.crew.seat(applicant(worker_id, life), noted)
 
 
-def know(tracker: Seats[Any], worker_id: str, life: int = 0) -> None:
+def know(tracker: Tracker[Any], worker_id: str, life: int = 0) -> None:
     """Has a tracker remember a worker that opened it."""
-    tracker.remember(worker_id, session_of(worker_id, life).number)
+    tracker.crew.remember(worker_id, session_of(worker_id, life).number)

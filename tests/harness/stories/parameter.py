@@ -282,7 +282,7 @@ def _state_of(found: ParameterSlice) -> State:
         chunks.append(
             {
                 "record": record,
-                "marks": [seat.last_step[index] for seat in tracker._seats.values()],
+                "marks": [seat.last_step[index] for seat in tracker.crew._seats.values()],
                 "weights": state.weights.tobytes() if register.is_initialized else None,
                 "sum": state.gradient_sum.tobytes() if has_sum else None,
                 "slots": [slot.tobytes() for slot in state.slots],
@@ -292,7 +292,7 @@ def _state_of(found: ParameterSlice) -> State:
     return {
         "spec": found.spec,
         "initialized": register.is_initialized,
-        "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in tracker.seats],
+        "seats": [(seat.worker_id, seat.owner, seat.tenure) for seat in tracker.crew.seats],
         "rates": [register.rates.at(tracker.version_min() + ahead) for ahead in range(5)],
         "chunks": chunks,
     }

@@ -132,7 +132,7 @@ def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
     """The mark of one that was checked before the tenure ended comes after that."""
     shard = begun(max_count=1)
     member(shard, "w0", 1)
-    member_of_other_seat = tracker_of(shard.part).seats[0]
+    member_of_other_seat = tracker_of(shard.part).crew.seats[0]
     shard.part.end_tenure("w0", 1)
     member(shard, "w1", 2, from_step=1)
     shard.part.end_tenure("w1", 2)
@@ -142,10 +142,10 @@ def test_a_seat_is_not_given_on_while_its_gradient_is_being_counted() -> None:
         member_of_other_seat.last_step[0] = 0
         rest()
 
-    tracker_of(shard.part).come_to_rest = counted_meanwhile
+    tracker_of(shard.part).crew.come_to_rest = counted_meanwhile
     made = tracker_of(shard.part)
     shard.ask("w2", 3)
-    assert made._seats["w2"].index == 1
+    assert made.crew._seats["w2"].index == 1
 
 
 def test_the_last_set_keeps_its_own_names_after_a_restart(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_last_set_keeps_its_own_names_after_a_restart(tmp_path: Path) -> Non
     for number in (1, 2):
         shard.part.end_tenure(f"w{number - 1}", number)
         member(shard, f"w{number}", number + 1, from_step=1)
-    assert [seat.worker_id for seat in tracker_of(shard.part).seats] == ["w2", "w1"]
+    assert [seat.worker_id for seat in tracker_of(shard.part).crew.seats] == ["w2", "w1"]
     again = ElasticShard(spec, store=stored_at(tmp_path))
     assert "w2" not in again.part.contributors(0)
 
@@ -229,7 +229,7 @@ def test_what_no_set_tells_of_any_more_is_unknown() -> None:
     for number in range(1, 5):
         shard.part.end_tenure(f"w{number - 1}", number)
         member(shard, f"w{number}", number + 1, from_step=1)
-    assert "w0" not in tracker_of(shard.part)._seats
+    assert "w0" not in tracker_of(shard.part).crew._seats
     assert shard.give("w0", 1, 0, 0) == "duplicate"
     assert shard.give("w9", 1, 0, 0) == "over"
     for step in range(1, 20):
@@ -260,7 +260,7 @@ def test_a_newcomer_has_given_nothing_of_what_the_seat_had_before(
         shard.part.end_tenure(f"w{number}", number + 1)
     if is_restarted:
         shard = ElasticShard(spec, store=stored_at(tmp_path))
-    assert {seat.worker_id for seat in tracker_of(shard.part).seats} == {"w1", "w2"}
+    assert {seat.worker_id for seat in tracker_of(shard.part).crew.seats} == {"w1", "w2"}
     # After a restart a mark may be of either worker: the answer does not say that it counted.
     doubtful = "unknown" if is_restarted else "late"
     assert shard.give("w2", 3, 0, 1) == doubtful
@@ -280,7 +280,7 @@ def test_members_are_looked_after_where_a_hand_over_failed() -> None:
     shard.vanish("w0")
     shard.timer.fire()
     shard.timer.fire()
-    assert tracker_of(shard.part).seats[0].is_over
+    assert tracker_of(shard.part).crew.seats[0].is_over
 
 
 def test_members_are_looked_after_under_another_name() -> None:
@@ -292,7 +292,7 @@ def test_members_are_looked_after_under_another_name() -> None:
     shard.vanish("w0")
     for _ in range(3):
         shard.timer.fire()
-    assert shard.registry.get("q")._tracker.seats[0].is_over
+    assert shard.registry.get("q")._tracker.crew.seats[0].is_over
 
 
 def test_who_was_late_for_a_set_that_is_decided_waits_with_its_next_step() -> None:

@@ -50,7 +50,7 @@ from shardwell_server.shard.parameter.averaging import (
     add_to_sum,
     close_full_step,
 )
-from shardwell_server.shard.step_tracker import Seat
+from shardwell_server.shard.step_tracker import ParameterSeat
 from shardwell_server.store import ChunkRecord
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
@@ -261,8 +261,8 @@ class MembersMachine(RuleBasedStateMachine):
             members = [each.worker_id for each in self.open_steps[place]]
             assert len(set(members)) == len(members)
             for seat in tracker.open_sets[chunk]:
-                assert tracker.seats[seat.index].worker_id == seat.worker_id
-                assert tracker.seats[seat.index].last_step[chunk] == version
+                assert tracker.crew.seats[seat.index].worker_id == seat.worker_id
+                assert tracker.crew.seats[seat.index].last_step[chunk] == version
             if not self.left and not shard.timer.due:  # else it settles in a moment
                 assert record.is_full or not tracker.is_complete(chunk)
             start = chunk * CHUNK_ELEMENT_COUNT
@@ -285,7 +285,7 @@ class MembersMachine(RuleBasedStateMachine):
         names = tuple(each.worker_id for each in given)
         assert len(names) >= self.min_count
         if not self.spec.min_contributors or len(names) < self.spec.min_contributors:
-            for seat in tracker_of(shard.part).awaited:
+            for seat in tracker_of(shard.part).crew.awaited:
                 awaits = seat.from_step is not None and seat.from_step <= version
                 assert not awaits or seat.worker_id in names or self.clip_norm
         self.closed[place][version] = names
@@ -580,7 +580,11 @@ class MembersMachine(RuleBasedStateMachine):
         elif answer == "counted":
             assert counted is given, message
         elif answer == "duplicate":  # or another gradient of the step, before a restart
-            assert counted is not None, message
+            has_gone_on = any(
+                worker_id == given.worker_id and step > message.step
+                for worker_id, step in self.given[message.place]
+            )  # its mark says so of all that came before, and no client waits for it
+            assert counted is not None or has_gone_on, message
         return answer
 
     @precondition(lambda self: bool(self.sent))
@@ -645,8 +649,8 @@ class MembersMachine(RuleBasedStateMachine):
             for s in self.seats_in(index)
         ]
 
-    def seats_in(self, index: int) -> tuple[Seat, ...]:
-        return tuple(tracker_of(self.shards[index].part).seats)
+    def seats_in(self, index: int) -> tuple[ParameterSeat, ...]:
+        return tuple(tracker_of(self.shards[index].part).crew.seats)
 
     # Steps that close by their norm.
 
@@ -733,7 +737,7 @@ class MembersMachine(RuleBasedStateMachine):
             "seats": [
                 [
                     (s.worker_id, s.tenure.number, s.from_step, s.is_over, s.last_step)
-                    for s in tracker_of(shard.part).seats
+                    for s in tracker_of(shard.part).crew.seats
                 ]
                 for shard in self.shards
             ],

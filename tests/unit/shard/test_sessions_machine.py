@@ -35,7 +35,7 @@ from shardwell.errors import (
     WorkerIdInUseError,
 )
 from shardwell.rpc.session import Session
-from shardwell_server.shard.members import Event, owner_event, owner_of
+from shardwell_server.shard.crews import Event, owner_event, owner_of
 from shardwell_server.shard.sessions import Sessions
 from shardwell_server.shard.step_tracker import Decision, StepTracker
 from shardwell_server.store import ChunkRecord
@@ -155,10 +155,10 @@ class SessionMachine(RuleBasedStateMachine):
         session = session_of(worker, life)
         self.sessions.end(session.number)
         owned = [place for place in self.places if place.owner == session]
-        assert self.tracker.owned_by(session.number) == [place.worker for place in owned]
+        assert self.tracker.crew.owned_by(session.number) == [place.worker for place in owned]
         for place in owned:
             self.events.append(owner_event(place.worker, None))
-            self.tracker.set_owner(place.worker, None)
+            self.tracker.crew.set_owner(place.worker, None)
             place.owner, place.ended = None, next(self.numbers)
         self.calls[session] = []
         self.note_left(session, in_order=True)
@@ -173,12 +173,12 @@ class SessionMachine(RuleBasedStateMachine):
         for event in self.events:
             match event["kind"]:
                 case "seat":
-                    index = len(self.tracker.seats)
-                    self.tracker.restore_seat(event, [self.stored[index] - 1])
+                    index = len(self.tracker.crew.seats)
+                    self.tracker.crew.restore_seat(event, [self.stored[index] - 1])
                 case "tenure":
-                    self.tracker.restore_tenure(event)
+                    self.tracker.crew.restore_tenure(event)
                 case _:
-                    self.tracker.set_owner(event["worker_id"], owner_of(event))
+                    self.tracker.crew.set_owner(event["worker_id"], owner_of(event))
 
     def spare(self) -> list[Place]:
         """Those that may be given to a newcomer, the one that is gone for longest first."""
@@ -209,7 +209,7 @@ class SessionMachine(RuleBasedStateMachine):
         place = self.place_of(worker)
         if place and place.owner not in (None, session) and self.may_live(place.owner):
             with pytest.raises(WorkerIdInUseError) as caught:
-                self.tracker.seat(asks, self.events.append)
+                self.tracker.crew.seat(asks, self.events.append)
             assert str(place.owner) in caught.value.message
             assert str(session) in caught.value.message
             assert (caught.value.free_in_s is None) == bool(self.calls.get(place.owner))
@@ -220,13 +220,13 @@ class SessionMachine(RuleBasedStateMachine):
         if place is None and len(self.places) == PLACE_COUNT:
             if self.is_sync:
                 with pytest.raises(SeatsTakenError):
-                    self.tracker.seat(asks, self.events.append)
+                    self.tracker.crew.seat(asks, self.events.append)
                 return
             given = self.given(asks)
             if given is None:
                 return
         else:
-            seat = self.tracker.seat(asks, self.events.append)
+            seat = self.tracker.crew.seat(asks, self.events.append)
             begins = place is None or (anew and not self.is_sync)
             if begins or place.owner != session:
                 assert seat.was_taken_over == (not begins)
@@ -238,21 +238,21 @@ class SessionMachine(RuleBasedStateMachine):
         else:
             place.owner = session
             place.tenure = tenure if anew else place.tenure
-        seat = self.tracker.seat(applicant(worker, life, drawn), self.events.append)
+        seat = self.tracker.crew.seat(applicant(worker, life, drawn), self.events.append)
         place = self.place_of(worker)
         assert place is not None
-        assert seat.tenure.number == self.tracker.tenure_of(worker) == place.tenure
+        assert seat.tenure.number == self.tracker.crew.tenure_of(worker) == place.tenure
         self.known[session] = place.tenure
         self.give(worker, session)
 
     def given(self, asks: Any) -> Place | None:
         """The place that a newcomer gets where there are as many as the limit allows."""
-        before = {seat.index: seat for seat in self.tracker.seats}
+        before = {seat.index: seat for seat in self.tracker.crew.seats}
         spare = self.spare()
         knows_all = len(self.left_s) <= SESSION_COUNT_MAX
         seat = None
         with contextlib.suppress(LimitError):
-            seat = self.tracker.seat(asks, self.events.append)
+            seat = self.tracker.crew.seat(asks, self.events.append)
         if seat is None:
             assert not spare or not (knows_all or spare[0].owner is None)
             return None
@@ -264,20 +264,25 @@ class SessionMachine(RuleBasedStateMachine):
             assert (place.owner is None) == (spare[0].owner is None)
             assert gone[0] == gone[1]
         old = contributor(place.worker, 0, place.tenure)
+        old.seat = before[seat.index]  # a stream that has it from before
         with pytest.raises(StepOrderError, match="given to a newcomer"):
-            before[seat.index].check(old)  # a stream that has it from before
+            self.tracker.crew.may_count(old)
         return place
 
     def fail(self, asks: Any) -> None:
         """What can't be noted does not happen."""
-        before = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.seats]
+        before = [
+            (seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.crew.seats
+        ]
 
         def note(event: Event) -> None:
             raise OSError("disk full")
 
         with contextlib.suppress(OSError, LimitError, SeatsTakenError):
-            self.tracker.seat(asks, note)
-        after = [(seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.seats]
+            self.tracker.crew.seat(asks, note)
+        after = [
+            (seat, seat.worker_id, seat.owner, seat.is_over) for seat in self.tracker.crew.seats
+        ]
         assert after == before
 
     @rule(worker=workers, life=lives)
@@ -321,24 +326,26 @@ class SessionMachine(RuleBasedStateMachine):
         place = self.place_of(worker)
         if not self.is_sync and (place is None or place.tenure != tenure):
             with pytest.raises(StepOrderError, match="given to a newcomer"):
-                self.tracker.seat(stream, self.events.append)
-            for seat in self.tracker.seats:
+                self.tracker.crew.seat(stream, self.events.append)
+            for seat in self.tracker.crew.seats:
                 if seat.worker_id == worker:
+                    stream.seat = seat
                     with pytest.raises(StepOrderError, match="given to a newcomer"):
-                        seat.check(stream)
+                        self.tracker.crew.may_count(stream)
             return None
         assert place is not None
-        seat = next(seat for seat in self.tracker.seats if seat.worker_id == worker)
+        seat = next(seat for seat in self.tracker.crew.seats if seat.worker_id == worker)
+        stream.seat = seat
         if place.owner is None:
             with pytest.raises(SessionUnknownError, match="has ended"):
-                seat.check(stream)
+                self.tracker.crew.may_count(stream)
             return None
         if place.owner != session:
             with pytest.raises(WorkerIdInUseError, match="has taken over") as caught:
-                seat.check(stream)
+                self.tracker.crew.may_count(stream)
             assert str(place.owner) in caught.value.message
             return None
-        seat.check(stream)
+        assert self.tracker.crew.may_count(stream)
         return seat
 
     def give(self, worker: str, session: Session) -> None:
@@ -357,8 +364,8 @@ class SessionMachine(RuleBasedStateMachine):
         seat.contributed(session, 0.0, None)
         assert not seat.was_taken_over
         self.counted[worker, tenure] += 1
-        assert seat.stored(step) >= self.stored[seat.index]
-        self.stored[seat.index] = seat.stored(step) + 1
+        assert seat.tenure.first_step + step >= self.stored[seat.index]
+        self.stored[seat.index] = seat.tenure.first_step + step + 1
 
     @invariant()
     def those_who_attend_are_counted(self) -> None:
@@ -369,11 +376,13 @@ class SessionMachine(RuleBasedStateMachine):
     def places_are_where_the_model_says(self) -> None:
         if not hasattr(self, "calls"):
             return
-        found = [(seat.worker_id, seat.owner, seat.tenure.number) for seat in self.tracker.seats]
+        found = [
+            (seat.worker_id, seat.owner, seat.tenure.number) for seat in self.tracker.crew.seats
+        ]
         assert found == [(place.worker, place.owner, place.tenure) for place in self.places]
-        assert [seat.index for seat in self.tracker.seats] == list(range(len(self.places)))
+        assert [seat.index for seat in self.tracker.crew.seats] == list(range(len(self.places)))
         done = [place.worker for place in self.places if place.owner is None]
-        assert self.tracker.done_worker_ids == done
+        assert self.tracker.crew.done_worker_ids == done
         for place in self.places:
             if not self.is_sync:
                 step = self.counted[place.worker, place.tenure]
@@ -403,14 +412,14 @@ def test_of_very_many_who_opened_those_who_live_are_named() -> None:
         sessions=sessions,
     )
     for number in range(1000):
-        tracker.remember(f"gone-{number}", number + 1)
+        tracker.crew.remember(f"gone-{number}", number + 1)
     for name in ("w0", "w1"):
         sessions.attend(name, session_of(name), lambda: None)
-        tracker.remember(name, session_of(name).number)
-    assert tracker.missing(0) == (["w0", "w1"], 7)
+        tracker.crew.remember(name, session_of(name).number)
+    assert tracker.crew.missing(0) == (["w0", "w1"], 7)
     for number in range(1000):
-        tracker.remember(f"gone-{number}", number + 1)
-    assert tracker.missing(0) == (["w0", "w1"], 7)
+        tracker.crew.remember(f"gone-{number}", number + 1)
+    assert tracker.crew.missing(0) == (["w0", "w1"], 7)
 
 
 def test_an_asynchronous_place_has_a_tenure() -> None:
@@ -421,10 +430,10 @@ def test_an_asynchronous_place_has_a_tenure() -> None:
         sessions=Sessions(count_max=9, lease_s=LEASE_S, return_s=0),
     )
     with pytest.raises(ArgumentError, match="tenure must be"):
-        tracker.seat(applicant("w0", tenure=0), lambda event: None)
+        tracker.crew.seat(applicant("w0", tenure=0), lambda event: None)
     with pytest.raises(StepOrderError, match="has not, or not any more, the seat"):
-        tracker.seat(contributor("w0"), lambda event: None)
-    assert tracker.seats == []
+        tracker.crew.seat(contributor("w0"), lambda event: None)
+    assert tracker.crew.seats == []
 
 
 def test_the_error_says_when_a_seat_will_be_free() -> None:
@@ -441,7 +450,7 @@ def test_the_error_says_when_a_seat_will_be_free() -> None:
         take(tracker, "w1")
     now_s = LEASE_S
     assert take(tracker, "w1").index == 0
-    assert [seat.worker_id for seat in tracker.seats] == ["w1"]
+    assert [seat.worker_id for seat in tracker.crew.seats] == ["w1"]
 
 
 def test_of_very_many_that_left_none_is_gone_too_early() -> None:

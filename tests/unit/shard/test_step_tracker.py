@@ -12,9 +12,9 @@ import pytest
 
 from harness.data.sessions import AllAlive, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.members import RETURN_AFTER_END_S
+from shardwell_server.shard.crews import RETURN_AFTER_END_S
 from shardwell_server.shard.sessions import Sessions
-from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
+from shardwell_server.shard.step_tracker import Decision, ParameterSeat, StepTracker
 from shardwell_server.store import ChunkRecord
 
 
@@ -27,7 +27,9 @@ def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int =
     )
 
 
-def give(tracker: StepTracker, seat: Seat, step: int, chunk: int = 0, samples: int = 1) -> None:
+def give(
+    tracker: StepTracker, seat: ParameterSeat, step: int, chunk: int = 0, samples: int = 1
+) -> None:
     assert tracker.decide(seat, chunk, step) is Decision.COUNT
     closes = tracker.is_complete(chunk, seat)
     tracker.record(seat, chunk, step, tracker.following(chunk, samples, closes=closes))
@@ -92,7 +94,7 @@ def test_asynchronous_workers_count_for_themselves() -> None:
     assert (steps.next_step("w0"), steps.next_step("w1"), steps.next_step("new")) == (3, 1, 0)
     with pytest.raises(StepOrderError, match="expected step 1"):
         steps.decide(second, 0, 3)
-    assert steps.missing(4) == ([], 0)
+    assert steps.crew.missing(4) == ([], 0)
 
 
 def test_seats_are_kept_and_their_holders_named() -> None:
@@ -163,12 +165,12 @@ def test_a_newcomer_joins_the_oldest_open_step() -> None:
 
 def test_missing_workers_are_named_or_counted() -> None:
     steps = tracker(chunk_count=2, worker_count=4)
-    assert steps.missing(0) == ([], 4)
+    assert steps.crew.missing(0) == ([], 4)
     know(steps, "idle")
     give(steps, take(steps, "w0"), 0, 0)
-    assert steps.missing(0, 0) == (["idle"], 2)
-    assert steps.missing(0, 1) == (["w0", "idle"], 2)
-    assert steps.missing(0) == (["w0", "idle"], 2)
+    assert steps.crew.missing(0, 0) == (["idle"], 2)
+    assert steps.crew.missing(0, 1) == (["w0", "idle"], 2)
+    assert steps.crew.missing(0) == (["w0", "idle"], 2)
     assert steps.contributed(0, 0) == ["w0"]
     assert steps.contributed(0) == []
 
@@ -178,14 +180,14 @@ def test_a_reader_is_not_missed_when_all_seats_are_taken() -> None:
     know(steps, "onlooker")
     give(steps, take(steps, "w0"), 0)
     take(steps, "w1")
-    assert steps.missing(0) == (["w1"], 0)
+    assert steps.crew.missing(0) == (["w1"], 0)
 
 
 def test_an_empty_slice_has_a_ledger_too() -> None:
     steps = tracker(chunk_count=0, worker_count=2)
     know(steps, "w0")
     assert (steps.version_min(), steps.version_max(), steps.next_step("w0")) == (0, 0, 0)
-    assert steps.missing(0) == (["w0"], 1)
+    assert steps.crew.missing(0) == (["w0"], 1)
 
 
 def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
@@ -193,7 +195,7 @@ def test_a_seat_in_an_empty_slice_has_contributed_all_that_there_is() -> None:
     take(steps, "w0")
     assert steps.next_step("w0") == 0
     assert steps.contributed(0) == ["w0"]
-    assert steps.missing(0) == ([], 1)
+    assert steps.crew.missing(0) == ([], 1)
 
 
 def test_another_gradient_in_place_of_one_that_counted_is_refused() -> None:
@@ -236,20 +238,20 @@ def test_an_ended_worker_is_expected_back_for_a_while() -> None:
         calls[name] = sessions.attend(name, session_of(name), lambda: None)
         take(steps, name)
     everybody = list(calls)
-    assert steps.ended_among(everybody) == ([], math.inf)
+    assert steps.crew.ended_among(everybody) == ([], math.inf)
     sessions.leave(session_of("w2"), calls["w2"])  # killed, say: it has not ended in order
     for name in ("w0", "w1"):
         sessions.end(session_of(name).number)
-        steps.set_owner(name, None)
+        steps.crew.set_owner(name, None)
         now_s[0] += 0.25
-    assert steps.ended_among(everybody) == (["w0", "w1"], RETURN_AFTER_END_S - 0.5)
-    assert steps.ended_among(["w1", "w2"]) == (["w1"], RETURN_AFTER_END_S - 0.25)
+    assert steps.crew.ended_among(everybody) == (["w0", "w1"], RETURN_AFTER_END_S - 0.5)
+    assert steps.crew.ended_among(["w1", "w2"]) == (["w1"], RETURN_AFTER_END_S - 0.25)
     now_s[0] += RETURN_AFTER_END_S
-    assert steps.ended_among(everybody) == (["w0", "w1"], 0.0)
-    assert steps.ended_among(["w2"]) == ([], math.inf)
+    assert steps.crew.ended_among(everybody) == (["w0", "w1"], 0.0)
+    assert steps.crew.ended_among(["w2"]) == ([], math.inf)
     sessions.attend("w0", session_of("w0", 1), lambda: None)
     # No worker attends that saw w1 end: the training is started again, and w1 is expected, too.
-    assert steps.ended_among(everybody) == ([], math.inf)
+    assert steps.crew.ended_among(everybody) == ([], math.inf)
     take(steps, "w0", 1)
     sessions.end(session_of("w0", 1).number)
-    assert steps.ended_among(everybody) == (["w1"], 0.0)  # until that end is noted here, too
+    assert steps.crew.ended_among(everybody) == (["w1"], 0.0)  # until that end is noted here, too

@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 if all(step <= max(self.marks(worker, c), default=-1) for c in chunks)
             ]
             assert self.tracker.contributed(step, chunk) == done
-            missing, unknown = self.tracker.missing(step, chunk)
+            missing, unknown = self.tracker.crew.missing(step, chunk)
             if not self.worker_count:
                 assert (missing, unknown) == ([], 0)
                 continue

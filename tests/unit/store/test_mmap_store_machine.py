@@ -327,17 +327,17 @@ class StoreMachine(RuleBasedStateMachine):
         for name, model in self.models.items():
             made = found[name]
             assert register_of(made).is_initialized == model.is_initialized
-            seats = tracker_of(made).seats
+            seats = tracker_of(made).crew.seats
             assert [(seat.worker_id, seat.tenure.number) for seat in seats] == [
                 (worker, model.tenures[worker]) for worker in model.seats
             ]
-            assert set(tracker_of(made).done_worker_ids) == set(model.ended)
+            assert set(tracker_of(made).crew.done_worker_ids) == set(model.ended)
             for index in range(len(model.sizes)):
                 made.verify(index)
                 record, state = tracker_of(made).records[index], made._chunks[index].state
                 assert record.version == model.versions[index]
                 assert record.contribution_count == len(model.open_step[index])
-                marks = [seat.last_step[index] for seat in tracker_of(made)._seats.values()]
+                marks = [seat.last_step[index] for seat in tracker_of(made).crew._seats.values()]
                 assert marks == [model.last[worker][index] for worker in model.seats]
                 if model.is_initialized:
                     np.testing.assert_array_equal(state.weights, model.weights[index])

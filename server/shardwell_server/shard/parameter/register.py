@@ -1,6 +1,6 @@
 """What changes rarely about a parameter's slice: beside its members, whose first weights it has.
 
-Events beside those of membership_log.py:
+Events beside those of ../register.py:
 
     {"kind": "first_weights", "epoch": E, "staged_epoch": S, "is_committed": B,
      "learning_rate": R or null,         and "from_step": N when R is the rate from step N on
@@ -22,18 +22,18 @@ from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.config import Limits
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import Changes, RequestDeadline
-from shardwell_server.shard.members import Contributor
-from shardwell_server.shard.membership_log import MembershipLog
 from shardwell_server.shard.parameter.first_weights import FirstWeightsState
-from shardwell_server.shard.step_tracker import Seat, StepTracker
+from shardwell_server.shard.register import SliceRegister
+from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store import Event, ParameterStorage
 
 _CLAIM_LOOK_S = 0.2
 """How soon a client that waits for first weights sees that their sender has had his time."""
 
 
-class Register(MembershipLog[Seat]):
+class Register(SliceRegister[ParameterSeat]):
     """See the module. Any thread may call it; never with a chunk's lock held."""
 
     def __init__(
@@ -46,9 +46,9 @@ class Register(MembershipLog[Seat]):
         is_first_shard: bool,
         limits: Limits,
     ) -> None:
-        super().__init__("parameter", spec.name, storage, tracker, learning_rate, limits)
+        super().__init__("parameter", spec.name, storage, tracker.crew, learning_rate, limits)
         self.lock = threading.Lock()
-        """Guards all of it, and the seats of the tracker."""
+        """Guards all of it, and the crew."""
         self._spec = spec
         self._tracker = tracker
         self._brought: dict[int, tuple[float, str]] = {}
@@ -68,12 +68,12 @@ class Register(MembershipLog[Seat]):
 
     # Taking part. The lock is held.
 
-    def seat(self, contributor: Contributor[Seat]) -> Seat:
+    def seat(self, contributor: Contributor[ParameterSeat]) -> ParameterSeat | None:
         """As of any member, once there are first weights.
 
         Raises:
             NotInitializedError: there are none.
-            ShardwellError: see `MembershipLog.seat`.
+            ShardwellError: see `SliceRegister.seat`.
         """
         self.check_initialized()
         return super().seat(contributor)
@@ -226,7 +226,7 @@ class Register(MembershipLog[Seat]):
             self._change_rate(from_step, learning_rate, reached=newest, oldest=oldest)
 
     def bring_learning_rate(
-        self, seat: Seat, contributor: Contributor[Seat], step: int, learning_rate: float
+        self, contributor: Contributor[ParameterSeat], step: int, learning_rate: float
     ) -> None:
         """Sets the rate from a step on that a gradient brings, before it is counted.
 
@@ -241,9 +241,8 @@ class Register(MembershipLog[Seat]):
         if self._brought.get(step, (None, ""))[0] == learning_rate:  # nearly always
             return
         with self.lock:
-            if self._tracker.elastic is not None and seat.is_over:
+            if not self._crew.may_count(contributor):
                 return  # it is late, and brings nothing
-            seat.check(contributor)
             oldest, reached = self._tracker.version_min(), self._tracker.version_max()
             # A gradient of a step that is over, or that skips one, is not counted.
             if not oldest <= step <= reached + 1:

@@ -38,9 +38,9 @@ from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits
 from shardwell_server.shard import errors as refusals
+from shardwell_server.shard.crews import Contributor, Liveness
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import non_finite, workers_missing
-from shardwell_server.shard.members import Attendance, Contributor, Liveness
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
@@ -57,9 +57,10 @@ from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.reports import Reports
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.parameter.state import ParameterState
+from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
-from shardwell_server.shard.step_tracker import Decision, Seat, StepTracker
+from shardwell_server.shard.step_tracker import Decision, ParameterSeat, StepTracker
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store import (
     NO_SEAT,
@@ -74,7 +75,7 @@ class _BrokenOffError(Exception):
     """An image is not wanted any more."""
 
 
-class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterStatus]):
+class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.ParameterStatus]):
     """See the module. All methods may be called from any thread."""
 
     def __init__(
@@ -206,7 +207,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         super()._say_when(response, worker_id)
         response.version_max = self._tracker.version_max()
 
-    def _taken_over(self, seat: Seat) -> None:
+    def _taken_over(self, seat: ParameterSeat) -> None:
         """All that the last owner was counting is counted on return."""
         self._wake_all()  # its last owner may wait there
         seat.forget_checksums()
@@ -365,7 +366,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
     def contribute(
         self,
-        contributor: Contributor[Seat],
+        contributor: Contributor[ParameterSeat],
         gradient: types_pb2.GradientChunk,
         payload: Bytes,
         deadline: RequestDeadline,
@@ -380,7 +381,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
         Raises:
             ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
-            NotInitializedError, SeatsTakenError, LimitError: see `Seats.seat`.
+            NotInitializedError, SeatsTakenError, LimitError: see `Crew.seat`.
             WorkerIdInUseError, SessionUnknownError: the seat is another session's, or free.
             StepOrderError: see the tracker.
             WorkersMissingError: the earlier step did not close in time.
@@ -407,19 +408,16 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         contribution = Contribution(values, gradient.sample_count)
         if contributor.seat is None:
             with self._register.lock:
-                contributor.seat = self._contributing_seat(contributor)
+                contributor.seat = self._seat(contributor)
         seat = contributor.seat
         is_empty = gradient.after_refusal and not gradient.sample_count
         rate = None
         if gradient.HasField("learning_rate") or gradient.rate_factors:
             rate = self._brought_rate(gradient)
         if rate is not None and seat is not None and self._tracker.is_sync:
-            self._register.bring_learning_rate(seat, contributor, step, rate)
+            self._register.bring_learning_rate(contributor, step, rate)
         with chunk.changed.lock:
-            if seat is None or (seat.is_over and self._tracker.elastic is not None):
-                contributor.is_over = True
-            else:
-                seat.check(contributor)  # another one may take it over at any time
+            self._crew.may_count(contributor)  # another one may take the seat over at any time
             if seat is None:
                 found = self.contributions.of_step(step).get(index)
                 decision = self._tracker.decide_past(
@@ -451,7 +449,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             if gives_up and not self._tracker.is_sync:
                 chunk.verify()
                 nothing = np.empty(0, np.uint8)
-                self.storage.journal(index, seat.index, seat.stored(step), 0, 0.0, nothing)
+                self.storage.journal(
+                    index, seat.index, seat.tenure.first_step + step, 0, 0.0, nothing
+                )
                 self._pass_over(index, seat, step, header.crc32c)
                 return True
             summed = contribution
@@ -472,7 +472,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             self.storage.journal(
                 index,
                 seat.index,
-                seat.stored(step),
+                seat.tenure.first_step + step,
                 contribution.sample_count,
                 learning_rate,
                 contribution.payload,
@@ -495,18 +495,9 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
 
-    def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
-        """The seat of a worker that contributes; None: it has another tenure. The lock is held.
-
-        Raises:
-            ShardwellError: see `MembershipLog.seat`.
-        """
-        if self._tracker.elastic is None:
-            return self._seat(contributor)
-        self._register.check_initialized()
-        return self._tracker.seat_in(contributor.worker_id, contributor.tenure)
-
-    def _late(self, contributor: Contributor[Seat], index: int, step: int, begin_ns: int) -> bool:
+    def _late(
+        self, contributor: Contributor[ParameterSeat], index: int, step: int, begin_ns: int
+    ) -> bool:
         """Notes that a chunk of a worker's does not count, and is to be answered all the same."""
         contributor.late.add(index)
         if contributor.seat is not None:
@@ -538,7 +529,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         chunk: Chunk,
         index: int,
         contribution: Contribution,
-        seat: Seat,
+        seat: ParameterSeat,
         learning_rate: float,
         too_large: str,
     ) -> None:
@@ -577,7 +568,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         chunk: Chunk,
         index: int,
         contribution: Contribution,
-        seat: Seat,
+        seat: ParameterSeat,
         step: int,
         learning_rate: float,
         crc32c: int | None = None,
@@ -590,7 +581,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             chunk: Where; verified, and its lock is held.
             index: Index of the chunk.
             contribution: The contribution to add.
-            seat: Seat of the worker.
+            seat: ParameterSeat of the worker.
             step: In the seat's tenure.
             learning_rate: Rate of the update, should it close the step.
             crc32c: CRC of the payload as it came; None: not known any more.
@@ -652,7 +643,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 following = following._replace(
                     total_factor=total.factor, shift=shift, is_encoded=total.is_encoded
                 )
-            change.commit(following, seat.index, seat.stored(step))
+            change.commit(following, seat.index, seat.tenure.first_step + step)
         tracker.record(seat, index, step, following, crc32c)
         if closes and self.has_open_sets:
             self._note_set(index, record.version)
@@ -663,16 +654,18 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             self.times.closed(record.version)
         return begun_s
 
-    def _pass_over(self, index: int, seat: Seat, step: int, crc32c: int | None = None) -> None:
+    def _pass_over(
+        self, index: int, seat: ParameterSeat, step: int, crc32c: int | None = None
+    ) -> None:
         """Notes that a worker has given up an asynchronous step, which updates nothing."""
         record = self._tracker.records[index]
         with self.storage.change(index, Transition.CLOSE) as change:
-            change.commit(record, seat.index, seat.stored(step))
+            change.commit(record, seat.index, seat.tenure.first_step + step)
         self._tracker.record(seat, index, step, record, crc32c)
 
     def _replay(self) -> None:
         """Counts again what the storage lacks, having lost it with the machine's power."""
-        seats = self._tracker.seats
+        seats = self._crew.seats
         for entry in self.storage.replay():
             chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
             if entry.seat_index == NO_SEAT and entry.payload.size == NORM_SIZE_BYTES:
@@ -715,7 +708,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
                 contribution = contribution.summed(self._codec.codec)
             self._count(chunk, index, contribution, seat, step, entry.learning_rate, closes=closes)
 
-    def _counts(self, seat: Seat, index: int, step: int) -> bool:
+    def _counts(self, seat: ParameterSeat, index: int, step: int) -> bool:
         """Whether a contribution that a journal has counted goes on from what is here."""
         if self.has_open_sets:  # its tenure may be over by now
             return seat.last_step[index] < step == self._tracker.records[index].version
@@ -723,7 +716,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
 
     # Steps that may close without a worker.
 
-    def _keep_set(self, index: int, *arriving: Seat) -> None:
+    def _keep_set(self, index: int, *arriving: ParameterSeat) -> None:
         """Notes a contributor in its place of the set, before it counts."""
         if not self.storage.is_in_memory:
             seats = [each.index for each in (*self._tracker.open_sets[index], *arriving)]
@@ -734,7 +727,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
         """Goes on from the open sets that were kept, and tells of closed ones."""
         if not self.has_open_sets:
             return
-        seats, tracker = self._tracker.seats, self._tracker
+        seats, tracker = self._crew.seats, self._tracker
         for index, record in enumerate(tracker.records):
             kept = array("H", self.storage.kept(index, record.version) or b"")
             count = record.contribution_count
@@ -833,7 +826,7 @@ class ParameterSlice(ShardSlice[Seat, pb.CreateParameterResponse, pb.ParameterSt
             with chunk.changed.lock:
                 pass  # what was changing it has ended
 
-    def _give_on(self, seat: Seat) -> None:
+    def _give_on(self, seat: ParameterSeat) -> None:
         """Forgets closed sets that it is in: after a restart they would name who has it then."""
         for index, record in enumerate(list(self._tracker.records)):
             chunk, closed = self._chunks[index], record.version - 1

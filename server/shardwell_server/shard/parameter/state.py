@@ -13,12 +13,12 @@ from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SliceState
-from shardwell_server.shard.step_tracker import Seat, StepTracker
+from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store import ParameterStorage
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterState(SliceState[Seat]):
+class ParameterState(SliceState[ParameterSeat]):
     """A chunk's lock guards the chunk; the register's, which is taken first, all that is rare."""
 
     spec: ParameterSpec

@@ -1,6 +1,6 @@
 """What changes rarely about a table on a shard: beside its members, the load that it is of.
 
-Events beside those of membership_log.py:
+Events beside those of ../register.py:
 
     {"kind": "load", "load_id": N}                           rows of that load are coming, or came;
                                                              the rate is the spec's again
@@ -15,19 +15,19 @@ from shardwell.errors import ArgumentError, OtherIncarnationError
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
-from shardwell_server.shard.membership_log import MembershipLog
-from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+from shardwell_server.shard.register import SliceRegister
+from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
 from shardwell_server.store import Event, TableStorage
 
 
-class TableRegister(MembershipLog[Seat]):
+class TableRegister(SliceRegister[TableSeat]):
     """See the module. For one thread at a time; any thread may read `rates`."""
 
     def __init__(
         self, spec: TableSpec, storage: TableStorage, tracker: TableStepTracker, limits: Limits
     ) -> None:
         rate = getattr(spec.optimizer, "learning_rate", None)
-        super().__init__("table", spec.name, storage, tracker, rate, limits)
+        super().__init__("table", spec.name, storage, tracker.crew, rate, limits)
         self.load_id = 0
         """Id of the newest load; 0: none."""
         self._spec = spec
@@ -90,7 +90,7 @@ class TableRegister(MembershipLog[Seat]):
         self.load_id = load_id
         self.rates = LearningRates(getattr(self._spec.optimizer, "learning_rate", 0.0))
 
-    def cut_off(self, seat: Seat) -> None:
+    def cut_off(self, seat: TableSeat) -> None:
         """Notes how much of its open step a member has given whose tenure is over.
 
         Its position says only that the step has ended, once it has.
@@ -106,7 +106,7 @@ class TableRegister(MembershipLog[Seat]):
     def _own_events(self) -> list[Event]:
         events: list[Event] = [
             _cut_off_event(seat.index, *seat.ended_at)
-            for seat in self._tracker.seats
+            for seat in self._crew.seats
             if seat.ended_at is not None
         ]
         return [*events, {"kind": "load", "load_id": self.load_id}] if self.load_id else events
@@ -114,7 +114,7 @@ class TableRegister(MembershipLog[Seat]):
     def _restore_own(self, event: Event) -> None:
         if event["kind"] == "cut_off":
             given = event["step"], event["part_count"]
-            self._tracker.seats[event["seat_index"]].ended_at = given
+            self._crew.seats[event["seat_index"]].ended_at = given
             return
         if event["kind"] != "load":
             raise KeyError(event["kind"])

@@ -93,7 +93,8 @@ class TableScan:
         """Whether rows are as the last step left them; `changed` is held."""
         if self._spec.sums_gradients:  # beside the rows, until it closes
             return not self._tracker.is_decided(self._storage.record)
-        return not any(self._tracker.next_part(seat.worker_id)[1] for seat in self._tracker.seats)
+        seats = self._tracker.crew.seats
+        return not any(self._tracker.next_part(seat.worker_id)[1] for seat in seats)
 
     def check_begun(self, snapshot: TableSnapshot | None, deadline: RequestDeadline) -> None:
         """Returns once `states` can have all rows.

@@ -35,6 +35,7 @@ from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
 from shardwell_server.shard.byte_budget import OwnedBytes
+from shardwell_server.shard.crews import Contributor, Liveness
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import (
     check_table_ended,
@@ -43,7 +44,7 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
-from shardwell_server.shard.members import Attendance, Contributor, Liveness
+from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import Decision
@@ -55,7 +56,7 @@ from shardwell_server.shard.table.rows import NonFiniteSumError, TableRows
 from shardwell_server.shard.table.scan import TableScan
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.shard.table.state import TableState
-from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store import TableLayout, TableRecord, TableStorage
 
@@ -65,7 +66,7 @@ _EVICT_ROW_COUNT = 2**20
 """Places that are looked at between one moment and the next in which others may go on."""
 
 
-class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
+class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
     """See the module. All methods may be called from any thread.
 
     Args:
@@ -223,7 +224,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             begun=self._has_begun,
         )
 
-    def _taken_over(self, seat: Seat) -> None:
+    def _taken_over(self, seat: TableSeat) -> None:
         self._wake_all()
 
     def _wake_all(self) -> None:
@@ -233,7 +234,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
 
     def contribute(
         self,
-        contributor: Contributor[Seat],
+        contributor: Contributor[TableSeat],
         header: pb.RowGradients,
         payload: Bytes,
         deadline: RequestDeadline,
@@ -259,11 +260,8 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             self.loading.check_committed()
             seat = contributor.seat
             if seat is None:
-                seat = contributor.seat = self._contributing_seat(contributor)
-            if seat is None or (seat.is_over and self._tracker.elastic is not None):
-                contributor.is_over = True
-            else:
-                seat.check(contributor)  # another one may take it over at any time
+                seat = contributor.seat = self._seat(contributor)
+            self._crew.may_count(contributor)  # another one may take the seat over at any time
             decision = self._decide(contributor, header)
             if decision is Decision.WAIT:
                 self._settle()
@@ -298,17 +296,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
 
-    def _contributing_seat(self, contributor: Contributor[Seat]) -> Seat | None:
-        """The seat of a worker that contributes; None: it has another tenure. The lock is held.
-
-        Raises:
-            ShardwellError: see `MembershipLog.seat`.
-        """
-        if self._tracker.elastic is None:
-            return self._seat(contributor)
-        return self._tracker.seat_in(contributor.worker_id, contributor.tenure)
-
-    def _late(self, contributor: Contributor[Seat], header: pb.RowGradients) -> bool:
+    def _late(self, contributor: Contributor[TableSeat], header: pb.RowGradients) -> bool:
         """Notes that a part of a member's does not count, and is to be answered all the same."""
         contributor.late.add(header.part_index)
         self._late_part_count += 1
@@ -316,7 +304,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             contributor.seat.late_count += 1
         return False
 
-    def _decide(self, contributor: Contributor[Seat], header: pb.RowGradients) -> Decision:
+    def _decide(self, contributor: Contributor[TableSeat], header: pb.RowGradients) -> Decision:
         seat, step = contributor.seat, header.step
         if seat is None and header.abandons:
             return Decision.LATE
@@ -335,7 +323,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             crc32c=header.rows.crc32c,
         )
 
-    def _check_sample_count(self, seat: Seat, header: pb.RowGradients) -> None:
+    def _check_sample_count(self, seat: TableSeat, header: pb.RowGradients) -> None:
         """Refuses another weight in the middle of a step, as far as this process remembers."""
         if header.abandons:
             return
@@ -348,7 +336,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             )
         self._sample_counts[seat.index] = (header.step, header.sample_count)
 
-    def _count(self, seat: Seat, part: Part) -> float | None:
+    def _count(self, seat: TableSeat, part: Part) -> float | None:
         """Counts a part; the lock is held. Returns when its step began; None: with this part."""
         ids, gradients, header, peak = part
         if not self.spec.allow_non_finite and not (
@@ -363,7 +351,6 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
             following = record._replace(version=record.version + ends)
         else:
             total = record.sample_total
-            is_elastic = self._tracker.elastic is not None
             following = record._replace(
                 contribution_count=record.contribution_count + ends,
                 sample_total=total + (done == 1) * header.sample_count,
@@ -371,7 +358,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
                 shift=record.shift
                 if total
                 else shift_for(header.sample_count, self.spec.step_size_max),
-                is_closing=is_elastic and ends and self._tracker.completes(seat),
+                is_closing=self._tracker.has_open_sets and ends and self._tracker.completes(seat),
             )
         if not ids.size or (self._tracker.is_sync and not header.sample_count):
             self._rows.settle(following, stored)  # of no weight: as if it had no rows
@@ -394,7 +381,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         self._catch_up()
         return begun_s
 
-    def _check_state(self, seat: Seat, part: Part) -> None:
+    def _check_state(self, seat: TableSeat, part: Part) -> None:
         """Refuses a gradient that would take optimizer state beyond float32, for good.
 
         In a mean with others it does so no more than alone.
@@ -421,7 +408,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         while self._tracker.version < self.storage.record.version:
             if self._tracker.is_sync:
                 self.times.closed(self._tracker.version)
-            if self._tracker.elastic is not None:
+            if self._tracker.has_open_sets:
                 step = self._tracker.version
                 self._closed_sets[step] = sorted(self._tracker.contributors(step))
                 self._closed_sets.pop(step - _CLOSED_SET_COUNT_MAX, None)
@@ -450,7 +437,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
     # Steps that may close without a worker.
 
     def _settle_all(self) -> None:
-        if self._tracker.elastic is not None:
+        if self._tracker.has_open_sets:
             with self._lock:
                 self._settle()
                 self._changed.notify_all()  # who waits with a tenure that is over
@@ -466,7 +453,7 @@ class TableSlice(ShardSlice[Seat, pb.OpenTableResponse, pb.TableStatus]):
         if self.storage.record.is_loading:
             return
         self._come_to_rest()
-        if self._tracker.elastic is None or not self._tracker.is_complete:
+        if not (self._tracker.has_open_sets and self._tracker.is_complete):
             self._finish_step()
             return
         begin_ns, step = now_ns(), self.version

@@ -12,12 +12,12 @@ from shardwell_server.shard.table.register import TableRegister
 from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import TableRows
 from shardwell_server.shard.table.snapshot import TableSnapshots
-from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
 from shardwell_server.store import TableLayout, TableStorage
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableState(SliceState[Seat]):
+class TableState(SliceState[TableSeat]):
     """One lock guards all of it: that of `changed`."""
 
     spec: TableSpec

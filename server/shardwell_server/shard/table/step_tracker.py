@@ -44,26 +44,18 @@ The caller holds the table's lock around all of it.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.members import Elastic
-from shardwell_server.shard import members
-from shardwell_server.shard.members import Event, Liveness, Seats, Tenure, owner_of, tenure_of
+from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker, crew_of
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.store.contract import Position, TableRecord
 
 
-class Seat(members.Seat):
-    """One worker, and its position.
-
-    Args:
-        worker_id: The worker's id.
-        stored: The seat's position in the storage, of any worker.
-        owner: The session that contributes; None once it has ended in order.
-        tenure: The tenure that the seat belongs to.
-    """
+class TableSeat(Seat):
+    """One worker, and its position; `stored` is the seat's in the storage, of any worker."""
 
     def __init__(
         self, worker_id: str, stored: Position, owner: Session | None, tenure: Tenure
@@ -76,14 +68,18 @@ class Seat(members.Seat):
         """CRCs of the payloads of `last_step`'s parts that were counted, as far as known."""
         self.earlier_step = -1
         self.earlier_crc32cs: dict[int, int] = {}
-        """The same of `earlier_step`, and an earlier owner's."""
+        """CRCs of `earlier_step`'s parts, and an earlier owner's."""
         self.ended_at: tuple[int, int] | None = None
         """Of an elastic member: the last step that it has ended, and how many parts of it had
         counted; None: the log has not said."""
 
     def stored_position(self, position: Position) -> Position:
-        """What a position of the worker is in the storage."""
+        """A position of the worker as the storage counts steps."""
         return position._replace(step=position.step + self.tenure.first_step)
+
+    @property
+    def marks(self) -> Position:
+        return self.stored_position(self.position)
 
     @property
     def unused_step(self) -> int:
@@ -96,19 +92,23 @@ class Seat(members.Seat):
             self.earlier_crc32cs.update(self.part_crc32cs)
         self.last_step, self.part_crc32cs = -1, {}
 
-    def _forget_marks(self, is_restored: bool) -> None:
-        assert self.given_at is not None
-        if self.position[1:] <= (self.given_at, 0):
+    def go_on_from(self, earlier: TableSeat) -> None:
+        # What it gave in this step is known to be another gradient, if it gives one anew.
+        earlier.forget_checksums()
+        self.earlier_step, self.earlier_crc32cs = earlier.earlier_step, earlier.earlier_crc32cs
+
+    def _forget_marks(self, version: int, *, is_restored: bool) -> None:
+        if self.position[1:] <= (version, 0):
             self.position = Position(self.index)
 
     def has_given(self, step: int, part_index: int) -> bool:
-        """Whether a part of a step has counted, as the position says of the seat's own tenure."""
+        """Returns True if a part of a step has counted, as the seat's own position says."""
         if self.ended_at is not None and self.ended_at[0] == step:
             return part_index < self.ended_at[1]
         return (step, part_index) < self.position[1:]
 
 
-class TableStepTracker(Seats[Seat]):
+class TableStepTracker(Tracker[TableSeat]):
     """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
 
     Args:
@@ -130,51 +130,46 @@ class TableStepTracker(Seats[Seat]):
         elastic: Elastic | None = None,
         is_closing: bool = False,
     ) -> None:
-        super().__init__(
+        self.crew = crew_of(
+            self,
+            sessions,
             worker_count=worker_count,
             worker_count_max=worker_count_max,
-            sessions=sessions,
             elastic=elastic,
         )
+        self.is_sync = self.crew.is_sync
+        """True if steps need all workers."""
+        self.has_open_sets = self.crew.comes_and_goes
+        """True if a step may close without a worker that could have contributed."""
         self.version = version
         """Steps that have closed, which is also the number of the open one; asynchronous: steps
         that were ended. Set by the caller when a checkpoint is restored."""
         self.is_closing = is_closing
-        """Whether the open step's set is decided, with elastic members. Set by the caller, from the
+        """True if the open step's set is decided, with elastic members. Set by the caller, from the
         record that decides it."""
-        self._floor = 1 if elastic is None else elastic.min_count
 
-    def _fresh_seat(self, worker_id: str, index: int, owner: Session, tenure: Tenure) -> Seat:
-        return Seat(worker_id, Position(index), owner, tenure)
-
-    def _seat_after(
-        self, seat: Seat, worker_id: str, owner: Session | None, tenure: Tenure
-    ) -> Seat:
-        made = Seat(worker_id, seat.stored_position(seat.position), owner, tenure)
-        if self.elastic is not None and seat.worker_id == worker_id:
-            # What it gave in this step is known to be another gradient, if it gives one anew.
-            seat.forget_checksums()
-            made.earlier_step, made.earlier_crc32cs = seat.earlier_step, seat.earlier_crc32cs
-        return made
-
-    def restore_seat(self, event: Event, stored: Position) -> Seat:
-        assert stored.seat_index == len(self._seats)
-        seat = Seat(event["worker_id"], stored, owner_of(event), tenure_of(event))
-        seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
-        if "given_at" in event:
-            seat.begin_at(event["given_at"], is_restored=True)
-        return self._sit(seat)
+    def make_seat(
+        self,
+        worker_id: str,
+        index: int,
+        marks: Position | None,
+        owner: Session | None,
+        tenure: Tenure,
+    ) -> TableSeat:
+        stored = Position(index) if marks is None else marks
+        assert stored.seat_index == index
+        return TableSeat(worker_id, stored, owner, tenure)
 
     @property
     def newest_version(self) -> int:
         return self.version
 
-    def _is_spent(self, seat: Seat) -> bool:
+    def is_spent(self, seat: TableSeat) -> bool:
         return seat.position[1:] <= (self.version, 0)
 
     def decide(
         self,
-        seat: Seat,
+        seat: TableSeat,
         step: int,
         part_index: int,
         *,
@@ -188,7 +183,7 @@ class TableStepTracker(Seats[Seat]):
         Raises:
             StepOrderError: see the table above.
         """
-        if self.elastic is not None and self._is_late(seat, step, part_index, crc32c):
+        if self.has_open_sets and self._is_late(seat, step, part_index, crc32c):
             return Decision.LATE
         _, open_step, part_count = seat.position
         if (step, part_index) < (open_step, part_count):
@@ -211,7 +206,7 @@ class TableStepTracker(Seats[Seat]):
             if counted is None and crc32c is not None and step == seat.earlier_step:
                 counted = seat.earlier_crc32cs.get(part_index)
                 # A member's step is at its end with its tenure: what came no more does not count.
-                known = (crc32c,) if self.elastic is not None else (None, crc32c)
+                known = (crc32c,) if self.has_open_sets else (None, crc32c)
                 if counted not in known:
                     return Decision.SUPERSEDED
             return Decision.DUPLICATE
@@ -225,7 +220,7 @@ class TableStepTracker(Seats[Seat]):
             )
         return turn
 
-    def decide_end(self, seat: Seat, step: int) -> Decision:
+    def decide_end(self, seat: TableSeat, step: int) -> Decision:
         """What to do with the end of `seat`'s step when it abandons the rest of it.
 
         Raises:
@@ -233,7 +228,7 @@ class TableStepTracker(Seats[Seat]):
         """
         if step < seat.position.step:
             return Decision.DUPLICATE
-        if self.elastic is not None and self._has_closed_to(seat, step):
+        if self.has_open_sets and self._has_closed_to(seat, step):
             return Decision.LATE
         return self._turn(seat, step)
 
@@ -254,7 +249,7 @@ class TableStepTracker(Seats[Seat]):
             crc32c: CRC of its payload.
             contributors: The step's set, so far if it is open; None: it is not known any more.
         """
-        seat = self._seats.get(worker_id)
+        seat = self.crew.find(worker_id)
         if seat is not None and step in (seat.last_step, seat.earlier_step):
             crc32cs = seat.part_crc32cs if step == seat.last_step else seat.earlier_crc32cs
             if part_index in crc32cs:
@@ -262,7 +257,7 @@ class TableStepTracker(Seats[Seat]):
         is_out = contributors is not None and worker_id not in contributors
         return Decision.LATE if step > self.version or is_out else Decision.UNKNOWN
 
-    def _is_late(self, seat: Seat, step: int, part_index: int, crc32c: int | None) -> bool:
+    def _is_late(self, seat: TableSeat, step: int, part_index: int, crc32c: int | None) -> bool:
         """Whether a part of an elastic member's comes too late to count, and has not counted."""
         is_known = step == seat.last_step
         counted = seat.part_crc32cs.get(part_index) if is_known else None
@@ -272,11 +267,11 @@ class TableStepTracker(Seats[Seat]):
             return False
         return counted is not None or not seat.has_given(step, part_index)
 
-    def _has_closed_to(self, seat: Seat, step: int) -> bool:
+    def _has_closed_to(self, seat: TableSeat, step: int) -> bool:
         """Whether nothing more of an elastic member's counts for a step."""
         return seat.is_over or step < self.version or (step == self.version and self.is_closing)
 
-    def _turn(self, seat: Seat, step: int) -> Decision:
+    def _turn(self, seat: TableSeat, step: int) -> Decision:
         """Whether `seat`'s next step, which it is to be, counts now or waits.
 
         Raises:
@@ -292,14 +287,14 @@ class TableStepTracker(Seats[Seat]):
             )
         return Decision.WAIT if self.is_sync and step > self.version else Decision.COUNT
 
-    def following(self, seat: Seat, *, ends_step: bool) -> Position:
+    def following(self, seat: TableSeat, *, ends_step: bool) -> Position:
         """Where a worker will stand with one part more, or with its step ended."""
         step, part_count = self._next_part(seat)
         if ends_step:
             return Position(seat.index, step + 1)
         return Position(seat.index, step, part_count + 1)
 
-    def record(self, seat: Seat, following: Position, crc32c: int | None = None) -> None:
+    def record(self, seat: TableSeat, following: Position, crc32c: int | None = None) -> None:
         """Counts a part, or an end, for which a decision was COUNT."""
         step, part_index = self._next_part(seat)
         ended = following.step > step
@@ -308,7 +303,7 @@ class TableStepTracker(Seats[Seat]):
         if crc32c is not None:
             seat.part_crc32cs[part_index] = crc32c
             seat.counted_count += 1
-        if ended and self.elastic is not None:
+        if ended and self.has_open_sets:
             seat.ended_at = step, part_index + (crc32c is not None)
         seat.position = following
         if ended and not self.is_sync:
@@ -316,40 +311,37 @@ class TableStepTracker(Seats[Seat]):
 
     @property
     def is_complete(self) -> bool:
-        """Synchronous: all workers have ended the open step; it is to be closed."""
+        """True if all workers of a synchronous step have ended it, so that it is to be closed."""
         return self.completes()
 
-    def completes(self, arriving: Seat | None = None) -> bool:
-        """Whether the open step is complete once `arriving` has ended it, too."""
+    def completes(self, arriving: TableSeat | None = None) -> bool:
+        """Returns True if the open step is complete once `arriving` has ended it, too."""
         count = len(self.contributed(self.version)) + (arriving is not None)
-        if self.elastic is None:
-            return self.is_sync and count >= self._worker_count
-        if self.is_closing or count < self._floor or self.cut_off:
+        if not self.is_sync or self.is_closing or count < self.crew.full_count or self.cut_off:
             return False
         return not any(seat is not arriving for seat in self._awaited_now())
 
     def is_decided(self, record: TableRecord) -> bool:
-        """Whether the open step of a table whose steps several workers make is being closed."""
-        if self.elastic is not None:
+        """Returns True if the open step of a table of several workers is being closed."""
+        if self.has_open_sets:
             return record.is_closing
-        return 1 < self._worker_count <= record.contribution_count
+        return 1 < self.crew.full_count <= record.contribution_count
 
     def close(self) -> None:
         """The open step, whose set was decided, has been applied."""
-        assert self.elastic is not None or self.completes()
         self.version += 1
         self.is_closing = False
 
     def contributors(self, step: int) -> list[str]:
         """Workers in the set of the open step, or of the one after it."""
-        return [seat.worker_id for seat in self.seats if seat.position[1:] > (step, 0)]
+        return [seat.worker_id for seat in self.crew.seats if seat.position[1:] > (step, 0)]
 
-    def _awaited_now(self) -> list[Seat]:
+    def _awaited_now(self) -> list[TableSeat]:
         """Elastic members that the open step awaits."""
         begun = (self.version, 0)
         return [
             seat
-            for seat in self.awaited
+            for seat in self.crew.awaited
             if seat.position.step <= self.version
             and (
                 seat.position[1:] > begun
@@ -358,37 +350,25 @@ class TableStepTracker(Seats[Seat]):
         ]
 
     @property
-    def cut_off(self) -> list[Seat]:
+    def cut_off(self) -> list[TableSeat]:
         """Elastic members who are to end the open step first: they have begun it, and are over."""
-        if self.elastic is None or self.is_closing:
+        if self.is_closing:
             return []
         begun, ended = (self.version, 0), self.version + 1
         return [
             seat
-            for seat in self.seats
+            for seat in self.crew.seats
             if seat.is_over and seat.position[1:] > begun and seat.position.step < ended
         ]
 
-    def needed_step(self, worker_id: str) -> int | None:
-        if self.elastic is None or self.is_closing:
-            return None
-        coming = sum(seat.worker_id != worker_id for seat in self._awaited_now())
-        count = len(self.contributed(self.version))
-        return self.version if count + coming < self._floor else None
-
-    def missing(self, step: int) -> tuple[list[str], int]:
-        """See `Seats.missing`. Of elastic members: those awaited, and how many it lacks besides."""
-        if self.elastic is None:
-            return super().missing(step)
-        if step != self.version or self.is_closing:
-            return [], 0
-        awaited = [seat.worker_id for seat in self._awaited_now()]
-        count = len(self.contributed(step)) + len(awaited)
-        return awaited, max(self._floor - count, 0)
+    def open_parts(self, part: int | None = None) -> Iterator[OpenPart[TableSeat]]:
+        if not self.is_closing:
+            count = len(self.contributed(self.version))
+            yield OpenPart(self.version, count, self._awaited_now())
 
     def next_part(self, worker_id: str) -> tuple[int, int]:
         """A worker's open step, and how many parts of it are counted."""
-        seat = self._seats.get(worker_id)
+        seat = self.crew.find(worker_id)
         if seat is None:
             return (self.version if self.is_sync else 0), 0
         return self._next_part(seat)
@@ -396,16 +376,14 @@ class TableStepTracker(Seats[Seat]):
     def next_step(self, worker_id: str) -> int:
         return self.next_part(worker_id)[0]
 
-    def _next_part(self, seat: Seat) -> tuple[int, int]:
+    def _next_part(self, seat: TableSeat) -> tuple[int, int]:
         _, step, part_count = seat.position
         if self.is_sync and step < self.version:
             return self.version, 0
         return step, part_count
 
-    def contributed(self, step: int) -> list[str]:
-        """Workers that have ended `step`."""
-        return [seat.worker_id for seat in self.seats if seat.position.step > step]
+    def contributed(self, step: int, part: int | None = None) -> list[str]:
+        return [seat.worker_id for seat in self.crew.seats if seat.position.step > step]
 
     def has_begun(self, step: int) -> bool:
-        """Whether any worker has contributed to `step`."""
-        return any(seat.position[1:] > (step, 0) for seat in self.seats)
+        return any(seat.position[1:] > (step, 0) for seat in self.crew.seats)

@@ -33,8 +33,8 @@ from shardwell.errors import LimitError, SeatsTakenError, WorkersMissingError
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard import registry
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.members import Contributor
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore

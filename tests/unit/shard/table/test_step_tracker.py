@@ -10,9 +10,9 @@ import pytest
 
 from harness.data.sessions import AllAlive, applicant, know, session_of, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.members import Event, seat_event
+from shardwell_server.shard.crews import Event, seat_event
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.shard.table.step_tracker import Seat, TableStepTracker
+from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
 from shardwell_server.store.contract import Position
 
 
@@ -27,19 +27,19 @@ def tracker(
     )
 
 
-def give(steps: TableStepTracker, seat: Seat, step: int, part_count: int = 1) -> None:
+def give(steps: TableStepTracker, seat: TableSeat, step: int, part_count: int = 1) -> None:
     """A whole step."""
     for part in range(part_count):
         assert steps.decide(seat, step, part, ends_step=False) is Decision.COUNT
         steps.record(seat, steps.following(seat, ends_step=part == part_count - 1))
 
 
-def restored(steps: TableStepTracker, worker_id: str, stored: Position) -> Seat:
+def restored(steps: TableStepTracker, worker_id: str, stored: Position) -> TableSeat:
     """The seat of a worker that an earlier process has logged."""
-    return steps.restore_seat(seat_event(take(tracker(), worker_id)), stored)
+    return steps.crew.restore_seat(seat_event(take(tracker(), worker_id)), stored)
 
 
-def give_part(steps: TableStepTracker, seat: Seat) -> None:
+def give_part(steps: TableStepTracker, seat: TableSeat) -> None:
     steps.record(seat, steps.following(seat, ends_step=False))
 
 
@@ -147,7 +147,7 @@ def test_asynchronous_workers_of_a_table_count_for_themselves() -> None:
     assert found == [(3, 0), (0, 1), (0, 0)]
     with pytest.raises(StepOrderError, match="expected step 0"):
         steps.decide(second, 3, 0, ends_step=False)
-    assert steps.missing(4) == ([], 0)
+    assert steps.crew.missing(4) == ([], 0)
 
 
 def test_a_table_s_step_that_closed_without_a_worker_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_a_ledger_that_comes_back_goes_on() -> None:
     steps = tracker(version=5)
     restored(steps, "w0", Position(0, 6))
     second = restored(steps, "w1", Position(1, 5, 4))
-    assert [seat.worker_id for seat in steps.seats] == ["w0", "w1"]
+    assert [seat.worker_id for seat in steps.crew.seats] == ["w0", "w1"]
     assert steps.next_part("w1") == (5, 4)
     steps.record(second, steps.following(second, ends_step=True))
     assert steps.is_complete
@@ -214,21 +214,21 @@ def test_a_new_worker_is_logged_first() -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        steps.seat(applicant("w0"), fail)
-    assert [seat.worker_id for seat in steps.seats] == []
+        steps.crew.seat(applicant("w0"), fail)
+    assert [seat.worker_id for seat in steps.crew.seats] == []
 
 
 def test_missing_workers_of_a_table_are_named_or_counted() -> None:
     steps = tracker(worker_count=4)
-    assert steps.missing(0) == ([], 4)
+    assert steps.crew.missing(0) == ([], 4)
     know(steps, "idle")
     give(steps, take(steps, "w0"), 0)
     give_part(steps, take(steps, "w1"))
     assert steps.contributed(0) == ["w0"]
-    assert steps.missing(0) == (["w1", "idle"], 1)
+    assert steps.crew.missing(0) == (["w1", "idle"], 1)
     for worker_id in ("w2", "w3"):
         take(steps, worker_id)
-    assert steps.missing(0) == (["w1", "w2", "w3"], 0)
+    assert steps.crew.missing(0) == (["w1", "w2", "w3"], 0)
 
 
 def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:

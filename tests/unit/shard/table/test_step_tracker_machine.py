@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from harness.data.sessions import AllAlive, know, take
 from harness.machines import cases
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.members import seat_event
+from shardwell_server.shard.crews import seat_event
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.step_tracker import TableStepTracker
 
@@ -89,9 +89,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
     @rule(worker=workers)
     def remember(self, worker: str) -> None:
         know(self.tracker, worker)
-        if worker in self.known:
-            self.known.remove(worker)
-        if len(self.known) < self.worker_count_max:
+        if worker not in self.known and len(self.known) < self.worker_count_max:
             self.known.append(worker)
 
     def take_seat(self, worker: str) -> bool:
@@ -174,10 +172,10 @@ class TableLedgerMachine(RuleBasedStateMachine):
         """Storage keeps of a tracker its version, the position of each seat, and its owner."""
         before = self.tracker
         self.tracker = TableStepTracker(before.version, **self.limits)
-        for seat in before.seats:
-            self.tracker.restore_seat(seat_event(seat), seat.stored_position(seat.position))
+        for seat in before.crew.seats:
+            self.tracker.crew.restore_seat(seat_event(seat), seat.stored_position(seat.position))
         self.known = []
-        assert [seat.worker_id for seat in self.tracker.seats] == self.seated
+        assert [seat.worker_id for seat in self.tracker.crew.seats] == self.seated
 
     @invariant()
     def steps_close_with_all_their_workers(self) -> None:
@@ -205,7 +203,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
         step = self.version
         done = {worker for worker in WORKERS if any(at >= step for at in self.ended[worker])}
         assert set(self.tracker.contributed(step)) == done
-        missing, unknown = self.tracker.missing(step)
+        missing, unknown = self.tracker.crew.missing(step)
         if not self.worker_count:
             assert (missing, unknown) == ([], 0)
             return

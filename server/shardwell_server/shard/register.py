@@ -1,7 +1,7 @@
-"""What changes rarely about a parameter or table on a shard: who takes part, and learning rates.
+"""The register of a slice: seats, learning rates and incarnation, each change of which is logged.
 
-Every change is logged in the storage before it takes effect, so that a shard that comes back goes
-on with it. Events, as JSON objects:
+It is in the storage before it takes effect, so that a shard that comes back goes on with it.
+Events, as JSON objects:
 
     {"kind": "seat", "worker_id": W, "session": [N, host, pid, process] or null, "tenure": [T, F]}
                                                  W takes the next seat, in tenure T, from step F on;
@@ -27,8 +27,8 @@ from typing import Any, Generic, TypeVar
 from shardwell.errors import LimitError, StepOrderError, StorageError
 from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell_server.config import Limits
+from shardwell_server.shard.crews import Contributor, Crew, Seat, owner_event, owner_of
 from shardwell_server.shard.learning_rates import LearningRates
-from shardwell_server.shard.members import Contributor, Seat, Seats, owner_event, owner_of
 from shardwell_server.store import Event, Storage
 
 SeatT = TypeVar("SeatT", bound=Seat)
@@ -46,14 +46,14 @@ def _rate_event(from_step: int, learning_rate: float) -> Event:
     return event
 
 
-class MembershipLog(ABC, Generic[SeatT]):
-    """Base of both. For one thread at a time; any thread may read `rates`.
+class SliceRegister(ABC, Generic[SeatT]):
+    """Base of both kinds. For one thread at a time; any thread may read `rates`.
 
     Args:
         kind: "parameter" or "table".
         name: Its name.
         storage: Where events are logged, and what each seat has contributed is kept.
-        tracker: The tracker, which has the seats.
+        crew: The workers that have the seats.
         learning_rate: The spec's; None: there is none.
         limits: Limits of the shard.
     """
@@ -63,7 +63,7 @@ class MembershipLog(ABC, Generic[SeatT]):
         kind: str,
         name: str,
         storage: Storage,
-        tracker: Seats[SeatT],
+        crew: Crew[SeatT],
         learning_rate: float | None,
         limits: Limits,
     ) -> None:
@@ -73,7 +73,7 @@ class MembershipLog(ABC, Generic[SeatT]):
         self._name = name
         self._where: dict[str, Any] = {kind: name}
         """What errors carry of it."""
-        self._members = tracker
+        self._crew = crew
         self._storage = storage
         self._limits = limits
         self.rates = LearningRates(learning_rate or 0.0)
@@ -81,14 +81,14 @@ class MembershipLog(ABC, Generic[SeatT]):
 
     # Taking part.
 
-    def seat(self, contributor: Contributor[SeatT]) -> SeatT:
+    def seat(self, contributor: Contributor[SeatT]) -> SeatT | None:
         """The worker's seat, which is the session's from now on.
 
         Raises:
-            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Seats.seat`.
+            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Crew.seat`.
             StorageError: there is no room for it.
         """
-        return self._members.seat(contributor, self._note_seat)
+        return self._crew.seat(contributor, self._note_seat)
 
     def _note_seat(self, event: Event) -> None:
         if event["kind"] == "seat":
@@ -96,36 +96,36 @@ class MembershipLog(ABC, Generic[SeatT]):
         self._storage.compact(self._events())
         self._storage.log(event)
 
-    def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order.
+    def end_session(self, number: int) -> list[tuple[str, int]]:
+        """Notes that a session, by its number, has ended in order; returns tenures that end so.
 
         Raises:
             StorageError: it can't be noted.
         """
-        for worker_id in self._members.owned_by(number):
-            if self._members.elastic is not None:
-                self.end_tenure(worker_id, self._members.tenure_of(worker_id))
+        ended = []
+        for worker_id in self._crew.owned_by(number):
+            tenure = self._crew.tenure_of(worker_id)
+            if self.end_tenure(worker_id, tenure):
+                ended.append((worker_id, tenure))
             self._storage.log(owner_event(worker_id, None))
-            self._members.set_owner(worker_id, None)
+            self._crew.set_owner(worker_id, None)
+        return ended
 
     def await_from(self, contributor: Contributor[SeatT]) -> bool:
-        """Steps from that which an elastic member names await it; whether that changes anything.
+        """As of `Crew.await_from`.
 
         Raises:
             StorageError: it can't be noted.
         """
-        step = contributor.from_step
-        return step is not None and self._members.await_from(
-            contributor.worker_id, contributor.tenure, step, self._note_seat
-        )
+        return self._crew.await_from(contributor, self._note_seat)
 
     def end_tenure(self, worker_id: str, tenure: int) -> bool:
-        """No step awaits an elastic member any more; whether one did.
+        """As of `Crew.end_tenure`.
 
         Raises:
             StorageError: it can't be noted.
         """
-        return self._members.end_tenure(worker_id, tenure, self._note_seat)
+        return self._crew.end_tenure(worker_id, tenure, self._note_seat)
 
     def note_incarnation(self, incarnation: int) -> None:
         """Sets what tells it from others of its name.
@@ -178,7 +178,7 @@ class MembershipLog(ABC, Generic[SeatT]):
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where it is now."""
-        events = self._members.events()
+        events = self._crew.events()
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
         events += self._own_events()
@@ -204,15 +204,15 @@ class MembershipLog(ABC, Generic[SeatT]):
             try:
                 match event["kind"]:
                     case "seat":
-                        self._members.restore_seat(event, next(contributed))
+                        self._crew.restore_seat(event, next(contributed))
                     case "owner":
-                        self._members.set_owner(event["worker_id"], owner_of(event))
+                        self._crew.set_owner(event["worker_id"], owner_of(event))
                     case "tenure":
-                        self._members.restore_tenure(event)
+                        self._crew.restore_tenure(event)
                     case "from":
-                        self._members.restore_from(event["seat_index"], event["from_step"])
+                        self._crew.restore_from(event["seat_index"], event["from_step"])
                     case "over":
-                        self._members.restore_over(event["seat_index"])
+                        self._crew.restore_over(event["seat_index"])
                     case "incarnation":
                         self.incarnation = event["incarnation"]
                     case "learning_rate":

@@ -1,0 +1,1084 @@
+"""A crew: the workers that make the steps of a parameter or table, and the rule by which they do.
+
+Pure. Workers that send gradients have a *seat*; what a worker has contributed is kept with its
+seat, as its tracker needs it. Sessions that opened the parameter or table without a seat are known
+while they are alive, so that their workers can be named when they are missing.
+
+A seat belongs to one session, its owner. When another session asks for the seat of its worker:
+
+    the owner has ended, or is not alive    takes it over; the old owner's gradients are refused
+    the owner is alive                      WorkerIdInUseError
+
+From the taking of a seat to its loss a worker has a *tenure*, by a number that it has drawn and
+that its gradients name. A gradient of a tenure that is over is refused, or late, whichever worker
+has the seat since. The three crews differ in what a newcomer is given, and in whom a step awaits:
+
+    crew         seats                   a newcomer is given           a step closes with
+    FixedCrew    worker_count, for good  a free one, or is refused     worker_count gradients
+    OpenCrew     worker_count_max        a free one, or that of a      each gradient
+                                         worker that is gone
+    ElasticCrew  2 * max_count           a free one, or that of one    those of all that it awaits,
+                                         who left, if no open step     min_count at least
+                                         has its gradient
+
+Invariants:
+  - At any time one session at most can contribute under a worker_id.
+  - The seat of a session that is alive, or was so within the lease, is given to no other session.
+  - Steps in the storage never decrease, whosever the seat is.
+
+The caller holds a lock around all that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from shardwell.errors import (
+    ArgumentError,
+    LimitError,
+    SeatsTakenError,
+    SessionUnknownError,
+    StepOrderError,
+    WorkerIdInUseError,
+)
+from shardwell.rpc.session import Session
+from shardwell.rpc.take_over import TAKE_OVER_S
+from shardwell.specs.members import Elastic
+
+Event = dict[str, Any]
+TakesNote = Callable[[Event], None]
+"""How a change of seats is noted before it takes effect."""
+
+
+class Liveness(Protocol):
+    """Answers which sessions are alive, by their numbers."""
+
+    def alive_for_s(self, number: int, process: str = "") -> float:
+        """For how many seconds a session counts as alive if nothing is heard of it.
+
+        math.inf while it attends; 0 when it is gone, or its `process` has ended; else it is waited
+        for since the shard was started.
+        """
+
+    def spare_in_s(self, number: int) -> float:
+        """In how many seconds a session will have been gone for the lease; below 0: it has been.
+
+        math.inf while it attends.
+        """
+
+    def gone_for_s(self, number: int) -> float:
+        """For how many seconds a session has not attended; 0 while it does.
+
+        Of one that this process of the shard never saw: since the process began.
+        """
+
+    def silent_for_s(self, number: int) -> float:
+        """For how many seconds a session that attends was not heard of: by heartbeats."""
+
+    def attends_for_s(self, worker_ids: Container[str]) -> float | None:
+        """For how many seconds one of these workers has attended, the longest; None: none does."""
+
+    def attends_as(self, worker_id: str) -> bool:
+        """Returns True if any session of a worker attends."""
+
+    def all_as(self, worker_id: str) -> list[Session]:
+        """The sessions of a worker that attend; more than one where clients share its id."""
+
+    def now_s(self) -> float:
+        """A clock that never goes back."""
+
+
+class Tenure(NamedTuple):
+    """The tenure of a seat; see the module."""
+
+    number: int = 0
+    """Drawn by its worker; 0 where seats are kept for good."""
+    first_step: int = 0
+    """The storage's number of its worker's step 0."""
+
+
+class Rivals(NamedTuple):
+    """Two clients that would contribute as one worker."""
+
+    owner: Session
+    """The one that has the seat."""
+    refused: Session
+    """The one that asked for it last, in vain."""
+    since_s: float
+    """When it asked first."""
+    asked_s: float
+    """When it asked last."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.owner}, which contributes, and {self.refused}, which was refused"
+
+
+RETURN_AFTER_END_S = 1.0
+"""For so long after a worker's session has ended in order, others wait for its next one. A client
+that is closed and made anew in one process attends within that; longer, and those who wait for a
+worker that is gone for good would learn it late."""
+_RIVAL_ASKS_S = TAKE_OVER_S + 1.0
+"""For so long a client asks for a seat that is another one's, with its pauses."""
+_RIVAL_KNOWN_S = 30.0
+"""For so long after it has asked, others that wait learn of it."""
+
+
+class Seat(ABC):
+    """One worker's seat. `owner` is None once the owner's session has ended in order.
+
+    All that it tells of steps is in the worker's own count.
+    """
+
+    def __init__(self, worker_id: str, index: int, owner: Session | None, tenure: Tenure) -> None:
+        self.worker_id = worker_id
+        self.index = index
+        """0-based, in the order in which seats were taken."""
+        self.owner = owner
+        self.tenure = tenure
+        self.is_over = False
+        """True once the tenure is over."""
+        self.from_step: int | None = None
+        """Of an elastic member: the first step that awaits it; None: none does yet."""
+        self.is_draining = False
+        """True if an elastic member is to leave after its step."""
+        self.given_at: int | None = None
+        """Of an elastic member whose seat was another worker's: the newest version at that time.
+        Everything of that worker's is in steps before it."""
+        self.is_lost = False
+        """True if the tenure is over because the shard found the member to be gone."""
+        self.counted_count = 0
+        """Parts of the worker's that counted in this tenure, as far as this process knows, where
+        sets are open."""
+        self.late_count = 0
+        """Those that were late."""
+        self.was_taken_over = False
+        """True if the owner has it from another session, and has not contributed yet."""
+        self.last_s: float | None = None
+        """When it contributed last, on time.monotonic's clock; None: not to this process."""
+        self.lag_s = 0.0
+        """How long that was after the first contribution of any worker to the step."""
+
+    @property
+    @abstractmethod
+    def marks(self) -> Any:
+        """What the seat has contributed, as the storage counts steps."""
+
+    @property
+    @abstractmethod
+    def unused_step(self) -> int:
+        """A step that nothing has been counted of, nor is being counted just now."""
+
+    def give_to(self, session: Session) -> None:
+        """Makes another session the owner."""
+        self.owner, self.was_taken_over = session, True
+        self.forget_checksums()
+
+    @abstractmethod
+    def forget_checksums(self) -> None:
+        """Forgets what the owner's last payloads were: those of another session may differ."""
+
+    @abstractmethod
+    def go_on_from(self, earlier: Any) -> None:
+        """Keeps what tells another gradient of a step that its worker gave in an earlier tenure."""
+
+    @abstractmethod
+    def _forget_marks(self, version: int, *, is_restored: bool) -> None:
+        """Forgets the marks of steps before a version, some of which may be its own."""
+
+    def begin_at(self, version: int, *, is_restored: bool = False) -> None:
+        """Forgets what another worker contributed, whose seat it was up to a version.
+
+        `is_restored`: the worker itself may have contributed since.
+        """
+        self.given_at = version
+        self._forget_marks(version, is_restored=is_restored)
+
+    def contributed(self, session: Session, now_s: float, begun_s: float | None) -> None:
+        """Notes that something counted of a session's, which may have lost the seat meanwhile.
+
+        `begun_s`: when its step began; None: with this.
+        """
+        self.last_s, self.lag_s = now_s, 0.0 if begun_s is None else now_s - begun_s
+        if self.owner is not None and self.owner.number == session.number:
+            self.was_taken_over = False
+
+
+SeatT = TypeVar("SeatT", bound=Seat)
+
+
+@dataclass(eq=False)
+class Contributor(Generic[SeatT]):
+    """A worker that asks for a seat, or whose gradients a stream carries."""
+
+    worker_id: str
+    session: Session
+    """In which life of its process."""
+    tenure: int = 0
+    """Of its gradients, or the one that it asks for; no matter where seats are kept for good."""
+    asks: bool = field(default=False, kw_only=True)
+    """True if it asks for a seat, and contributes nothing."""
+    begins_anew: bool = field(default=False, kw_only=True)
+    """With `asks`: True if the seat that it has is to have that tenure."""
+    from_step: int | None = field(default=None, kw_only=True)
+    """With `asks`: the first step that awaits it, of an elastic member; None: none yet."""
+    seat: SeatT | None = field(default=None, init=False)
+    """Known once it has contributed."""
+    superseded: list[int] = field(default_factory=list, init=False)
+    """Parts that it sent for which Decision was SUPERSEDED."""
+    late: set[int] = field(default_factory=set, init=False)
+    """Parts of its last step that were late."""
+    is_over: bool = field(default=False, init=False)
+    """True once the tenure of an elastic member was found to be over."""
+    may_have_counted: bool = field(default=False, init=False)
+    """True if a late part of its last step may have counted before: nothing here knows it."""
+
+
+class OpenPart(NamedTuple, Generic[SeatT]):
+    """A part of a slice whose open step takes contributions: a chunk, or all of a table."""
+
+    step: int
+    contribution_count: int
+    """Members that are in."""
+    awaited: list[SeatT]
+    """Elastic members that it awaits, and has not."""
+
+
+class Tracker(ABC, Generic[SeatT]):
+    """The contributions to a parameter or table, as a crew and a slice ask for them."""
+
+    crew: Crew[SeatT]
+
+    @abstractmethod
+    def make_seat(
+        self, worker_id: str, index: int, marks: Any, owner: Session | None, tenure: Tenure
+    ) -> SeatT:
+        """A seat with what the storage has of it; `marks` None: nothing."""
+
+    @property
+    @abstractmethod
+    def newest_version(self) -> int:
+        """The most updates that anything of it has seen."""
+
+    @abstractmethod
+    def is_spent(self, seat: SeatT) -> bool:
+        """Returns True if no open step has a gradient of a seat."""
+
+    @abstractmethod
+    def next_step(self, worker_id: str) -> int:
+        """The first step that a worker has not contributed in full, and still can."""
+
+    @abstractmethod
+    def contributed(self, step: int, part: int | None = None) -> list[str]:
+        """Workers that have contributed a step to a part, or to all."""
+
+    @abstractmethod
+    def has_begun(self, step: int) -> bool:
+        """Returns True if any worker has contributed to a step."""
+
+    @abstractmethod
+    def open_parts(self, part: int | None = None) -> Iterator[OpenPart[SeatT]]:
+        """All parts, or one, whose open step's set is not decided yet."""
+
+
+# Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
+# Of a tenure: seat `seat_index` is that worker's from now on.
+
+
+def seat_event(seat: Seat) -> Event:
+    """The log's event for a worker that takes the next seat."""
+    event = {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
+    if seat.from_step is not None:
+        event["from_step"] = seat.from_step
+    if seat.is_over:
+        event["is_over"] = True
+    if seat.given_at is not None:
+        event["given_at"] = seat.given_at
+    return event
+
+
+def owner_event(worker_id: str, owner: Session | None) -> Event:
+    """The log's event for a seat that changes its owner."""
+    return {"kind": "owner", "worker_id": worker_id, "session": owner and list(owner)}
+
+
+def _facts(worker_id: str, owner: Session | None, tenure: Tenure) -> Event:
+    return {"worker_id": worker_id, "session": owner and list(owner), "tenure": list(tenure)}
+
+
+def owner_of(event: Event) -> Session | None:
+    """The owner that an event tells of."""
+    return None if event["session"] is None else Session(*event["session"])
+
+
+class Crew(ABC, Generic[SeatT]):
+    """The workers of a parameter or table, and their seats.
+
+    Args:
+        tracker: The tracker of their contributions.
+        sessions: Answers which sessions are alive.
+        worker_count_max: Workers that may have a seat.
+    """
+
+    is_sync: ClassVar[bool] = True
+    """True if a step is made by several workers."""
+    comes_and_goes: ClassVar[bool] = False
+    """True if members that leave are awaited no more."""
+    floor = 1
+    """Gradients without which no step closes, however long it waits."""
+    full_count: int
+    """Gradients with which a step closes that awaits no member."""
+    awaited: tuple[SeatT, ...] = ()
+    """Elastic members that open steps may await: those whose tenure is not over."""
+
+    def __init__(self, tracker: Tracker[SeatT], sessions: Liveness, worker_count_max: int) -> None:
+        self._tracker = tracker
+        self._sessions = sessions
+        self._worker_count_max = worker_count_max
+        self._seats: dict[str, SeatT] = {}
+        """In the order of their indexes."""
+        self.ended: dict[str, int] = {}
+        """Workers with a seat whose sessions have ended in order, the first one first; with the
+        session's number, 0 where it is not known."""
+        self.rivals: dict[str, Rivals] = {}
+        """Clients that asked for a seat whose owner is connected, by its worker."""
+        self._openers: dict[int, str] = {}
+        """Worker ids by the sessions that opened it, of which some may be gone, or unknown yet."""
+        self.come_to_rest: Callable[[], None] = lambda: None
+        """Returns when nothing is being counted that was checked before the call."""
+        self.give_on: Callable[[SeatT], None] = lambda seat: None
+        """Called before a seat of an elastic member is another worker's."""
+
+    # What the kinds answer.
+
+    @abstractmethod
+    def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT | None:
+        """The seat of a worker, which belongs to the session from now on; see the module.
+
+        None: of an elastic member, which does not ask, in a tenure that the seat has not.
+
+        Raises:
+            WorkerIdInUseError: another session has it, and is alive.
+            StepOrderError: it contributes in a tenure that is over.
+            SeatsTakenError: as many workers as make a step have seats already.
+            LimitError: as many workers as the limit allows have seats, and none is to be given on.
+            ArgumentError: it asks for a seat without a tenure.
+        """
+
+    @abstractmethod
+    def rank_of(self, worker_id: str) -> tuple[int, int]:
+        """A worker's rank, and how many workers have one; (0, 0): none has."""
+
+    @abstractmethod
+    def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
+        """Workers whom a step lacks, in a part or in all, and how many more that have no name."""
+
+    @property
+    @abstractmethod
+    def _has_room(self) -> bool:
+        """True if a newcomer may take part."""
+
+    def await_from(self, contributor: Contributor[SeatT], note: TakesNote) -> bool:
+        """Open steps await a member from the step that it names on, if it names one.
+
+        True: what they await may have changed.
+        """
+        return False
+
+    def end_tenure(self, worker_id: str, tenure: int, note: TakesNote) -> bool:
+        """No open step awaits a member any more; True if one did. Safe to repeat."""
+        return False
+
+    def member(self, worker_id: str, tenure: int) -> SeatT | None:
+        """An elastic member's seat, if its tenure is that, and not over."""
+        return None
+
+    def lost(self, now_s: float) -> tuple[list[SeatT], float]:
+        """Members that are gone for good, and in how many seconds to look again."""
+        return [], math.inf
+
+    def needed_step(self, worker_id: str) -> int | None:
+        """The lowest open step that can't reach the floor without a worker; None: there is none."""
+        return None
+
+    @property
+    def may_wait_in_vain(self) -> bool:
+        """True if a step may await a worker that can't come."""
+        return bool(self.ended or self.rivals)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if every worker with a seat has left in order, and none is about to take one."""
+        return bool(self.ended) and not self._owners and not self._newcomers()
+
+    def _over(self, contributor: Contributor[SeatT]) -> bool:
+        """Refuses a gradient of a tenure that is over, or returns False: it is late."""
+        raise _tenure_is_over(contributor.worker_id)
+
+    # Seats.
+
+    def may_count(self, contributor: Contributor[SeatT]) -> bool:
+        """Returns True if what a worker sends may count, and False if it is late at the best.
+
+        Raises:
+            StepOrderError: the tenure is over, where each gradient is needed.
+            WorkerIdInUseError: another session has taken the seat over.
+            SessionUnknownError: the session has ended.
+        """
+        seat = contributor.seat
+        if (
+            seat is None
+            or seat.is_over
+            or (seat.tenure.number and seat.tenure.number != contributor.tenure)
+        ):
+            return self._over(contributor)
+        owner, session = seat.owner, contributor.session
+        if owner is None:
+            raise SessionUnknownError(
+                f"the session of worker {seat.worker_id!r} has ended; connect again",
+                worker_id=seat.worker_id,
+            )
+        if owner.number != session.number:
+            raise WorkerIdInUseError(
+                f"worker id {seat.worker_id!r}: {owner} has taken over from this {session}, which "
+                "was not connected then; what this process sends under that id is not counted; "
+                "give each worker an id of its own",
+                worker_id=seat.worker_id,
+            )
+        return True
+
+    @property
+    def seats(self) -> list[SeatT]:
+        """By index."""
+        return list(self._seats.values())  # others may join meanwhile
+
+    def find(self, worker_id: str) -> SeatT | None:
+        return self._seats.get(worker_id)
+
+    def tenure_of(self, worker_id: str) -> int:
+        """The number of a worker's tenure; 0: it has none, or seats are kept for good."""
+        seat = self._seats.get(worker_id)
+        return 0 if seat is None or seat.is_over else seat.tenure.number
+
+    def _next_seat(self, contributor: Contributor[SeatT], tenure: Tenure, note: TakesNote) -> SeatT:
+        """Gives the next seat to a newcomer."""
+        seat = self._tracker.make_seat(
+            contributor.worker_id, len(self._seats), None, contributor.session, tenure
+        )
+        note(seat_event(seat))
+        return self._sit(seat)
+
+    def _owned(self, seat: SeatT, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        """A worker's seat as the session's that asks; see the module."""
+        session = contributor.session
+        if seat.owner is None or seat.owner.number != session.number:
+            self._check_gone(seat, session)
+            note(owner_event(seat.worker_id, session))
+            seat.give_to(session)
+            self._note_ended(seat)
+        return seat
+
+    def _begin_tenure(self, seat: SeatT, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        """Ends a seat's tenure, and begins another, of any worker."""
+        # Other threads may be counting: what has not been checked by now is refused.
+        was_over, seat.is_over = seat.is_over, True
+        try:
+            tenure, given_at = self._new_tenure(seat, contributor)
+            facts = _facts(contributor.worker_id, contributor.session, tenure)
+            event = {"kind": "tenure", "seat_index": seat.index, **facts}
+            note(event if given_at is None else event | {"given_at": given_at})
+        except BaseException:
+            seat.is_over = was_over
+            raise
+        made = self._replace(seat, contributor.worker_id, contributor.session, tenure)
+        made.given_at = given_at
+        if given_at is not None and seat.worker_id != contributor.worker_id:
+            made.begin_at(given_at)
+        return made
+
+    def _new_tenure(
+        self, seat: SeatT, contributor: Contributor[SeatT]
+    ) -> tuple[Tenure, int | None]:
+        """The tenure that a seat is to have, and `Seat.given_at`."""
+        return Tenure(contributor.tenure, seat.tenure.first_step + seat.unused_step), None
+
+    def _check_tenure(self, contributor: Contributor[SeatT]) -> None:
+        if not contributor.tenure:
+            raise ArgumentError("tenure must be a number drawn at random, not 0; got 0")
+
+    def _sit(self, seat: SeatT) -> SeatT:
+        self._seats[seat.worker_id] = seat
+        self._note_ended(seat)
+        self._changed()
+        return seat
+
+    def _replace(self, seat: SeatT, worker_id: str, owner: Session | None, tenure: Tenure) -> SeatT:
+        made = self._tracker.make_seat(worker_id, seat.index, seat.marks, owner, tenure)
+        if seat.worker_id == worker_id and tenure.first_step == seat.tenure.first_step:
+            made.go_on_from(seat)  # it counts the steps of before
+        self.ended.pop(seat.worker_id, None)
+        seats = (made if each is seat else each for each in self.seats)
+        self._seats = {each.worker_id: each for each in seats}
+        self._note_ended(made)
+        self._changed()
+        return made
+
+    def _changed(self) -> None:
+        """Called when there is another seat, or the tenure of one is over."""
+
+    # Owners.
+
+    def set_owner(self, worker_id: str, owner: Session | None) -> None:
+        """Goes on from a change of owner that was noted; None: the last one ended in order.
+
+        Raises:
+            KeyError: the worker has no seat.
+        """
+        seat = self._seats[worker_id]
+        before, seat.owner = seat.owner, owner
+        self._note_ended(seat, 0 if before is None else before.number)
+
+    def _note_ended(self, seat: SeatT, number: int = 0) -> None:
+        self.ended.pop(seat.worker_id, None)
+        if seat.owner is None:
+            self.ended[seat.worker_id] = number
+
+    def _check_gone(self, seat: SeatT, session: Session) -> None:
+        """Refuses a session that asks for the seat of another one, which is alive."""
+        owner, worker_id = seat.owner, seat.worker_id
+        if owner is None or owner.number == session.number:
+            return
+        alive_for_s = self._sessions.alive_for_s(owner.number, owner.process)
+        if not alive_for_s:
+            return
+        advice = "give each worker an id of its own"
+        if alive_for_s == math.inf:
+            free_in_s = None
+            found, now_s = self.rivals.get(worker_id), self._sessions.now_s()
+            is_new = found is None or found.owner != owner or now_s - found.asked_s > _RIVAL_KNOWN_S
+            since_s = now_s if is_new or found is None else found.since_s
+            self.rivals[worker_id] = Rivals(owner, session, since_s, now_s)
+            advice += (
+                "; if that process is gone, its seat is free when its connection has ended, at "
+                "the latest after the shard's session_lease_s"
+            )
+        else:
+            free_in_s = alive_for_s
+            advice += (
+                "; the shard was started again and waits for that process to come back, another "
+                f"{alive_for_s:.3g} s"
+            )
+        asks = "another client of it" if owner[1:] == session[1:] else f"this {session}"
+        raise WorkerIdInUseError(
+            f"worker id {worker_id!r} is in use: {owner} contributes under it, and so would "
+            f"{asks}; {advice}",
+            free_in_s=free_in_s,
+            worker_id=worker_id,
+        )
+
+    @property
+    def _owners(self) -> list[Session]:
+        return [seat.owner for seat in self.seats if seat.owner is not None]
+
+    def owned_by(self, session_number: int) -> list[str]:
+        """Workers whose seats a session has; one at the most, as a session has one worker_id."""
+        return [
+            seat.worker_id
+            for seat in self.seats
+            if seat.owner is not None and seat.owner.number == session_number
+        ]
+
+    @property
+    def done_worker_ids(self) -> list[str]:
+        """Workers with a seat whose sessions have ended in order."""
+        return [seat.worker_id for seat in self.seats if seat.owner is None]
+
+    @property
+    def gone_for_s(self) -> float:
+        """For how long no worker with a seat has been connected, though not all left in order.
+
+        0 where one is, where no worker has a seat, where all left in order, or where a newcomer is
+        about to take a seat.
+        """
+        owners = self._owners
+        if not owners or self._newcomers():
+            return 0.0
+        return min(self._sessions.gone_for_s(owner.number) for owner in owners)
+
+    def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
+        """The workers that have ended in order, and under whose ids no session attends.
+
+        Workers that ended before any of those came who attend now are expected with them: a
+        training that is started again, its workers one after the other.
+
+        Returns:
+            Their ids, and for how many seconds more all of them may be expected back: 0 once one
+            has been gone for RETURN_AFTER_END_S; math.inf: there are none.
+        """
+        found, rest_s = [], math.inf
+        attends_for_s = self._sessions.attends_for_s(self._seats) if self.ended else None
+        for worker_id in worker_ids:
+            number = self.ended.get(worker_id)
+            if number is None or self._sessions.attends_as(worker_id):
+                continue
+            gone_for_s = self._sessions.gone_for_s(number)
+            if attends_for_s is not None and attends_for_s < gone_for_s:
+                continue
+            found.append(worker_id)
+            rest_s = min(rest_s, max(RETURN_AFTER_END_S - gone_for_s, 0.0))
+        return found, rest_s
+
+    def shared_ids(self) -> tuple[dict[str, Rivals], float]:
+        """Workers as which a second client would contribute, beside one that does.
+
+        Only of a client that asks no more: until then the first one may be about to end, or would
+        end because of an error, and the second one would take its seat.
+
+        Returns:
+            Both, by worker id, and in how many seconds there may be more.
+        """
+        found, rest_s = {}, math.inf
+        for worker_id, rivals in list(self.rivals.items()):
+            seat = self._seats.get(worker_id)
+            if seat is None or seat.owner != rivals.owner:
+                continue
+            now_s = self._sessions.now_s()
+            if now_s - rivals.asked_s > _RIVAL_KNOWN_S:  # it may be another worker by now
+                continue
+            asks_for_s = now_s - rivals.since_s
+            if asks_for_s >= _RIVAL_ASKS_S:
+                found[worker_id] = rivals
+            else:
+                rest_s = min(rest_s, _RIVAL_ASKS_S - asks_for_s)
+        return found, rest_s
+
+    # Workers without a seat.
+
+    def remember(self, worker_id: str, session_number: int) -> None:
+        """Notes that a worker takes part, so that it can be named when it is missing.
+
+        While its session is alive, and while there is room: of very many, some are not named.
+        """
+        is_new = session_number not in self._openers  # which keeps its place among them
+        if is_new and len(self._openers) >= self._worker_count_max:
+            self._openers = dict(self._living_openers())
+        if not is_new or len(self._openers) < self._worker_count_max:
+            self._openers[session_number] = worker_id
+
+    def _living_openers(self) -> Iterator[tuple[int, str]]:
+        for number, worker_id in list(self._openers.items()):
+            if self._sessions.alive_for_s(number):
+                yield number, worker_id
+
+    def _newcomers(self) -> list[str]:
+        """Workers that have opened it, are alive, and may take a seat, or have one."""
+        has_room = self._has_room
+        return [name for _, name in self._living_openers() if has_room or name in self._seats]
+
+    def ids_of_several(self) -> dict[str, list[Session]]:
+        """The connected clients of each worker that opened it under the id of another one."""
+        names = {*self._seats, *list(self._openers.values())}
+        found = {worker_id: self._sessions.all_as(worker_id) for worker_id in sorted(names)}
+        return {worker_id: sessions for worker_id, sessions in found.items() if len(sessions) > 1}
+
+    def living(self, but: int = 0) -> list[tuple[str, int, float]]:
+        """Workers with a seat, or that have opened it, whose sessions count as alive.
+
+        Returns:
+            Of each its id, the number of its session, which is not `but`, and
+            `Liveness.alive_for_s` of that.
+        """
+        sessions = dict(self._openers)
+        for seat in self.seats:
+            if seat.owner is not None:
+                sessions[seat.owner.number] = seat.worker_id
+        found = [
+            (worker_id, number, self._sessions.alive_for_s(number))
+            for number, worker_id in sessions.items()
+            if number != but
+        ]
+        return [each for each in found if each[2] > 0]
+
+    # Restoring.
+
+    def events(self) -> list[Event]:
+        """The fewest events that lead to where the seats stand."""
+        return [
+            *map(seat_event, self.seats),
+            *(owner_event(worker_id, None) for worker_id in self.ended),  # for their order
+        ]
+
+    def restore_seat(self, event: Event, marks: Any) -> SeatT:
+        """Gives a worker the next seat, as was noted; `marks` is what the storage has of it."""
+        seat = self._tracker.make_seat(
+            event["worker_id"],
+            len(self._seats),
+            marks,
+            owner_of(event),
+            Tenure(*event["tenure"]),
+        )
+        seat.from_step, seat.is_over = event.get("from_step"), event.get("is_over", False)
+        if "given_at" in event:
+            seat.begin_at(event["given_at"], is_restored=True)
+        return self._sit(seat)
+
+    def restore_tenure(self, event: Event) -> None:
+        """Goes on from a tenure that was noted.
+
+        Raises:
+            IndexError, KeyError, TypeError: there is no such seat, or the event is another's.
+        """
+        seat, tenure = self.seats[event["seat_index"]], Tenure(*event["tenure"])
+        made = self._replace(seat, event["worker_id"], owner_of(event), tenure)
+        if "given_at" in event:
+            made.begin_at(event["given_at"], is_restored=True)
+
+    def restore_from(self, seat_index: int, step: int) -> None:
+        self.seats[seat_index].from_step = step
+
+    def restore_over(self, seat_index: int) -> None:
+        self.seats[seat_index].is_over = True
+        self._changed()
+
+
+class FixedCrew(Crew[SeatT]):
+    """A crew of `worker_count` workers, each of whom gives a gradient to each step.
+
+    A worker takes its seat at its first gradient at the latest, and keeps it for good: one that
+    replaces it comes under its id.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker[SeatT],
+        sessions: Liveness,
+        worker_count_max: int,
+        worker_count: int,
+    ) -> None:
+        super().__init__(tracker, sessions, worker_count_max)
+        self.full_count = worker_count
+
+    def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        worker_id = contributor.worker_id
+        seat = self._seats.get(worker_id)
+        if seat is not None:
+            return self._owned(seat, contributor, note)
+        if not self._has_room:
+            gone = [each for each in self._seats if not self._sessions.attends_as(each)]
+            raise SeatsTakenError(
+                f"worker_count={self.full_count} workers contribute already: "
+                f"{_names(self._seats)}{(gone and f' (not connected: {_names(gone)})') or ''}; "
+                f"{worker_id!r} would be one more; a "
+                "replacement must use the worker_id of the worker that it replaces (worker_id=, "
+                "$SHARDWELL_WORKER_ID); if more are to take part, give all of them a greater "
+                "worker_count=, or members=",
+                worker_id=worker_id,
+            )
+        if len(self._seats) >= self._worker_count_max:
+            raise _too_many(self._worker_count_max, worker_id, "reuse worker ids")
+        return self._next_seat(contributor, Tenure(), note)
+
+    def rank_of(self, worker_id: str) -> tuple[int, int]:
+        """Its seat's index, as seats are kept for good."""
+        seat = self._seats.get(worker_id)
+        return (0 if seat is None else seat.index), self.full_count if worker_id else 0
+
+    def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
+        """Known workers that have not contributed, and how many more were never seen."""
+        present = set(self._tracker.contributed(step, part))
+        candidates = dict.fromkeys(self._seats)
+        if self._has_room:
+            candidates |= dict.fromkeys(name for _, name in self._living_openers())
+        missing = [worker_id for worker_id in candidates if worker_id not in present]
+        return missing, max(self.full_count - len(present) - len(missing), 0)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._seats) < self.full_count
+
+
+class OpenCrew(Crew[SeatT]):
+    """Any worker may contribute, and no step waits: an asynchronous parameter or table.
+
+    Where all seats are taken, a newcomer is given that of a worker that is gone. Steps are counted
+    from 0 in each tenure; in the storage they go on, so that what an earlier tenure left there is
+    below `first_step` and counts for nothing in this one.
+    """
+
+    is_sync = False
+    full_count = 1
+
+    def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
+        seat = self._seats.get(contributor.worker_id)
+        if contributor.asks:
+            self._check_tenure(contributor)
+        elif seat is None or seat.tenure.number != contributor.tenure:
+            raise _tenure_is_over(contributor.worker_id)
+        if seat is None:
+            spare = self._spare(contributor.worker_id)
+            if spare is None:
+                return self._next_seat(contributor, Tenure(contributor.tenure), note)
+            return self._begin_tenure(spare, contributor, note)
+        if contributor.begins_anew and seat.tenure.number != contributor.tenure:
+            self._check_gone(seat, contributor.session)
+            return self._begin_tenure(seat, contributor, note)
+        return self._owned(seat, contributor, note)
+
+    def _spare(self, worker_id: str) -> SeatT | None:
+        """The seat that a newcomer is to be given; None: there is room for one more."""
+        if len(self._seats) < self._worker_count_max:
+            return None
+        ended = next(iter(self.ended), None)
+        if ended is not None:  # nothing of it can come any more
+            return self._seats[ended]
+        owned = ((seat.owner, seat.index) for seat in self.seats)
+        spare_in_s, index = min(
+            (self._sessions.spare_in_s(owner.number), index) for owner, index in owned if owner
+        )
+        if spare_in_s <= 0:
+            return self.seats[index]
+        advice = "close clients that are done"
+        if spare_in_s < math.inf:
+            advice += (
+                f", or try again in {spare_in_s:.3g} s, when a worker that is gone will have "
+                "been so for session_lease_s"
+            )
+        raise _too_many(self._worker_count_max, worker_id, advice)
+
+    def rank_of(self, worker_id: str) -> tuple[int, int]:
+        return 0, 0
+
+    def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
+        return [], 0
+
+    @property
+    def _has_room(self) -> bool:
+        return True
+
+
+class ElasticCrew(Crew[SeatT]):
+    """Members that come and go: a step awaits those that are there; see docs/adr/0036.
+
+    States of a member's seat, each change noted before it takes effect:
+
+        state     event                                                    next      method
+                  asks for its seat in tenure T, which it drew             seated    seat
+        seated    says from which step on it is awaited                    awaited   await_from
+        awaited   says another step, as long as T has counted nothing      awaited   await_from
+        seated,   leaves; its session ended in order; is removed; another
+        awaited   shard says so; is gone for member_return_s, or silent
+                  for member_lease_s besides                               over      end_tenure
+        any       asks for its seat in another tenure: T is over           seated    seat
+        over      another worker asks, all seats are taken, and no open
+                  step has a gradient of this one                          seated    seat
+
+    A member that is seated may contribute, and no step awaits it.
+    """
+
+    comes_and_goes = True
+
+    def __init__(
+        self, tracker: Tracker[SeatT], sessions: Liveness, worker_count_max: int, limits: Elastic
+    ) -> None:
+        super().__init__(tracker, sessions, worker_count_max)
+        self._limits = limits
+        self.floor = self.full_count = limits.min_count
+        self.awaited = ()
+
+    def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT | None:
+        worker_id = contributor.worker_id
+        seat = self._seats.get(worker_id)
+        if seat is not None and seat.tenure.number == contributor.tenure and contributor.tenure:
+            return seat
+        if not contributor.asks:
+            return None
+        self._check_tenure(contributor)
+        if seat is not None:
+            self._check_gone(seat, contributor.session)
+        others = [each for each in self.awaited if each is not seat]
+        if len(others) >= self._limits.max_count:
+            raise SeatsTakenError(
+                f"max_count={self._limits.max_count} members take part already: "
+                f"{_names(each.worker_id for each in others)}; {worker_id!r} would be one more; "
+                "wait until one leaves, or make it anew with a larger max_count",
+                worker_id=worker_id,
+            )
+        if seat is None:
+            most = min(self._limits.seat_count_max, self._worker_count_max)
+            if len(self._seats) < most:
+                return self._next_seat(contributor, Tenure(contributor.tenure), note)
+            seat = self._spare(worker_id)
+        return self._begin_tenure(seat, contributor, note)
+
+    def _spare(self, worker_id: str) -> SeatT:
+        """The seat that a newcomer is to be given."""
+        self.come_to_rest()  # what was checked before its tenure ended may be counted just now
+        for seat in self.seats:
+            if seat.is_over and self._tracker.is_spent(seat):
+                return seat
+        raise LimitError(
+            f"{len(self._seats)} seats are taken, and open steps have gradients of all who "
+            f"left; {worker_id!r} may have one when such a step has closed; try again",
+            worker_id=worker_id,
+        )
+
+    def _new_tenure(
+        self, seat: SeatT, contributor: Contributor[SeatT]
+    ) -> tuple[Tenure, int | None]:
+        self.come_to_rest()
+        given_at = seat.given_at
+        if seat.worker_id != contributor.worker_id:
+            self.give_on(seat)
+            given_at = self._tracker.newest_version
+        return Tenure(contributor.tenure), given_at
+
+    def _changed(self) -> None:
+        self.awaited = tuple(each for each in self._seats.values() if not each.is_over)
+
+    def member(self, worker_id: str, tenure: int) -> SeatT | None:
+        seat = self._seats.get(worker_id)
+        is_its = seat is not None and seat.tenure.number == tenure and not seat.is_over
+        return seat if is_its else None
+
+    def await_from(self, contributor: Contributor[SeatT], note: TakesNote) -> bool:
+        seat, step = self.member(contributor.worker_id, contributor.tenure), contributor.from_step
+        if seat is not None and step is not None and seat.from_step != step:
+            note({"kind": "from", "seat_index": seat.index, "from_step": step})
+            seat.from_step = step
+        return True
+
+    def end_tenure(self, worker_id: str, tenure: int, note: TakesNote) -> bool:
+        seat = self.member(worker_id, tenure)
+        if seat is None:
+            return False
+        note({"kind": "over", "seat_index": seat.index})
+        self.restore_over(seat.index)
+        return True
+
+    def lost(self, now_s: float) -> tuple[list[SeatT], float]:
+        found, next_s = [], self._limits.member_return_s
+        lease_s = self._limits.member_lease_s + self._limits.member_return_s
+        for seat in self.awaited:
+            if seat.owner is None:
+                found.append(seat)
+                continue
+            number = seat.owner.number
+            alive_for_s = self._sessions.alive_for_s(number, seat.owner.process)
+            if alive_for_s == math.inf:
+                silent_s = self._sessions.silent_for_s(number)
+                if seat.last_s is not None:
+                    silent_s = min(silent_s, now_s - seat.last_s)
+                rest_s = lease_s - silent_s
+            else:
+                gone_s = self._sessions.gone_for_s(number)
+                rest_s = max(alive_for_s, self._limits.member_return_s - gone_s)
+            if rest_s <= 0:
+                found.append(seat)
+            else:
+                next_s = min(next_s, rest_s)
+        return found, next_s
+
+    def needed_step(self, worker_id: str) -> int | None:
+        needing = [
+            each.step
+            for each in self._tracker.open_parts()
+            if each.contribution_count + sum(s.worker_id != worker_id for s in each.awaited)
+            < self.floor
+        ]
+        return min(needing, default=None)
+
+    def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
+        """Members that a step awaits, and how many it lacks besides."""
+        names: dict[str, None] = {}
+        lacking = 0
+        for each in self._tracker.open_parts(part):
+            if each.step == step:
+                names |= dict.fromkeys(seat.worker_id for seat in each.awaited)
+                lacking = max(lacking, self.floor - each.contribution_count - len(each.awaited))
+        return list(names), lacking
+
+    def rank_of(self, worker_id: str) -> tuple[int, int]:
+        """The one that steps await longest has rank 0.
+
+        Workers that have opened it without joining come behind all members, in the order in which
+        they opened it.
+        """
+        if not worker_id:
+            return 0, 0
+        by_age = sorted(
+            self.awaited,
+            key=lambda seat: (seat.from_step is None, seat.from_step or 0, seat.index),
+        )
+        ranked = dict.fromkeys(seat.worker_id for seat in by_age)
+        if worker_id not in ranked:
+            ranked |= dict.fromkeys(name for _, name in self._living_openers())
+        rank = [*ranked, worker_id].index(worker_id)
+        return rank, max(len(by_age), rank + 1)
+
+    @property
+    def may_wait_in_vain(self) -> bool:
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        """As of any crew, though some may have been lost before the last one left."""
+        if not self.ended or self._newcomers():
+            return False
+        lost = [owner.number for owner in self._owners]
+        if not lost or self.awaited:
+            return not lost
+        gone_for_s = self._sessions.gone_for_s
+        return min(map(gone_for_s, self.ended.values())) < min(map(gone_for_s, lost))
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self.awaited) < self._limits.max_count
+
+    def _over(self, contributor: Contributor[SeatT]) -> bool:
+        contributor.is_over = True
+        return False
+
+
+def crew_of(
+    tracker: Tracker[SeatT],
+    sessions: Liveness,
+    *,
+    worker_count: int,
+    worker_count_max: int,
+    elastic: Elastic | None,
+) -> Crew[SeatT]:
+    """The crew that a spec declares; `worker_count` 0 and no `elastic`: an open one."""
+    if elastic is not None:
+        return ElasticCrew(tracker, sessions, worker_count_max, elastic)
+    if worker_count:
+        return FixedCrew(tracker, sessions, worker_count_max, worker_count)
+    return OpenCrew(tracker, sessions, worker_count_max)
+
+
+def _tenure_is_over(worker_id: str) -> StepOrderError:
+    return StepOrderError(
+        f"worker {worker_id!r} has not, or not any more, the seat that it sends a gradient for: "
+        "when there are worker_count_max workers, that of one which has ended, or is away for "
+        "longer than session_lease_s, is given to a newcomer; the gradient is not counted now, and "
+        "whether it was before is not known any more; open the parameter or table again, and go on "
+        "as a new worker at its next_step",
+        worker_id=worker_id,
+    )
+
+
+def _too_many(worker_count_max: int, worker_id: str, advice: str) -> LimitError:
+    return LimitError(
+        f"limit worker_count_max={worker_count_max}: {worker_id!r} is one worker too many; "
+        f"{advice}; or raise the limit",
+        worker_id=worker_id,
+    )
+
+
+def _names(worker_ids: Iterable[str], most: int = 8) -> str:
+    names = [repr(worker_id) for worker_id in worker_ids]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
