@@ -35,9 +35,8 @@ from shardwell.process.html_table import html_table
 from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
-from shardwell.rpc.cluster_status import ClusterStatus
-from shardwell.rpc.families import find_family
-from shardwell.rpc.members import ask_members, end_tenures, merged_members
+from shardwell.rpc.cluster_status import ClusterStatus, merged_members
+from shardwell.rpc.members import ask_members, end_tenures, find_family
 from shardwell.rpc.name_change import NameChange, delete_family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
@@ -381,7 +380,7 @@ class Client(Connected, Closing):
                 or what has shapes, as a model's weights have. They lie in the parameter in this
                 order. Names are 1 to 256 printable characters.
             groups: Tensors that are updated in their own way; the first that fits one counts.
-            optimizer: The update rule on the shards: SGD, Adagrad, RMSProp, Adam, AdamW, Average.
+            optimizer: The update rule on the shards: any Optimizer but RowWiseAdagrad and FTRL.
             worker_count: Synchronous mode: how many workers make a step; default: 1. Asynchronous
                 mode has no use for it.
             members: Synchronous mode, in place of worker_count: workers come and go, see `Elastic`.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +14,11 @@ from shardwell.errors import (
     ShardUnavailableError,
     ShardwellError,
 )
-from shardwell.rpc.families import Family, families_of
-from shardwell.rpc.members import merged_members
+from shardwell.rpc.cluster_status import Row, Status, in_order, lacking, newest_of, step_of
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
-    MemberState,
-    MemberStatus,
     MissingWorker,
-    ParameterStatus,
     ShardStatus,
-    TableStatus,
     ask_status,
 )
 from shardwell.specs.initializers import Initializer
@@ -36,10 +29,8 @@ Answer = tuple[str, ShardStatus | ShardwellError]
 ENDED = "ended, all workers have left"
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for no worker in particular."""
-_STATES: tuple[MemberState, ...] = ("awaited", "seated", "draining", "lost", "over", "unknown")
-"""Of members, as they are listed."""
-NAME_COUNT_MAX = 100
-"""Workers of each kind that are listed for a parameter or table."""
+_OF_CLIENT = ("host", "pid", "connected", "software_version")
+"""Fields of a member that are of its client."""
 
 
 def ask(channel: ShardChannel, timeout_s: float) -> Answer:
@@ -130,22 +121,25 @@ class Blocker:
 
 def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
     """For whom everybody waits; of each parameter and table the oldest open step."""
-    found: dict[tuple[str, str], list[ParameterStatus | TableStatus]] = {}
-    for status in statuses:
-        for parameter in status.parameters:
-            found.setdefault(("parameter", parameter.spec.name), []).append(parameter)
-        for table in status.tables:
-            found.setdefault(("table", table.spec.name), []).append(table)
     return [
         blocker
-        for (kind, name), parts in sorted(found.items())
-        if (blocker := _blocker(kind, name, parts)) is not None
+        for (kind, name), parts in sorted(_held(statuses).items())
+        if (blocker := _blocker(kind, name, [*parts.values()])) is not None
     ]
 
 
-def _blocker(
-    kind: str, name: str, parts: Sequence[ParameterStatus | TableStatus]
-) -> Blocker | None:
+def _held(statuses: Iterable[ShardStatus]) -> dict[tuple[str, str], dict[int, Status]]:
+    """What shards say of each parameter and table, by kind and name, and by shard."""
+    found: dict[tuple[str, str], dict[int, Status]] = {}
+    for status in statuses:
+        for parameter in status.parameters:
+            found.setdefault(("parameter", parameter.spec.name), {})[status.shard_index] = parameter
+        for table in status.tables:
+            found.setdefault(("table", table.spec.name), {})[status.shard_index] = table
+    return found
+
+
+def _blocker(kind: str, name: str, parts: Sequence[Status]) -> Blocker | None:
     begun = [
         (step_of(part), part.wait.open_for_s, part)
         for part in parts
@@ -167,44 +161,18 @@ def _blocker(
     )
 
 
-def lacking(count: int, *, is_elastic: bool) -> str:
-    """How many workers a step lacks that have no name yet; empty: none."""
-    if not count:
-        return ""
-    if is_elastic:
-        return f"{count} more member{'s' * (count > 1)}, as min_count says"
-    return f"{count} never seen"
-
-
-def crew_words(part: ParameterStatus | TableStatus, members: Iterable[MemberStatus]) -> str:
-    """How many elastic members are in each state, and of how many; empty: its crew is fixed."""
-    if part.spec.members is None:
-        return ""
-    counts = Counter(member.state for member in members)
-    words = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
-    return f"{words or 'nobody'} of {part.spec.crew}"
-
-
 def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     """Parameters and tables that have begun on some shards, and that others do not have."""
-    found: dict[tuple[str, str], dict[int, int]] = {}
-    for status in statuses:
-        for parameter in status.parameters:
-            steps = found.setdefault(("parameter", parameter.spec.name), {})
-            steps[status.shard_index] = parameter.version_max
-        for table in status.tables:
-            steps = found.setdefault(("table", table.spec.name), {})
-            steps[status.shard_index] = table.version
     words = []
     marked = {
         (each.kind, name) for each in _marked(statuses) for name in (each.name, each.new_name)
     }
-    for (kind, name), steps in sorted(found.items()):
+    for (kind, name), parts in sorted(_held(statuses).items()):
         if (kind, name) in marked:  # it is missing where it was deleted or renamed, or not yet
             continue
-        lacking = [s.shard_index for s in statuses if s.shard_index not in steps]
-        if lacking and any(steps.values()):
-            which = ", ".join(map(str, lacking))
+        absent = [s.shard_index for s in statuses if s.shard_index not in parts]
+        if absent and any(map(newest_of, parts.values())):
+            which = ", ".join(map(str, absent))
             words.append(
                 f"{kind} {name!r} has begun, and shard {which} does not have it: it lost its "
                 "memory; stop it and start it with its files, or restore a checkpoint"
@@ -235,46 +203,23 @@ class _Marked(NamedTuple):
 
 def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
     """Parameters and tables that are being deleted or renamed, by kind and name."""
-    found: dict[tuple[str, str], list[int]] = {}
-    new_names: dict[tuple[str, str], str] = {}
-    for status in statuses:
-        of_kinds: list[tuple[str, Sequence[ParameterStatus | TableStatus]]] = [
-            ("parameter", status.parameters),
-            ("table", status.tables),
-        ]
-        for kind, parts in of_kinds:
-            for part in parts:
-                key = (kind, part.spec.name)
-                found.setdefault(key, []).append(status.shard_index)
-                if part.marked:
-                    new_names[key] = part.new_name
-    return [_Marked(*key, new_names[key], found[key]) for key in sorted(new_names)]
+    return [
+        _Marked(*key, new_name, list(parts))
+        for key, parts in sorted(_held(statuses).items())
+        for new_name in [part.new_name for part in parts.values() if part.marked][:1]
+    ]
 
 
-def ended_names(statuses: Sequence[ShardStatus]) -> set[tuple[str, str]]:
-    """Kind and name of what all workers have left in order, on all shards; families are one."""
-    of_kinds: dict[str, list[dict[str, Any]]] = {
-        "parameter": merged(status.parameters for status in statuses),
-        "table": merged(status.tables for status in statuses),
-    }
-    return {
-        ("family" if e["fragments"] else kind, e["name"])
-        for kind, found in of_kinds.items()
-        for e in found
-        if e["ended"]
-    }
-
-
-def reported(parts: Iterable[Mapping[str, Any]]) -> list[str]:
+def reported(rows: Iterable[Row]) -> list[str]:
     """What workers have reported last, a line for each name; ended ones are left out."""
     lines = []
-    for each in parts:
-        if each["figures"] and not each["ended"]:
+    for row in rows:
+        if row.figures and not row.ended:
             figures = [
-                f"{name} {'not finite' if value is None else format(value, '.4g')}"
-                for name, value in sorted(each["figures"].items())
+                f"{name} {format(value, '.4g') if math.isfinite(value) else 'not finite'}"
+                for name, value in sorted(row.figures.items())
             ]
-            lines.append(f"reported of {each['name']}: {', '.join(figures)}")
+            lines.append(f"reported of {row.name}: {', '.join(figures)}")
     return lines
 
 
@@ -285,25 +230,15 @@ def unfinished(
     return [str(each) for each in _marked(statuses) if is_shown(each.name)]
 
 
-def abandoned(
-    statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
-) -> list[str]:
+def abandoned(rows: Iterable[Row]) -> list[str]:
     """Parameters and tables whose workers are all gone for long, though not all left in order."""
-    words = []
-    of_kinds: dict[str, list[dict[str, Any]]] = {
-        "parameter": merged((status.parameters for status in statuses), is_shown),
-        "table": merged((status.tables for status in statuses), is_shown),
-    }
-    for kind, found in of_kinds.items():
-        for each in found:
-            if each["abandoned_for_s"] is not None:
-                what = "family" if each["fragments"] else kind
-                words.append(
-                    f"{what} {each['name']!r} is abandoned: no worker of it has been connected for "
-                    f"{duration(each['abandoned_for_s'])}; start them again, or delete it: "
-                    f"shardwell delete {each['name']}"
-                )
-    return words
+    return [
+        f"{row.kind} {row.name!r} is abandoned: no worker of it has been connected for "
+        f"{duration(row.abandoned_for_s)}; start them again, or delete it: "
+        f"shardwell delete {row.name}"
+        for row in rows
+        if row.abandoned_for_s is not None
+    ]
 
 
 def told_troubles(
@@ -318,128 +253,24 @@ def told_troubles(
     ]
 
 
-def merged(
-    by_shard: Iterable[Sequence[ParameterStatus | TableStatus]],
-    is_shown: Callable[[str], bool] = lambda name: True,
-) -> list[dict[str, Any]]:
-    """Each parameter, family or table once, by name, as all shards together have it."""
-    found: dict[str, list[ParameterStatus | TableStatus]] = {}
-    fragments: list[ParameterStatus] = []
-    for parts in by_shard:
-        for part in parts:
-            if not is_shown(part.spec.name):
-                continue
-            if isinstance(part, ParameterStatus) and part.spec.fragment is not None:
-                fragments.append(part)
-            else:
-                found.setdefault(part.spec.name, []).append(part)
-    whole = [_whole(name, parts) for name, parts in found.items()]
-    whole += map(_whole_family, families_of(fragments).values())
-    return sorted(whole, key=lambda each: str(each["name"]))
-
-
-def _whole_family(family: Family) -> dict[str, Any]:
-    """As of a parameter. The open step is that of the fragment which is due."""
-    by_fragment = [_whole(parts[0].spec.name, parts) for parts in family.parts.values()]
-    parts = [part for of_fragment in family.parts.values() for part in of_fragment]
-    gone = [each["abandoned_for_s"] for each in by_fragment]
-    found = merged_members(parts)
-    return _whole(family.name, family.due) | {
-        "elements": family.size,
-        "ready": all(each["ready"] for each in by_fragment) and not family.lacking,
-        "members": _latest_first(found)[:NAME_COUNT_MAX],
-        "crew_words": crew_words(parts[0], found),
-        "ended": all(each["ended"] for each in by_fragment),
-        "abandoned_for_s": None if None in gone else min(gone),
-        "marked": any(each["marked"] for each in by_fragment),
-        "late": sum(each["late"] for each in by_fragment),
-        "figures": {k: v for each in by_fragment for k, v in each["figures"].items()},
-        "fragments": family.names,
-        "fragment_count": family.count,
-        "versions": family.versions,
-        "versions_words": family.versions_words(),
-        "learners": [
-            {"worker_id": each.worker_id, "ago_s": each.ago_s} | as_json(each.progress)
-            for each in family.learners[:NAME_COUNT_MAX]
-        ],
-    }
-
-
-def _whole(name: str, parts: Sequence[ParameterStatus | TableStatus]) -> dict[str, Any]:
-    first = parts[0]
-    spec = first.spec
-    oldest = min(parts, key=step_of)
-    missing = {worker for part in parts for worker in part.missing_worker_ids}
-    unknown = max(part.unknown_worker_count for part in parts)
-    found = merged_members(parts)
-    whole: dict[str, Any] = {
-        "name": name,
-        "mode": spec.mode,
-        "codec": spec.codec,
-        "optimizer": type(spec.optimizer).__name__,
-        "learning_rate": oldest.learning_rate,
-        "step": step_of(oldest),
-        "worker_count": spec.worker_count,
-        "crew": spec.crew if spec.mode == "sync" else "",
-        "crew_words": crew_words(first, found),
-        "in_step": in_order(set(oldest.contributed_worker_ids) - missing)[:NAME_COUNT_MAX],
-        "missing": in_order(missing)[:NAME_COUNT_MAX],
-        "unknown": unknown,
-        "lacking": lacking(unknown, is_elastic=spec.members is not None),
-        "done": in_order({w for part in parts for w in part.done_worker_ids})[:NAME_COUNT_MAX],
-    }
-    whole["members"] = _latest_first(found)[:NAME_COUNT_MAX]
-    whole["ended"] = all(part.ended for part in parts)
-    gone = [part.abandoned_for_s for part in parts]
-    is_abandoned = not whole["ended"] and all(
-        p.ended or p.abandoned_for_s is not None for p in parts
-    )
-    whole["abandoned_for_s"] = min(filter(None, gone), default=None) if is_abandoned else None
-    whole["marked"] = any(part.marked for part in parts)
-    whole["figures"] = {}
-    whole["fragments"] = []
-    whole["new_name"] = next((part.new_name for part in parts if part.new_name), "")
-    if isinstance(first, ParameterStatus):
-        whole["late"] = sum(p.late_chunk_count for p in parts if isinstance(p, ParameterStatus))
-        whole["elements"] = first.spec.size
-        whole["ready"] = all(p.initialized for p in parts if isinstance(p, ParameterStatus))
-        whole["learners"] = []
-        for part in parts:
-            whole["figures"] |= as_json(part.figures) if isinstance(part, ParameterStatus) else {}
-    else:
-        whole["rows"] = sum(part.row_count for part in parts if isinstance(part, TableStatus))
-        whole["dim"] = first.spec.dim
-        whole["ready"] = not any(p.loading for p in parts if isinstance(p, TableStatus))
-    return whole
-
-
-def _latest_first(members: Iterable[MemberStatus]) -> list[dict[str, Any]]:
-    """Workers with seats, as JSON; those that lag most first."""
-    whole = [dict(vars(member)) for member in members]
-    return sorted(whole, key=lambda member: (-(member["lag_s"] or 0.0), member["worker_id"]))
-
-
-def workers(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each worker once, as all parameters, families and tables together have it.
+def workers(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Each worker once, as all rows together have it, but for ended and abandoned ones.
 
     Workers that are not connected come first, then by name as people count.
     """
     found: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        if part["ended"] or part["abandoned_for_s"] is not None:
+    for row in rows:
+        if row.ended or row.abandoned_for_s is not None:
             continue
-        kind = "table" if "rows" in part else "parameter"
-        first = max((each["next_step"] for each in part["members"]), default=0)
-        for member in part["members"]:
-            worker_id = member["worker_id"]
+        kind = "table" if row.kind == "table" else "parameter"
+        first = max((each.next_step for each in row.latest_first), default=0)
+        for member in row.latest_first:
+            here = {name: getattr(member, name) for name in _OF_CLIENT}
             whole = found.setdefault(
-                worker_id,
+                member.worker_id,
                 {
-                    "worker_id": worker_id,
-                    "host": member["host"],
-                    "pid": member["pid"],
-                    "connected": member["connected"],
-                    "software_version": member["software_version"],
+                    "worker_id": member.worker_id,
+                    **here,
                     "transports": [],
                     "names": [],
                     "behind_steps": 0,
@@ -447,15 +278,13 @@ def workers(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "idle_s": None,
                 },
             )
-            if member["connected"] and not whole["connected"]:
-                for key in ("host", "pid", "connected", "software_version"):
-                    whole[key] = member[key]
-            whole["transports"] = sorted({*whole["transports"], *member["transports"]})
-            whole["names"].append([kind, part["name"]])
-            behind = first - member["next_step"]
-            whole["behind_steps"] = max(whole["behind_steps"], behind)
-            whole["lag_s"] = max(_known(whole["lag_s"], member["lag_s"]), default=None)
-            whole["idle_s"] = min(_known(whole["idle_s"], member["idle_s"]), default=None)
+            if member.connected and not whole["connected"]:
+                whole |= here
+            whole["transports"] = sorted({*whole["transports"], *member.transports})
+            whole["names"].append([kind, row.name])
+            whole["behind_steps"] = max(whole["behind_steps"], first - member.next_step)
+            whole["lag_s"] = max(_known(whole["lag_s"], member.lag_s), default=None)
+            whole["idle_s"] = min(_known(whole["idle_s"], member.idle_s), default=None)
     return sorted(
         (found[worker_id] for worker_id in in_order(found)), key=lambda each: each["connected"]
     )
@@ -463,21 +292,6 @@ def workers(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _known(*values: float | None) -> list[float]:
     return [value for value in values if value is not None]
-
-
-def step_of(part: ParameterStatus | TableStatus) -> int:
-    """The step that is open on a shard."""
-    return part.version if isinstance(part, TableStatus) else part.version_min
-
-
-def in_order(worker_ids: Iterable[str]) -> list[str]:
-    """Names as people count: worker-2 before worker-10."""
-
-    def key(worker_id: str) -> list[str | int]:
-        parts = re.split(r"([0-9]+)", worker_id)  # words at even places, numbers between
-        return [int(part) if place % 2 else part for place, part in enumerate(parts)]
-
-    return sorted(worker_ids, key=key)
 
 
 def duration(seconds: float) -> str:

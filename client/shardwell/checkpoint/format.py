@@ -28,7 +28,7 @@ from shardwell.checkpoint.tensor_files import (
 )
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.html_table import html_table
-from shardwell.specs.fragments import check_whole, deals_of, versions_words, with_fragments
+from shardwell.specs.fragments import grouped, versions_words
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 
@@ -239,13 +239,9 @@ class Checkpoint:
     @property
     def families(self) -> tuple[CheckpointFamily, ...]:
         """The families whose fragments are among the parameters, by name."""
-        found: dict[str, list[CheckpointParameter]] = {}
-        for entry in self.parameters:
-            if entry.spec.fragment is not None:
-                found.setdefault(entry.spec.fragment.family, []).append(entry)
         return tuple(
-            CheckpointFamily(name=name, parameters=tuple(sorted(entries, key=_fragment_index)))
-            for name, entries in sorted(found.items())
+            CheckpointFamily(name=name, parameters=tuple(family.all))
+            for name, family in grouped(self.parameters).families.items()
         )
 
     def select(self, names: Sequence[str] | None) -> tuple[CheckpointParameter, ...]:
@@ -255,15 +251,15 @@ class Checkpoint:
             ArgumentError: there is no such parameter, or a fragment of a family is missing.
         """
         by_name = {entry.name: entry for entry in self.parameters}
-        fragments = {entry.name: entry.spec.fragment for entry in self.parameters}
+        groups = grouped(self.parameters)
         if names is None:
-            for deal in deals_of(fragments.values()).values():
-                check_whole(deal, str(self.path))
+            for family in groups.families.values():
+                family.check_whole(self.path)
             return self.parameters
-        chosen = with_fragments(names, fragments, str(self.path))
+        chosen = groups.names_of(names, self.path)
         for name in chosen:
             if name not in by_name:
-                known = sorted({*by_name, *deals_of(fragments.values())})
+                known = sorted({*by_name, *groups.families})
                 raise ArgumentError(f"{self.path} has no parameter {name!r:.140}; it has {known}")
         return tuple(by_name[name] for name in chosen)
 
@@ -333,10 +329,6 @@ class Checkpoint:
             yield from parameter.files
         for table in self.tables:
             yield from table.files
-
-
-def _fragment_index(entry: CheckpointParameter) -> int:
-    return -1 if entry.spec.fragment is None else entry.spec.fragment.index
 
 
 def slice_path(number: int, name: str, shard_index: int) -> str:

@@ -18,6 +18,7 @@ from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.checkpoint.tensor_files import SliceReader, Tensors, VectorWriter
 from shardwell.errors import ArgumentError
 from shardwell.process.local_paths import local_path
+from shardwell.specs.fragments import grouped
 
 _BLOCK_ELEMENT_COUNT = 2**20
 
@@ -102,8 +103,8 @@ def export_checkpoint(
 
 def _chosen(checkpoint: Checkpoint) -> str:
     """The name of the only parameter, or of the only family."""
-    specs = [entry.spec for entry in checkpoint.parameters]
-    names = {spec.fragment.family if spec.fragment else spec.name for spec in specs}
+    groups = grouped(checkpoint.parameters)
+    names = {*groups.alone, *groups.families}
     if len(names) != 1:
         raise ArgumentError(
             f"{checkpoint.path} has {len(names)} parameters, {sorted(names)!r:.200}; say which is "

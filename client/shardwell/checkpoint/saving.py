@@ -39,11 +39,9 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
 from shardwell.specs.fragments import (
-    Deal,
-    check_whole,
-    deals_of,
+    Family,
     first_fragment,
-    with_fragments,
+    grouped,
 )
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
@@ -298,19 +296,21 @@ def _specs(
                     parameter=name,
                 )
     specs = {name: ParameterSpec.from_proto(entry.spec) for name, entry in entries.items()}
-    fragments = {name: spec.fragment for name, spec in specs.items()}
-    deals = deals_of(fragments.values())
+    groups = grouped(specs.values(), lambda spec: spec)
     begun = [name for name, entry in entries.items() if entry.initialized]
     if names is None:
-        families = [*deals_of(fragments[name] for name in begun)]
-        for family in families:
-            check_whole(deals[family], "shard 0")
+        wanted = [
+            each for each in groups.families.values() if not set(begun).isdisjoint(each.names)
+        ]
+        for each in wanted:
+            each.check_whole("shard 0")
         names = begun
     else:
-        families = [name for name in names if name in deals and name not in entries]
-        names = with_fragments(names, fragments, "shard 0")
-    for family in families:
-        _check_begun(deals[family], begun)
+        known = groups.families
+        wanted = [known[name] for name in names if name in known and name not in entries]
+        names = groups.names_of(names, "shard 0")
+    for each in wanted:
+        _check_begun(each, begun)
     for name in names:
         if name not in entries:
             raise UnknownParameterError(
@@ -326,18 +326,19 @@ def _specs(
     return [specs[name] for name in names]
 
 
-def _check_begun(deal: Deal, begun: Sequence[str]) -> None:
+def _check_begun(family: Family[ParameterSpec], begun: Sequence[str]) -> None:
     """Refuses a family of which only some fragments have first weights.
 
     Raises:
         NotInitializedError: it is one.
     """
-    empty = [each.index for each in deal.fragments if each.parameter not in begun]
+    named = zip(family.parts, family.names, strict=True)
+    empty = [index for index, name in named if name not in begun]
     if empty:
         raise NotInitializedError(
-            f"fragment {', '.join(map(str, empty))} of family {deal.family!r} has no first weights "
+            f"fragment {', '.join(map(str, empty))} of family {family.name!r} has no first weights "
             "yet; nothing was saved; save again once a learner's init has returned",
-            parameter=first_fragment(deal.family),
+            parameter=first_fragment(family.name),
         )
 
 

@@ -7,13 +7,13 @@ another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from shardwell.errors import ArgumentError, UnknownParameterError, UnknownTableError
-from shardwell.rpc.families import find_family
+from shardwell.rpc.cluster_status import GONE, Status, is_empty, merged_members, step_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import (
@@ -25,14 +25,10 @@ from shardwell.rpc.shard_status import (
     ask_tables,
 )
 from shardwell.rpc.take_over import CrewSteps
+from shardwell.specs.fragments import Family, grouped
 from shardwell.specs.names import check_name
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import session_pb2 as pb
-
-_Status: TypeAlias = ParameterStatus | TableStatus
-_GONE = ("over", "lost")
-_BY_WEIGHT = ("lost", "over", "draining", "seated", "awaited", "unknown")
-"""States: what one shard says of the first ones is so, or about to be, on all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +47,28 @@ class Members:
 
     def has(self, worker_id: str) -> bool:
         """Whether a worker takes part, so that steps may await it."""
-        return any(m.worker_id == worker_id and m.state not in _GONE for m in self.members)
+        return any(m.worker_id == worker_id and m.state not in GONE for m in self.members)
 
 
-def merged_members(parts: Iterable[_Status | Members]) -> tuple[MemberStatus, ...]:
-    """What all shards say of the workers with seats in one parameter, table or family.
+def find_family(
+    name: str, channels: Sequence[ShardChannel], attempts: Attempts
+) -> Family[ParameterStatus] | None:
+    """The family of that name on a cluster; None: no shard has a fragment of it.
 
-    Those that take part first, by worker id.
+    Raises:
+        ShardUnavailableError, DeadlineError: a shard does not answer.
     """
-    found: dict[str, list[MemberStatus]] = {}
-    for part in parts:
-        if _is_empty(part):
-            continue
-        for member in part.members:
-            found.setdefault(member.worker_id, []).append(member)
-    whole = [_whole(found[worker_id]) for worker_id in sorted(found)]
-    return tuple(sorted(whole, key=lambda member: member.state in _GONE))
-
-
-def _whole(of_shards: Sequence[MemberStatus]) -> MemberStatus:
-    lags = [each.lag_s for each in of_shards if each.lag_s is not None]
-    idle = [each.idle_s for each in of_shards if each.idle_s is not None]
-    joined = [each.joined_at for each in of_shards if each.joined_at is not None]
-    known = next((each for each in of_shards if each.connected), of_shards[0])
-    return replace(
-        known,
-        state=min((each.state for each in of_shards), key=_BY_WEIGHT.index),
-        next_step=min(each.next_step for each in of_shards),
-        joined_at=min(joined, default=None),
-        counted_chunk_count=sum(each.counted_chunk_count for each in of_shards),
-        late_chunk_count=sum(each.late_chunk_count for each in of_shards),
-        lag_s=max(lags, default=None),
-        idle_s=min(idle, default=None),
-        transports=tuple(sorted({way for each in of_shards for way in each.transports})),
+    statuses = ask_all(
+        channels,
+        lambda channel: attempts.beside().run(lambda: ask_parameters(channel, attempts.rest_s)),
     )
+    found = [
+        ParameterStatus.from_proto(each)
+        for status in statuses
+        for each in status.parameters
+        if each.spec.HasField("fragment") and each.spec.fragment.family == name
+    ]
+    return grouped(found).families.get(name)
 
 
 def ask_members(
@@ -101,7 +85,7 @@ def ask_members(
             channels,
             lambda channel: attempts.beside().run(lambda: ask_status(channel, attempts.rest_s)),
         )
-        parts: list[_Status] = []
+        parts: list[Status] = []
         for each in statuses:
             parts += [*each.parameters, *each.tables]
     else:
@@ -110,13 +94,13 @@ def ask_members(
         parts = list(itertools.chain(*ask_all(channels, ask)))
         family = None if parts else find_family(name, channels, attempts)
         if family is not None:
-            parts = list(itertools.chain(*family.parts.values()))
+            parts = list(family.all)
         if not parts:
             raise UnknownParameterError(
                 f"no shard has a parameter or table {name!r}; shardwell status lists what there is",
                 parameter=name,
             )
-    by_name: dict[tuple[str, str], list[_Status]] = {}
+    by_name: dict[tuple[str, str], list[Status]] = {}
     for part in parts:
         kind = "table" if isinstance(part, TableStatus) else "parameter"
         by_name.setdefault((kind, part.spec.name), []).append(part)
@@ -126,7 +110,7 @@ def ask_members(
             name=found[0].spec.name,
             crew=found[0].spec.crew,
             is_elastic=found[0].spec.members is not None,
-            members=tuple(sorted(merged_members(found), key=lambda member: member.state in _GONE)),
+            members=merged_members(found),
         )
         for (kind, _), found in sorted(by_name.items(), key=lambda each: each[0])
     ]
@@ -142,25 +126,16 @@ def ask_steps(channels: Sequence[ShardChannel], name: str, attempts: Attempts) -
     members = merged_members(parts)
     return CrewSteps(
         next_steps={each.worker_id: each.next_step for each in members},
-        version=min((_version_of(each) for each in parts if not _is_empty(each)), default=0),
+        version=min((step_of(each) for each in parts if not is_empty(each)), default=0),
         has_room=any(len(members) < each.spec.worker_count for each in parts),
         is_restored=any(each.load_id for each in parts),
     )
 
 
-def _version_of(part: _Status) -> int:
-    return part.version if isinstance(part, TableStatus) else part.version_min
-
-
-def _is_empty(part: _Status | Members) -> bool:
-    """Whether a shard has no element of a parameter, and so counts no steps of it."""
-    return isinstance(part, ParameterStatus) and not part.slice_size
-
-
-def _ask_one(name: str, attempts: Attempts, channel: ShardChannel) -> list[_Status]:
-    def ask() -> list[_Status]:
+def _ask_one(name: str, attempts: Attempts, channel: ShardChannel) -> list[Status]:
+    def ask() -> list[Status]:
         parameters = ask_parameters(channel, attempts.rest_s, name).parameters
-        found: list[_Status] = [ParameterStatus.from_proto(each) for each in parameters]
+        found: list[Status] = [ParameterStatus.from_proto(each) for each in parameters]
         if not found:
             try:
                 tables = ask_tables(channel, attempts.rest_s, name)

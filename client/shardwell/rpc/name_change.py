@@ -20,10 +20,10 @@ from shardwell.errors import (
     UnknownParameterError,
     UnknownTableError,
 )
-from shardwell.rpc.families import Family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import TAKE_OVER_S
+from shardwell.specs.fragments import Family
 from shardwell.specs.names import check_name
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import names_pb2 as pb
@@ -310,7 +310,7 @@ class NameChange:
 
 
 def delete_family(
-    family: Family,
+    family: Family[Any],
     channels: Sequence[ShardChannel],
     attempts: Attempts,
     *,

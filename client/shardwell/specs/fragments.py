@@ -1,10 +1,11 @@
-"""Of which family a parameter is a fragment: a part of a model that travels by itself."""
+"""Families, models that are cut into several parameters: their names, and parts by name. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_whole_number
@@ -18,6 +19,8 @@ _LISTED_MAX = 8
 """Fragments that an error names."""
 _VERSIONS_MAX = 16
 """Versions that are spelled out one by one."""
+
+PartT = TypeVar("PartT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,39 +63,45 @@ class Fragment(Record[types_pb2.Fragment]):
     @property
     def parameter(self) -> str:
         """The name that its parameter has."""
-        return f"{self.family}.fragment-{self.index}"
+        return _name(self.family, self.index)
 
 
 @dataclass(frozen=True)
-class Deal:
+class Family(Generic[PartT]):
     """The fragments of one family that are at one place, such as a checkpoint or a cluster."""
 
-    family: str
-    """Its name."""
-    fragments: tuple[Fragment, ...]
-    """The existing fragments, by index; with one twice, they are not of one deal."""
+    name: str
+    """The family's."""
+    parts: Mapping[int, tuple[PartT, ...]]
+    """What there is of each fragment, by its index, in order; of a missing one nothing."""
+    deals: tuple[tuple[int, str], ...]
+    """Count and assignment that its fragments agree on; several: they are not of one family."""
 
     @property
     def count(self) -> int:
-        """How many there are to be."""
-        return max(each.count for each in self.fragments)
+        """How many fragments there are to be."""
+        return max(count for count, _ in self.deals)
 
     @property
     def names(self) -> list[str]:
         """Names of the existing parameters."""
-        return [each.parameter for each in self.fragments]
+        return [_name(self.name, index) for index in self.parts]
+
+    @property
+    def all(self) -> list[PartT]:
+        """All parts, in the order of the fragments."""
+        return [each for parts in self.parts.values() for each in parts]
 
     @property
     def lacking(self) -> list[int]:
-        """Fragments that are not there."""
-        return sorted(set(range(self.count)) - {each.index for each in self.fragments})
+        """Fragments that are missing."""
+        return sorted(set(range(self.count)) - set(self.parts))
 
     @property
     def damage(self) -> str:
         """Why it is not a whole family; empty: it is."""
-        deals = sorted({(each.count, each.assignment) for each in self.fragments})
-        if len(deals) > 1:
-            words = " and ".join(f"{assignment!r} into {count}" for count, assignment in deals)
+        if len(self.deals) > 1:
+            words = " and ".join(f"{assignment!r} into {count}" for count, assignment in self.deals)
             return f"has fragments of several deals, {words}"
         lacking = self.lacking
         if not lacking:
@@ -101,54 +110,68 @@ class Deal:
         more = f" and {len(lacking) - _LISTED_MAX} more" if len(lacking) > _LISTED_MAX else ""
         return f"lacks fragment {listed}{more} of {self.count}"
 
+    def check_whole(self, where: object) -> None:
+        """Refuses a family that is not whole.
 
-def deals_of(fragments: Iterable[Fragment | None]) -> dict[str, Deal]:
-    """The families of fragments, by name; None is that of what is no fragment."""
-    found: dict[str, set[Fragment]] = {}
-    for each in fragments:
-        if each is not None:
-            found.setdefault(each.family, set()).add(each)
-    return {
-        family: Deal(family, tuple(sorted(own, key=lambda each: (each.index, each.count))))
-        for family, own in sorted(found.items())
-    }
-
-
-def with_fragments(
-    names: Iterable[str], fragments: Mapping[str, Fragment | None], where: str
-) -> list[str]:
-    """Names of parameters, with all fragments in place of a family's name.
-
-    Args:
-        names: Names of parameters or families; each counts once.
-        fragments: The family of each parameter, by its name; None: it belongs to none.
-        where: What has them, for an error.
-
-    Raises:
-        ArgumentError: a family is not whole; names it.
-    """
-    deals = deals_of(fragments.values())
-    found: dict[str, None] = {}
-    for name in names:
-        own = [name]
-        if name in deals and name not in fragments:
-            check_whole(deals[name], where)
-            own = deals[name].names
-        found |= dict.fromkeys(own)
-    return list(found)
+        Raises:
+            ArgumentError: a fragment is missing, or one is of another deal.
+        """
+        if self.damage:
+            raise ArgumentError(
+                f"{where} {self.damage} of family {self.name!r}; restore it from a checkpoint that "
+                f"has all of it, or name what is to be taken of it, such as {self.names[0]!r}"
+            )
 
 
-def check_whole(deal: Deal, where: str) -> None:
-    """Refuses a family that is not whole.
+class Grouped(NamedTuple, Generic[PartT]):
+    """Parts of parameters or tables, by the name under which they are shown."""
 
-    Raises:
-        ArgumentError: a fragment is missing, or one is of another deal.
-    """
-    if deal.damage:
-        raise ArgumentError(
-            f"{where} {deal.damage} of family {deal.family!r}; restore it from a checkpoint that "
-            f"has all of it, or name what is to be taken of it, such as {deal.names[0]!r}"
+    alone: dict[str, list[PartT]]
+    """Parts of what is no fragment, by its name."""
+    families: dict[str, Family[PartT]]
+    """Families of the others, by name, in order."""
+
+    def names_of(self, names: Iterable[str], where: object) -> list[str]:
+        """The names, each once, with all fragments in place of a family's name.
+
+        Raises:
+            ArgumentError: a family is not whole; names it.
+        """
+        known = {*self.alone, *(each for family in self.families.values() for each in family.names)}
+        found: dict[str, None] = {}
+        for name in names:
+            family = None if name in known else self.families.get(name)
+            if family is not None:
+                family.check_whole(where)
+            found |= dict.fromkeys([name] if family is None else family.names)
+        return list(found)
+
+
+def grouped(
+    parts: Iterable[PartT], spec_of: Callable[[Any], Any] = operator.attrgetter("spec")
+) -> Grouped[PartT]:
+    """The parts of parameters or tables, by family or else by name."""
+    alone: dict[str, list[PartT]] = {}
+    fragments: dict[str, dict[int, list[PartT]]] = {}
+    deals: dict[str, set[tuple[int, str]]] = {}
+    for part in parts:
+        spec = spec_of(part)
+        fragment = spec.fragment
+        if fragment is None:
+            alone.setdefault(spec.name, []).append(part)
+        else:
+            of_family = fragments.setdefault(fragment.family, {})
+            of_family.setdefault(fragment.index, []).append(part)
+            deals.setdefault(fragment.family, set()).add((fragment.count, fragment.assignment))
+    families = {
+        name: Family(
+            name,
+            {index: tuple(own) for index, own in sorted(fragments[name].items())},
+            tuple(sorted(deals[name])),
         )
+        for name in sorted(fragments)
+    }
+    return Grouped(alone, families)
 
 
 def versions_words(versions: Sequence[int | None]) -> str:
@@ -164,4 +187,8 @@ def versions_words(versions: Sequence[int | None]) -> str:
 
 def first_fragment(family: str) -> str:
     """The name of the parameter that a family has first, and loses last."""
-    return f"{family}.fragment-0"
+    return _name(family, 0)
+
+
+def _name(family: str, index: int) -> str:
+    return f"{family}.fragment-{index}"

@@ -164,19 +164,6 @@ _IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average(Optimizer):
-    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce.
-
-    Examples:
-        >>> mean = client.parameter("mean", size=3, optimizer=shardwell.Average())
-        >>> mean.exchange([1.0, 2.0, 3.0])  # the mean over all workers; here of one
-        array([1., 2., 3.], dtype=float32)
-    """
-
-    field_name: ClassVar[str] = "average"
-
-
-@dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
     """Stochastic gradient descent, as torch.optim.SGD computes it.
 
@@ -321,3 +308,20 @@ class AdamW(Optimizer):
     @override
     def slot_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(Optimizer):
+    """No optimizer: the weights become the step's mean gradient, so `exchange` is an all-reduce.
+
+    Examples:
+        >>> mean = client.parameter("mean", size=3, optimizer=shardwell.Average())
+        >>> mean.exchange([1.0, 2.0, 3.0])  # the mean over all workers; here of one
+        array([1., 2., 3.], dtype=float32)
+    """
+
+    field_name: ClassVar[str] = "average"
+
+
+OF_PARAMETERS = tuple(kind for kind in Optimizer.__subclasses__() if kind not in OF_TABLES)
+"""Optimizers that parameters take."""

@@ -25,7 +25,7 @@ from shardwell.specs.layout import SIZE_MAX, TensorLayout
 from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell.specs.members import BOUND_S_MAX, Elastic
 from shardwell.specs.names import check_name
-from shardwell.specs.optimizers import OF_TABLES, Average, Optimizer, check_learning_rate
+from shardwell.specs.optimizers import OF_PARAMETERS, Average, Optimizer, check_learning_rate
 from shardwell.specs.wire_form import Form, Record, name_of
 from shardwell.v1 import types_pb2
 
@@ -107,6 +107,7 @@ class TrainingSpec(Record[Any]):
     members: Elastic | None
     min_contributors = 0
     """See ParameterSpec; tables have none."""
+    fragment: Fragment | None = None
 
     FORMS: ClassVar[Mapping[str, Any]] = {
         "optimizer": Optimizer,
@@ -272,11 +273,10 @@ class ParameterSpec(TrainingSpec):
     def __post_init__(self) -> None:
         check_name("parameter name", self.name)
         check_whole_number("size", self.size, 1, SIZE_MAX)
-        is_rule = isinstance(self.optimizer, Optimizer) and type(self.optimizer) is not Optimizer
-        if not is_rule or isinstance(self.optimizer, OF_TABLES):
+        if not isinstance(self.optimizer, OF_PARAMETERS):
+            kinds = ", ".join(kind.__name__ for kind in OF_PARAMETERS)
             raise ArgumentError(
-                "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW, Average; "
-                f"got {brief(self.optimizer)}"
+                f"optimizer must be one of shardwell.{kinds}; got {brief(self.optimizer)}"
             )
         if self.layout is not None and self.layout.size != self.size:
             raise ArgumentError(

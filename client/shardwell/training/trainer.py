@@ -28,7 +28,7 @@ from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.update_rules import UpdateRule, clip
 from shardwell.process.html_table import html_table
 from shardwell.specs.checks import brief
-from shardwell.specs.optimizers import Average, Optimizer, check_learning_rate
+from shardwell.specs.optimizers import OF_PARAMETERS, Average, Optimizer, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 from shardwell.training.batches import (
     Merging,
@@ -123,9 +123,9 @@ class DataParallelTrainer:
         leave_on_sigterm: bool | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Average):
+            kinds = ", ".join(kind.__name__ for kind in OF_PARAMETERS if kind is not Average)
             raise ArgumentError(
-                "optimizer must be one of shardwell.SGD, Adagrad, RMSProp, Adam, AdamW; "
-                f"got {brief(optimizer)}"
+                f"optimizer must be one of shardwell.{kinds}; got {brief(optimizer)}"
             )
         self.sync: GradientSync = LocalSync() if sync is None else sync
         """The way in which gradients are averaged."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from shardwell.specs.fragments import grouped
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.admin.history import Key, version_of
 from shardwell_server.admin.metrics import Vitals
@@ -60,12 +61,8 @@ def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
     parameter = vitals.shard.parameters.find(name)
     if parameter is not None:
         return [parameter]
-    fragments = [
-        (fragment.index, each)
-        for each in vitals.shard.parameters.all()
-        if (fragment := each.spec.fragment) is not None and fragment.family == name
-    ]
-    return [each for _, each in sorted(fragments, key=lambda found: found[0])]
+    family = grouped(vitals.shard.parameters.all()).families.get(name)
+    return [] if family is None else family.all
 
 
 def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:

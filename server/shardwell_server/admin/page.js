@@ -291,7 +291,7 @@ function show_one(status) {
   element("one-none").hidden = !!each;
   element("one-none").textContent = `No shard has a ${one.kind} of this name, or the token may not read it.`;
   if (!each) { show(element("one-facts"), []); rows("one-members", [], () => []); return; }
-  const size = each.elements === undefined ? ["rows", `${whole(each.rows)} of ${each.dim} values`] : ["elements", whole(each.elements)];
+  const size = each.elements === null ? ["rows", `${whole(each.rows)} of ${each.dim} values`] : ["elements", whole(each.elements)];
   facts("one-facts", [
     ["state", each.ended ? "ended: all workers have left" : open_step(each), null],
     ["step", each.fragments.length ? each.versions_words : whole(each.step), null],

@@ -10,6 +10,7 @@ from typing import Any
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.numerics import native
+from shardwell.rpc.cluster_status import Row, all_rows
 from shardwell.rpc.shard_status import (
     ParameterStatus,
     Resources,
@@ -26,7 +27,6 @@ from shardwell_server.cluster_status import (
     blockers,
     given,
     losses,
-    merged,
     told_troubles,
     unfinished,
     verdict,
@@ -74,8 +74,7 @@ def view(
 ) -> dict[str, Any]:
     """All that the page shows."""
     statuses = [status for _, status in given(answers)]
-    parameters = merged((s.parameters for s in statuses), is_shown)
-    tables = merged((s.tables for s in statuses), is_shown)
+    rows = all_rows(statuses, is_shown)
     config = vitals.shard.config
     return {
         "cluster": config.cluster_id,
@@ -90,16 +89,30 @@ def view(
             if is_shown(each.name)
         ],
         "parameters": [
-            {**each, "reports": _reports(vitals, (each["fragments"] or [each["name"]])[0])}
-            for each in parameters
+            _row(row) | {"reports": _reports(vitals, (row.fragments or [row.name])[0])}
+            for row in rows
+            if row.kind != "table"
         ],
-        "tables": tables,
-        "workers": workers([*parameters, *tables])[:_WORKER_COUNT_MAX],
+        "tables": [_row(row) for row in rows if row.kind == "table"],
+        "workers": workers(rows)[:_WORKER_COUNT_MAX],
         "groups": [as_json(group) for group in vitals.groups() if is_shown(group.name)],
         "here": {
             "shard_index": config.shard_index,
             "refused": vitals.refusals(),
         },
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    shown = {name: value for name, value in vars(row).items() if name != "parts"}
+    learners = row.learners[:_NAME_COUNT_MAX]
+    found: dict[str, Any] = as_json(shown)
+    return found | {
+        "members": [dict(vars(member)) for member in row.latest_first],
+        "learners": [
+            {"worker_id": each.worker_id, "ago_s": each.ago_s, **as_json(each.progress)}
+            for each in learners
+        ],
     }
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import click
 from rich.table import Table
 
-from shardwell.rpc.members import merged_members
-from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.cluster_status import all_rows
+from shardwell.rpc.shard_status import MemberStatus, ShardStatus
 from shardwell_server.cli.options import connected, shards_option
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import as_json, duration
@@ -103,15 +103,10 @@ def remove(*, worker_id: str, name: str | None, target: str, timeout_s: float) -
 
 
 def _of_all(statuses: Sequence[ShardStatus]) -> dict[str, Sequence[MemberStatus]]:
-    parts: dict[str, list[ParameterStatus | TableStatus]] = {}
-    for status in statuses:
-        for parameter in status.parameters:
-            fragment = parameter.spec.fragment
-            name = parameter.spec.name if fragment is None else fragment.family
-            parts.setdefault(name, []).append(parameter)
-        for found in status.tables:
-            parts.setdefault(found.spec.name, []).append(found)
-    return {name: merged_members(each) for name, each in parts.items()}
+    found: dict[str, Sequence[MemberStatus]] = {}
+    for row in all_rows(statuses):  # older versions allowed a parameter and a table of one name
+        found[row.name] = (*found.get(row.name, ()), *row.members)
+    return found
 
 
 def _table(found: Mapping[str, Sequence[MemberStatus]]) -> Table:

@@ -13,7 +13,7 @@ from rich.table import Table
 from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
 from shardwell.numerics.codec import CODECS
-from shardwell.specs.optimizers import SGD, Adagrad, AdamW, Average, Optimizer, RMSProp
+from shardwell.specs.optimizers import OF_PARAMETERS, SGD, Average, Optimizer
 from shardwell_server import outer_time, step_time
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import (
@@ -30,12 +30,10 @@ from shardwell_server.step_time import Job, StepTime
 from shardwell_server.terminal import console, table
 
 _OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": SGD(0.1),
     "momentum": SGD(0.1, momentum=0.9),
-    "adagrad": Adagrad(0.1),
-    "rmsprop": RMSProp(0.1),
-    "adam": AdamW(0.1),
-    "average": Average(),
+    **{
+        kind.__name__.lower(): kind() if kind is Average else kind(lr=0.1) for kind in OF_PARAMETERS
+    },
 }
 """What a shard would keep state of; the rates have no effect here."""
 _LEGEND = (

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
 
 import click
 from rich.table import Table
 
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
-from shardwell.rpc.families import Family, families_of
+from shardwell.rpc.cluster_status import Row, all_rows, rows_of
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import ParameterStatus, ShardStatus, TableStatus
+from shardwell.rpc.shard_status import ParameterStatus, ShardStatus
+from shardwell.specs.fragments import grouped
 from shardwell.specs.names import parse_target
-from shardwell.specs.optimizers import Average
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cluster_status import (
@@ -27,11 +26,8 @@ from shardwell_server.cluster_status import (
     ask,
     blockers,
     duration,
-    ended_names,
     faults_of,
     given,
-    in_order,
-    merged,
     reported,
     size,
     told_troubles,
@@ -45,15 +41,6 @@ LEARNER_LEGEND = (
     "hidden: offers travelled while the learner computed; waited: it did nothing else; overdue: "
     "offers whose result came too late; kept: takes that kept uncounted work"
 )
-
-
-class _Names(NamedTuple):
-    """How parameters, families and tables are listed."""
-
-    ended: set[tuple[str, str]]
-    """Kind and name of what has no line."""
-    are_by_shard: bool
-    """Whether each shard's part of a name has a line."""
 
 
 @click.command()
@@ -99,31 +86,28 @@ def status(
         if any(status.arithmetic for _, status in given(answers)):
             screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
         statuses = [status for _, status in given(answers)]
-        ended = set() if shows_all else ended_names(statuses)
-        names = _Names(ended, by_shard)
+        rows = all_rows(statuses)
+        ended = {} if shows_all else {row.key: row for row in rows if row.ended}
+        lines = _by_shard(statuses, rows) if by_shard else [(row, "") for row in rows]
+        lines = [each for each in lines if each[0].key not in ended]
         if statuses:
-            screen.print(_parameter_table(answers, names))
+            screen.print(_parameter_table(lines, by_shard))
             screen.print(legend(_LEGEND))
-        families = [
-            family
-            for name, family in _families(answers).items()
-            if ("family", name) not in ended and family.learners
-        ]
-        if families:
-            screen.print(learner_table(families))
+        if any(row.learners for row, _ in lines):
+            screen.print(learner_table(row for row in rows if row.key not in ended))
             screen.print(legend(LEARNER_LEGEND))
-        if any(("table", t.spec.name) not in ended for status in statuses for t in status.tables):
-            screen.print(_tables_table(answers, names))
-        for words in reported(merged(status.parameters for status in statuses)):
+        if any(row.kind == "table" for row, _ in lines):
+            screen.print(_tables_table(lines, by_shard))
+        for words in reported(rows):
             screen.print(words, markup=False, soft_wrap=True)
         if ended:
             left = ", ".join(name for _, name in sorted(ended))
             words = f"{ENDED} (--all lists them): {left}"
             screen.print(words, markup=False, soft_wrap=True)
-        for blocker in blockers(status for _, status in given(answers)):
+        for blocker in blockers(statuses):
             if blocker.open_for_s >= LONG_WAIT_S:
                 screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
-        for words in (*told_troubles(statuses), *unfinished(statuses), *abandoned(statuses)):
+        for words in (*told_troubles(statuses), *unfinished(statuses), *abandoned(rows)):
             screen.print(words, style="yellow", markup=False, soft_wrap=True)
         for fault in faults:
             screen.print(fault, style="red", markup=False, soft_wrap=True)
@@ -147,42 +131,35 @@ def _print_json(address: str, answer: ShardStatus | ShardwellError, fault: str) 
     if fault:
         entry["error"] = fault
     if not isinstance(answer, ShardwellError):
+        groups = grouped(answer.parameters)
         entry |= as_json(answer)
-        entry["parameters"] = [
-            as_json(each) for each in answer.parameters if each.spec.fragment is None
+        entry["parameters"] = [as_json(each) for own in groups.alone.values() for each in own]
+        entry["families"] = [
+            {
+                "name": row.name,
+                "fragment_count": row.fragment_count,
+                "versions": row.versions,
+                "learners": as_json(row.learners),
+                "fragments": [as_json(each) for each in groups.families[row.name].all],
+            }
+            for row in rows_of(answer.parameters)
+            if row.kind == "family"
         ]
-        entry["families"] = [_family_json(f) for f in families_of(answer.parameters).values()]
     click.echo(json.dumps(entry))
 
 
-def _family_json(family: Family) -> dict[str, object]:
-    """A family as one shard has it."""
-    return {
-        "name": family.name,
-        "fragment_count": family.count,
-        "versions": family.versions,
-        "learners": [as_json(each) for each in family.learners],
-        "fragments": [as_json(part) for parts in family.parts.values() for part in parts],
-    }
-
-
-def _families(answers: list[Answer]) -> dict[str, Family]:
-    return families_of(each for _, status in given(answers) for each in status.parameters)
-
-
-def learner_table(families: Iterable[Family]) -> Table:
+def learner_table(rows: Iterable[Row]) -> Table:
     """A line a learner, as it said itself."""
     learners = table(
         "learners", "family", "learner", ">inner steps", ">samples", ">offers", ">sent",
         ">received", ">hidden", ">waited", ">overdue", ">kept", ">said"
     )  # fmt: skip
-    for family in families:
-        by_worker = {learner.worker_id: learner for learner in family.learners}
-        for worker_id in in_order(by_worker):
-            found = by_worker[worker_id].progress
+    for row in rows:
+        for learner in row.learners:
+            found = learner.progress
             learners.add_row(
-                family.name,
-                worker_id,
+                row.name,
+                learner.worker_id,
                 f"{found.inner_steps:,}",
                 f"{found.sample_count:,}",
                 f"{found.offered_count:,}",
@@ -192,7 +169,7 @@ def learner_table(families: Iterable[Family]) -> Table:
                 f"{found.waited_s:.1f} s",
                 f"{found.overdue_count:,}",
                 f"{found.kept_count:,}",
-                f"{duration(by_worker[worker_id].ago_s)} ago",
+                f"{duration(learner.ago_s)} ago",
             )
     return learners
 
@@ -220,154 +197,86 @@ def _shard_table(answers: list[Answer]) -> Table:
     return shards
 
 
-_Found = TypeVar("_Found", ParameterStatus, TableStatus)
+def _by_shard(statuses: Sequence[ShardStatus], rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """A row for each shard's part of a name, with its index; families are whole."""
+    found = [(row.name, -1, row) for row in rows if row.kind == "family"]
+    for status in statuses:
+        of_shard = [*rows_of(status.parameters), *rows_of(status.tables)]
+        found += [(row.name, status.shard_index, row) for row in of_shard if row.kind != "family"]
+    found.sort(key=lambda each: each[:2])
+    return [(row, "all" if index < 0 else str(index)) for _, index, row in found]
 
 
-def _entries(
-    kind: str, by_shard: Iterable[tuple[int, Sequence[_Found]]], names: _Names
-) -> list[tuple[str, str, list[_Found]]]:
-    """What lines are of, in order: a name, its shard or nothing, and what shards have of it."""
-    found: dict[tuple[str, int], list[_Found]] = {}
-    for index, parts in by_shard:
-        for part in parts:
-            is_fragment = isinstance(part, ParameterStatus) and part.spec.fragment is not None
-            if not is_fragment and (kind, part.spec.name) not in names.ended:
-                key = part.spec.name, index if names.are_by_shard else -1
-                found.setdefault(key, []).append(part)
-    return [
-        (name, str(index) if names.are_by_shard else "", found[name, index])
-        for name, index in sorted(found)
-    ]
-
-
-def _cells(names: _Names, name: str, shard: str, *cells: str) -> list[str]:
+def _cells(by_shard: bool, name: str, shard: str, *cells: str) -> list[str]:
     """A line's cells; the second is the shard, where each has a line."""
-    return [name, *([shard] if names.are_by_shard else []), *cells]
+    return [name, *([shard] if by_shard else []), *cells]
 
 
-def _parameter_table(answers: list[Answer], names: _Names) -> Table:
-    columns = _cells(names, "name", ">shard", "elements", "optimizer", "codec", "open step")
+def _parameter_table(lines: Iterable[tuple[Row, str]], by_shard: bool) -> Table:
+    columns = _cells(by_shard, "name", ">shard", "elements", "optimizer", "codec", "open step")
     parameters = table("parameters", *columns)
-    by_shard = [(status.shard_index, status.parameters) for _, status in given(answers)]
-    families = [f for name, f in _families(answers).items() if ("family", name) not in names.ended]
-    for name, shard, parts in _entries("parameter", by_shard, names):
-        while families and families[0].name < name:
-            _add_family(parameters, families.pop(0), names)
-        spec = parts[0].spec
-        tensor_count = 0 if spec.layout is None else len(spec.layout)
-        tensors = f" of {tensor_count} tensor{'s' * (tensor_count > 1)}" if tensor_count else ""
+    for row, shard in lines:
+        if row.kind == "table":
+            continue
+        count = row.tensor_count
+        tensors = f" of {count} tensor{'s' * (count > 1)}" if count else ""
+        if row.kind == "family":
+            elements = f"{row.elements} of {count} tensors, {row.fragment_count} fragments"
+        else:
+            elements = f"{_range(row) if by_shard else row.elements}{tensors}"
         parameters.add_row(
-            *_cells(
-                names,
-                name,
-                shard,
-                f"{_range(parts[0]) if names.are_by_shard else spec.size}{tensors}",
-                _optimizer(parts[0]),
-                spec.codec,
-                _open_step(parts),
-            )
+            *_cells(by_shard, row.name, shard, elements, row.rule_words, row.codec, _open_step(row))
         )
-    for family in families:
-        _add_family(parameters, family, names)
     if not parameters.row_count:
         parameters.add_row("none")
     return parameters
 
 
-def _range(parameter: ParameterStatus) -> str:
+def _range(row: Row) -> str:
     """The elements that a shard has."""
-    if not parameter.slice_size:
+    (part,) = row.parts
+    assert isinstance(part, ParameterStatus)
+    if not part.slice_size:
         return "none"
-    return f"{parameter.slice_offset} to {parameter.slice_offset + parameter.slice_size - 1}"
+    return f"{part.slice_offset} to {part.slice_offset + part.slice_size - 1}"
 
 
-def _optimizer(parameter: ParameterStatus) -> str:
-    optimizer = parameter.spec.optimizer
-    rate = "" if isinstance(optimizer, Average) else f" {parameter.learning_rate:g}"
-    return f"{type(optimizer).__name__}{rate}"
-
-
-def _add_family(parameters: Table, family: Family, names: _Names) -> None:
-    """A line: the versions of all fragments, and who is in the open step of the one that is due."""
-    of_all = [part for parts in family.parts.values() for part in parts]
-    layouts = [parts[0].spec.layout for parts in family.parts.values()]
-    tensor_count = sum(len(layout) for layout in layouts if layout is not None)
-    (whole,) = merged([of_all])
-    if family.lacking:
-        lacking = ", ".join(map(str, family.lacking))
-        open_step = f"[red]lacks fragment {lacking}: restore it, or delete the family[/red]"
-    elif not whole["ready"]:
-        open_step = "[yellow]not initialized[/yellow]"
-    else:
-        open_step = _with_crew(family.versions_words(), whole)
-    parameters.add_row(
-        *_cells(
-            names,
-            family.name,
-            "all",
-            f"{family.size} of {tensor_count} tensors, {family.count} fragments",
-            _optimizer(family.due[0]),
-            family.due[0].spec.codec,
-            open_step,
-        )
-    )
-
-
-def _tables_table(answers: list[Answer], names: _Names) -> Table:
-    columns = _cells(names, "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
+def _tables_table(lines: Iterable[tuple[Row, str]], by_shard: bool) -> Table:
+    columns = _cells(by_shard, "name", ">shard", ">rows", ">dim", "optimizer", "codec", "open step")
     tables = table("tables", *columns)
-    by_shard = [(status.shard_index, status.tables) for _, status in given(answers)]
-    for name, shard, parts in _entries("table", by_shard, names):
-        spec = parts[0].spec
-        tables.add_row(
-            *_cells(
-                names,
-                name,
-                shard,
-                f"{sum(part.row_count for part in parts):,}",
-                str(spec.dim),
-                f"{type(spec.optimizer).__name__} {parts[0].learning_rate:g}",
-                spec.codec,
-                "[yellow]being restored[/yellow]"
-                if any(part.loading for part in parts)
-                else _taking_part(str(min(part.version for part in parts)), parts),
-            )
-        )
+    for row, shard in lines:
+        if row.kind == "table":
+            cells = (f"{row.rows:,}", str(row.dim), row.rule_words, row.codec, _open_step(row))
+            tables.add_row(*_cells(by_shard, row.name, shard, *cells))
     return tables
 
 
-def _open_step(parts: Sequence[ParameterStatus]) -> str:
-    """The step that is open (the version of the oldest chunk), and who is in it."""
-    if not all(part.initialized for part in parts):
-        return "[yellow]not initialized[/yellow]"
-    low = min(part.version_min for part in parts)
-    high = max(part.version_max for part in parts)
-    step = str(low) if low == high else f"{low} (newest chunk: {high})"
-    return _taking_part(step, parts)
-
-
-def _taking_part(step: str, parts: Sequence[ParameterStatus | TableStatus]) -> str:
-    """A step, and who is in it."""
-    (whole,) = merged([parts])
-    return _with_crew(step, whole)
-
-
-def _with_crew(step: str, whole: Mapping[str, Any]) -> str:
-    """A step, and who is in it, as `merged` has it."""
-    if whole["abandoned_for_s"] is not None:
-        return f"{step}; [yellow]abandoned for {duration(whole['abandoned_for_s'])}[/yellow]"
-    if whole["mode"] == "async":
+def _open_step(row: Row) -> str:
+    """The open step, and who is in it."""
+    absent = [str(index) for index, version in enumerate(row.versions) if version is None]
+    if absent:
+        lacks = ", ".join(absent)
+        return f"[red]lacks fragment {lacks}: restore it, or delete the family[/red]"
+    if not row.ready:
+        word = "being restored" if row.kind == "table" else "not initialized"
+        return f"[yellow]{word}[/yellow]"
+    step = row.versions_words or str(row.step)
+    if row.newest != row.step and not row.versions:
+        step += f" (newest chunk: {row.newest})"
+    if row.abandoned_for_s is not None:
+        return f"{step}; [yellow]abandoned for {duration(row.abandoned_for_s)}[/yellow]"
+    if row.mode == "async":
         return f"{step}, asynchronous"
     parts = [step]
-    if whole["in_step"]:
-        parts.append(f"in: {', '.join(whole['in_step'])}")
-    missing = [*whole["missing"], *filter(None, [whole["lacking"]])]
+    if row.in_step:
+        parts.append(f"in: {', '.join(row.in_step)}")
+    missing = [*row.missing, *filter(None, [row.lacking])]
     if missing:
         parts.append(f"[yellow]missing: {', '.join(missing)}[/yellow]")
-    if whole["crew_words"]:
-        parts.append(whole["crew_words"])
-    elif whole["done"]:
-        parts.append(f"done: {', '.join(whole['done'])}")
-    if whole.get("late"):
-        parts.append(f"late: {whole['late']:,} chunks")
+    if row.crew_words:
+        parts.append(row.crew_words)
+    elif row.done:
+        parts.append(f"done: {', '.join(row.done)}")
+    if row.late:
+        parts.append(f"late: {row.late:,} chunks")
     return "; ".join(parts)

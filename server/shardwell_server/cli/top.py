@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import click
 from rich.console import Group
@@ -17,8 +16,9 @@ from rich.text import Text
 
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
+from shardwell.rpc.cluster_status import Row, all_rows
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import ShardStatus
+from shardwell.rpc.shard_status import MemberStatus
 from shardwell.specs.names import parse_target
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
@@ -30,11 +30,8 @@ from shardwell_server.cluster_status import (
     ask,
     blockers,
     duration,
-    ended_names,
     faults_of,
     given,
-    in_order,
-    merged,
     reported,
     size,
     told_troubles,
@@ -131,14 +128,14 @@ def _picture(answers: Sequence[Answer], faults: Sequence[str], rates: _Rates) ->
     lines += [Text(str(each), style="yellow") for each in waits]
     if not lines:
         lines = [Text("no worker has waited longer than 1 s", style="green")]
-    found = merged(status.parameters for status in statuses)
+    rows = all_rows(statuses)
     shown: list[Table | Text] = [_shards(answers, rates), legend(_SHARD_LEGEND)]
-    shown += [_names(statuses, found, rates), legend(_LEGEND)]
-    shown += [Text(words) for words in reported(found)]
-    if ended := ended_names(statuses):
-        shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in sorted(ended))}")]
-    if any(each["learners"] for each in found):
-        shown += [_learners(found, rates), legend(LEARNER_LEGEND)]
+    shown += [_names(rows, rates), legend(_LEGEND)]
+    shown += [Text(words) for words in reported(rows)]
+    if ended := sorted(row.key for row in rows if row.ended):
+        shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in ended)}")]
+    if any(row.learners for row in rows):
+        shown += [_learners(rows, rates), legend(LEARNER_LEGEND)]
     return Group(*lines, Text(), *shown)
 
 
@@ -163,71 +160,62 @@ def _shards(answers: Sequence[Answer], rates: _Rates) -> Table:
     return shards
 
 
-def _names(
-    statuses: Sequence[ShardStatus], parameters: list[dict[str, Any]], rates: _Rates
-) -> Table:
+def _names(rows: Sequence[Row], rates: _Rates) -> Table:
     names = table(
         "", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing", "lag"
     )
-    kinds = {
-        "": parameters,
-        " (table)": merged(status.tables for status in statuses),
-    }
-    for kind, found in kinds.items():
-        for each in found:
-            if each["ended"]:
-                continue
-            name, rate = each["name"] + kind, each["learning_rate"]
-            names.add_row(
-                name,
-                each["versions_words"] if each["fragments"] else f"{each['step']:,}",
-                f"{rates.of(name, each['step']):.3g}",
-                f"{each['optimizer']} {rate:g}" if rate else each["optimizer"],
-                _some(each["in_step"]),
-                f"abandoned for {duration(each['abandoned_for_s'])}"
-                if each["abandoned_for_s"] is not None
-                else "asynchronous"
-                if each["mode"] == "async"
-                else _some(each["missing"], each["lacking"]),
-                _lags(each["members"]),
-            )
-    if not any(kinds.values()):
+    for row in rows:
+        if row.ended:
+            continue
+        name = row.name + (" (table)" if row.kind == "table" else "")
+        names.add_row(
+            name,
+            row.versions_words or f"{row.step:,}",
+            f"{rates.of(name, row.step):.3g}",
+            row.rule_words,
+            _some(row.in_step),
+            f"abandoned for {duration(row.abandoned_for_s)}"
+            if row.abandoned_for_s is not None
+            else "asynchronous"
+            if row.mode == "async"
+            else _some(row.missing, row.lacking),
+            _lags(row.latest_first),
+        )
+    if not rows:
         names.add_row("none")
     return names
 
 
-def _learners(parameters: Sequence[dict[str, Any]], rates: _Rates) -> Table:
+def _learners(rows: Sequence[Row], rates: _Rates) -> Table:
     """How far learners in outer training have come, as they said last."""
     shown = table(
         "", "family", "learner", ">inner steps", ">samples/s", ">sent/s", ">received/s", ">hidden",
         ">waited", ">overdue", ">kept", ">said"
     )  # fmt: skip
-    for family in parameters:
-        by_worker = {each["worker_id"]: each for each in family["learners"]}
-        for worker_id in in_order(by_worker):
-            each, key = by_worker[worker_id], f"learner {family['name']} {worker_id}"
+    for row in rows:
+        for learner in row.learners:
+            said, key = learner.progress, f"learner {row.name} {learner.worker_id}"
             shown.add_row(
-                family["name"],
-                worker_id,
-                f"{each['inner_steps']:,}",
-                f"{rates.of(f'{key} samples', each['sample_count']):.3g}",
-                size(rates.of(f"{key} sent", each["sent_bytes"])),
-                size(rates.of(f"{key} received", each["received_bytes"])),
-                f"{each['hidden_s']:.1f} s",
-                f"{each['waited_s']:.1f} s",
-                f"{each['overdue_count']:,}",
-                f"{each['kept_count']:,}",
-                f"{duration(each['ago_s'])} ago",
+                row.name,
+                learner.worker_id,
+                f"{said.inner_steps:,}",
+                f"{rates.of(f'{key} samples', said.sample_count):.3g}",
+                size(rates.of(f"{key} sent", said.sent_bytes)),
+                size(rates.of(f"{key} received", said.received_bytes)),
+                f"{said.hidden_s:.1f} s",
+                f"{said.waited_s:.1f} s",
+                f"{said.overdue_count:,}",
+                f"{said.kept_count:,}",
+                f"{duration(learner.ago_s)} ago",
             )
     return shown
 
 
-def _lags(members: Sequence[dict[str, Any]]) -> str:
+def _lags(members: Sequence[MemberStatus]) -> str:
     """The workers that came late to their last step, and by how much."""
-    late = [member for member in members if (member["lag_s"] or 0.0) >= _LAG_S_MIN]
-    return ", ".join(
-        f"{member['worker_id']} {1000 * member['lag_s']:.0f} ms" for member in late[:_LAG_COUNT]
-    )
+    late = [(each.worker_id, each.lag_s or 0.0) for each in members]
+    late = [(worker_id, lag_s) for worker_id, lag_s in late if lag_s >= _LAG_S_MIN]
+    return ", ".join(f"{worker_id} {1000 * lag_s:.0f} ms" for worker_id, lag_s in late[:_LAG_COUNT])
 
 
 def _some(names: Sequence[str], lacking: str = "") -> str:

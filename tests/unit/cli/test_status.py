@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 import shardwell
+from shardwell.rpc.cluster_status import rows_of
 from shardwell.rpc.shard_status import MissingWorker
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell_server.cli.status import _arithmetic, _shard_table, _taking_part
+from shardwell_server.cli.status import _arithmetic, _open_step, _shard_table
 from shardwell_server.cluster_status import duration, size
 
 
@@ -91,10 +92,15 @@ def test_workers_that_have_left_in_order_are_done() -> None:
         name="model", size=10, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=3
     )
     message = pb.ParameterStatus(
-        spec=spec.to_proto(), missing_worker_ids=["c"], done_worker_ids=["b", "a"]
+        spec=spec.to_proto(),
+        initialized=True,
+        version_min=7,
+        version_max=7,
+        missing_worker_ids=["c"],
+        done_worker_ids=["b", "a"],
     )
-    status = shardwell.ParameterStatus.from_proto(message)
-    assert _taking_part("7", [status]) == "7; [yellow]missing: c[/yellow]; done: a, b"
+    (row,) = rows_of([shardwell.ParameterStatus.from_proto(message)])
+    assert _open_step(row) == "7; [yellow]missing: c[/yellow]; done: a, b"
 
 
 def test_workers_are_named_in_the_order_of_their_numbers() -> None:
@@ -103,11 +109,14 @@ def test_workers_are_named_in_the_order_of_their_numbers() -> None:
     )
     message = pb.ParameterStatus(
         spec=spec.to_proto(),
+        initialized=True,
+        version_min=3,
+        version_max=3,
         contributed_worker_ids=["w", "worker-10", "worker-9", "worker-2", "7"],
         missing_worker_ids=["b-2-x", "b-10", "a", "b-2"],
     )
-    status = shardwell.ParameterStatus.from_proto(message)
-    assert _taking_part("3", [status]) == (
+    (row,) = rows_of([shardwell.ParameterStatus.from_proto(message)])
+    assert _open_step(row) == (
         "3; in: 7, w, worker-2, worker-9, worker-10; [yellow]missing: a, b-2, b-2-x, b-10[/yellow]"
     )
 
@@ -123,3 +132,25 @@ def test_workers_are_named_in_the_order_of_their_numbers() -> None:
 def test_a_missing_worker_s_connection_is_always_shown(pid, connected, words) -> None:
     worker = MissingWorker(worker_id="w1", host="gpu-3", pid=pid, connected=connected)
     assert str(worker) == words
+
+
+def test_a_shard_without_an_element_counts_no_steps() -> None:
+    """It says version 0 for ever, and is behind no other shard."""
+    spec = shardwell.ParameterSpec(
+        name="one", size=1, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=1
+    )
+    parts = [
+        shardwell.ParameterStatus.from_proto(
+            pb.ParameterStatus(
+                spec=spec.to_proto(),
+                initialized=True,
+                slice_size=size,
+                version_min=version,
+                version_max=version,
+                unknown_worker_count=1 - size,
+            )
+        )
+        for size, version in ((1, 5), (0, 0))
+    ]
+    (row,) = rows_of(parts)
+    assert _open_step(row) == "5"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 
 from shardwell import SGD, Fragment, ParameterSpec
 from shardwell.errors import ArgumentError
-from shardwell.specs.fragments import deals_of, first_fragment, versions_words, with_fragments
+from shardwell.specs.fragments import Grouped, first_fragment, grouped, versions_words
 from shardwell.v1 import types_pb2
 
 
@@ -73,21 +74,42 @@ def test_a_parameter_has_the_name_of_its_fragment() -> None:
         ParameterSpec.from_proto(message)
 
 
-def test_the_fragments_of_a_family_are_a_deal() -> None:
-    own = [fragment(index=index) for index in (3, 0, 1, 2, 2)]
-    other = fragment(family="a", index=1, count=2)
-    found = deals_of([*own, None, other])
-    assert list(found) == ["a", "net"]
-    assert found["net"].names == [f"net.fragment-{index}" for index in range(4)]
-    assert (found["net"].lacking, found["net"].damage) == ([], "")
-    assert (found["a"].lacking, found["a"].damage) == ([0], "lacks fragment 0 of 2")
-    assert first_fragment("net") == found["net"].names[0]
+class Part(NamedTuple):
+    """A thing of a parameter."""
+
+    name: str
+    fragment: Fragment | None
 
 
-def test_a_deal_says_what_is_wrong_with_it() -> None:
-    mixed = deals_of([fragment(index=0), fragment(index=1, assignment="balanced")])["net"]
+def parts(*fragments: Fragment) -> list[Part]:
+    return [Part(each.parameter, each) for each in fragments]
+
+
+def groups(found: Iterable[Part]) -> Grouped[Part]:
+    return grouped(found, lambda part: part)
+
+
+def test_fragments_are_grouped_by_their_family() -> None:
+    own = parts(*(fragment(index=index) for index in (3, 0, 1, 2, 2)))
+    other = parts(fragment(family="a", index=1, count=2))
+    alone = Part("m", None)
+    found = groups([*own, alone, *other, alone])
+    assert found.alone == {"m": [alone, alone]}
+    assert list(found.families) == ["a", "net"]
+    net, a = found.families["net"], found.families["a"]
+    assert net.names == [f"net.fragment-{index}" for index in range(4)]
+    assert [len(each) for each in net.parts.values()] == [1, 1, 2, 1]
+    assert net.all == sorted(own, key=lambda part: part.name)
+    assert (net.lacking, net.damage) == ([], "")
+    assert (a.lacking, a.damage) == ([0], "lacks fragment 0 of 2")
+    assert first_fragment("net") == net.names[0]
+
+
+def test_a_family_says_what_is_wrong_with_it() -> None:
+    several = parts(fragment(index=0), fragment(index=1, assignment="balanced"))
+    mixed = groups(several).families["net"]
     assert mixed.damage == "has fragments of several deals, 'balanced' into 4 and 'strided' into 4"
-    few = deals_of([fragment(index=0, count=99)])["net"]
+    few = groups(parts(fragment(index=0, count=99))).families["net"]
     assert few.damage == "lacks fragment 1, 2, 3, 4, 5, 6, 7, 8 and 90 more of 99"
 
 
@@ -116,20 +138,19 @@ def test_versions_in_words(versions: list[int | None], words: str) -> None:
     ],
 )
 def test_a_family_s_name_means_its_fragments(names: list[str], found: list[str]) -> None:
-    known = {
-        "net.fragment-1": fragment(index=1, count=2),
-        "m": None,
-        "net.fragment-0": fragment(index=0, count=2),
-        "plain.fragment-0": None,
-    }
-    assert with_fragments(names, known, "here") == found
+    known = [
+        *parts(fragment(index=1, count=2), fragment(index=0, count=2)),
+        Part("m", None),
+        Part("plain.fragment-0", None),
+    ]
+    assert groups(known).names_of(names, "here") == found
 
 
 def test_a_parameter_counts_before_a_family_of_its_name() -> None:
-    known = {"net": None, "net.fragment-0": fragment(index=0)}
-    assert with_fragments(["net"], known, "here") == ["net"]
+    known = [Part("net", None), *parts(fragment(index=0))]
+    assert groups(known).names_of(["net"], "here") == ["net"]
 
 
 def test_a_family_that_lacks_a_fragment_is_refused() -> None:
     with pytest.raises(ArgumentError, match="here lacks fragment 1, 2 of 3 of family 'net'"):
-        with_fragments(["net"], {"net.fragment-0": fragment(index=0, count=3)}, "here")
+        groups(parts(fragment(index=0, count=3))).names_of(["net"], "here")

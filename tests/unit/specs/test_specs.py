@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -392,3 +394,21 @@ def test_specs_are_values() -> None:
     assert spec(codec="bf16+lz4").lz4
     assert spec(codec="bf16+lz4").codec_name == "bf16"
     assert not spec().lz4
+
+
+def test_a_new_optimizer_touches_four_files() -> None:
+    """Its message, its values, its arithmetic and its export; torch's namesake is beside them."""
+    root = Path(__file__).parents[3]
+    found = {
+        path.relative_to(root).as_posix()
+        for folder in ("client", "server", "protos")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".proto", ".c", ".h") and not path.stem.endswith("_pb2")
+        if re.search(r"RMSProp|rms_prop", path.read_text())
+    }
+    assert found - {"client/shardwell/torch/loop/rules.py"} == {
+        "client/shardwell/__init__.py",
+        "client/shardwell/numerics/update_rules.py",
+        "client/shardwell/specs/optimizers.py",
+        "protos/shardwell/v1/types.proto",
+    }
