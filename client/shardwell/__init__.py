@@ -105,7 +105,7 @@ from shardwell.specs.optimizers import (
 )
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
-from shardwell.table.outcome import RowOutcome
+from shardwell.table.steps import RowOutcome
 from shardwell.table.table import Table
 
 if typing.TYPE_CHECKING:

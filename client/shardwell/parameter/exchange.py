@@ -356,13 +356,13 @@ class Transfer(StepTransfer[ShardSlice]):
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         if self._spec.has_open_sets:  # what was late before is late again, and said so
             progress.row, progress.version = 0, math.inf
-        stretches = _whole(self.parts)
-        if ranges is not None:
-            stretches = [(p, *r) for (p, _, _), r in zip(stretches, ranges, strict=True)]
+        row = progress.row
+        if ranges is None:
+            ranges = [(0, len(part.chunks)) for part in self.parts]
         stretches = [
-            (part, max(first, progress.row), stop)
-            for part, first, stop in stretches
-            if max(first, progress.row) < stop
+            (part, max(first, row), stop)
+            for part, (first, stop) in zip(self.parts, ranges, strict=True)
+            if max(first, row) < stop
         ]
         if not stretches:  # an attempt failed behind the last answer
             return int(progress.version)

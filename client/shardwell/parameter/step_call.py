@@ -99,7 +99,9 @@ class StepCall:
 
     def put(self, attempts: Attempts) -> None:
         """Has all of it counted, and ends the step."""
-        self._prepare()
+        self.outcome = None
+        self._clip()
+        self.work.after_refusal |= self.tried.is_refused
         try:
             self._put(attempts)
         except BaseException as error:
@@ -124,7 +126,10 @@ class StepCall:
 
         With `rest`, `await_pieces` returns when no piece of it is under way.
         """
-        self._prepare()
+        self.outcome = None
+        if not self.is_clipped:
+            self._clip()
+        self.work.after_refusal |= self.tried.is_refused
         transfer, by_norm = self.tools.transfer, self.tools.spec.closes_by_norm
         try:
             if by_norm:  # no weights come before all gradients of the step are counted
@@ -183,12 +188,6 @@ class StepCall:
         values: Float32 = work.values.whole().astype(np.float32, copy=False)
         self.own, work.values = work.values, Pieces(self.tools.feedback.added(values))
         work.looked_at.clear()
-
-    def _prepare(self) -> None:
-        self.outcome = None
-        if not self.is_clipped:
-            self._clip()
-        self.work.after_refusal |= self.tried.is_refused
 
     def _clip(self) -> None:
         """Scales the gradient down to its largest norm, once."""

@@ -33,8 +33,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.steps import transfer
 from shardwell.steps.opening import Opening
 from shardwell.steps.transfer import SHORT_BYTES, Answer, StepTransfer
-from shardwell.table.batch import ShardedIds, Span
-from shardwell.table.gradient_sums import RowSums
+from shardwell.table.batch import RowSums, ShardedIds, Span
 from shardwell.transport.stream_pool import StreamPool
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (
@@ -83,10 +82,6 @@ class RowPut:
         self.outcomes: dict[int, pb.RowsOutcome] = {}
         """What became of it on each shard that has counted it, with elastic members."""
         self._row_count_max = row_count_max
-
-    def rest(self, shard_index: int) -> list[Span]:
-        """The parts of a shard that has not counted them all."""
-        return [] if shard_index in self.counted_shards else self.parts(shard_index)
 
     def parts(self, shard_index: int) -> list[Span]:
         """What a shard is sent, part by part; at least one, which ends the step there."""
@@ -192,11 +187,8 @@ class Asked(NamedTuple):
     """Parts of the gradient; none if the shard has counted them."""
     questions: list[Span]
     """Rows that are wanted, message by message."""
-
-    @property
-    def answer_count(self) -> int:
-        """Messages that it is to answer with."""
-        return bool(self.parts) + len(self.questions)
+    step: int
+    """The step that the call is of, or whose effect it fetches."""
 
 
 Line: TypeAlias = transfer.Line[Asked]
@@ -232,19 +224,21 @@ class RowTransfer(StepTransfer[Asked]):
 
     def attempt(self, put: RowPut | None, fetch: RowFetch | None, attempts: Attempts) -> None:
         """Sends and fetches what is left of a call."""
+        step = NO_STEP if fetch is None else fetch.min_version - 1
+        step = step if put is None else put.step
         stretches: list[transfer.Stretch[Asked]] = []
         for channel in self._channels:
             index = channel.shard_index
             questions = [] if fetch is None else fetch.missing(index)
-            parts = [] if put is None else put.rest(index)
+            parts = [] if put is None or index in put.counted_shards else put.parts(index)
             if put is not None and fetch is not None and fetch.unless_late and questions:
                 parts = put.parts(index)  # counted parts count once, and their outcome comes anew
-            asked = Asked(channel, put, fetch, parts, questions)
-            if count := asked.answer_count:
+            asked = Asked(channel, put, fetch, parts, questions, step)
+            if count := bool(parts) + len(questions):
                 stretches.append((asked, 0, count))
         if not stretches:
             return
-        kind, step = SPAN_KIND_GET, _step_of(put, fetch)
+        kind = SPAN_KIND_GET
         if put is not None:
             kind = SPAN_KIND_PUT if fetch is None else SPAN_KIND_EXCHANGE
             put.is_again |= put.is_sent
@@ -253,14 +247,12 @@ class RowTransfer(StepTransfer[Asked]):
             for line in lines:
                 if put is not None and line.part.parts:
                     put.is_sent = True
-                messages = self._messages(line, wait_ms)
-                line.stream.submit(messages, is_short=self._is_short(line.part))
+                spans = [*line.part.parts, *line.part.questions]
+                size_bytes = sum(stop - start for start, stop in spans) * self._row_bytes
+                # What a socket holds, and is soon made, needs no thread of its own.
+                is_short = size_bytes <= SHORT_BYTES
+                line.stream.submit(self._messages(line, wait_ms), is_short=is_short)
             self._receive(lines, 0, step, self._take)
-
-    def _is_short(self, asked: Asked) -> bool:
-        """Whether what is asked and answered is less than a socket holds, and soon made."""
-        row_count = sum(stop - start for start, stop in [*asked.parts, *asked.questions])
-        return row_count * self._row_bytes <= SHORT_BYTES
 
     @override
     def _explain(self, line: Line, error: NonFiniteError) -> None:
@@ -271,16 +263,26 @@ class RowTransfer(StepTransfer[Asked]):
             error.args = (f"{error.message}; {REFUSED_STEP.format('table')}",)
 
     def _messages(self, line: Line, wait_timeout_ms: int) -> Iterator[bytes]:
-        """What a shard is sent: parts of a gradient, then questions. On another thread, mostly."""
-        asked = line.part
+        """A shard's messages: parts of a gradient, then questions. On another thread, mostly."""
+        asked, put = line.part, line.part.put
         header = pb.ExchangeRowsRequest()
         if line.opens:
             header.open.CopyFrom(self._stream_open(asked.channel))
-        if asked.put is not None:
-            step, peer = asked.put.step, asked.channel.name
+        if put is not None:
+            step, peer, last = put.step, asked.channel.name, len(asked.parts) - 1
+            no_values = np.empty((0, self._spec.dim), np.float32)
             for index, span in enumerate(asked.parts):
-                begin_ns = now_ns()
-                message = self._part(header, asked.put, asked, index, span, wait_timeout_ms)
+                begin_ns, gradient = now_ns(), header.gradient
+                gradient.step, gradient.part_index = step, index
+                gradient.end_of_step = index == last
+                gradient.sample_count = put.sample_count
+                gradient.wait_timeout_ms = wait_timeout_ms
+                gradient.abandons = put.sums is None
+                ids = put.ids.ids[slice(*span)]
+                values = no_values if put.sums is None or not ids.size else put.sums.rows(span)
+                start = checksum.row_gradients(self._gradient_context, gradient)
+                message = self._codec.encode(header, gradient.rows, ids, values, start=start)
+                self._traffic.add_sent(len(message), values.size)
                 self._spans.add(SPAN_KIND_ENCODE, self._name, step, index, peer, begin_ns)
                 yield message
                 header = pb.ExchangeRowsRequest()
@@ -299,31 +301,6 @@ class RowTransfer(StepTransfer[Asked]):
                 yield message
                 header = pb.ExchangeRowsRequest()
 
-    def _part(
-        self,
-        header: pb.ExchangeRowsRequest,
-        put: RowPut,
-        asked: Asked,
-        index: int,
-        span: Span,
-        wait_timeout_ms: int,
-    ) -> bytes:
-        gradient = header.gradient
-        gradient.step = put.step
-        gradient.part_index = index
-        gradient.end_of_step = index == len(asked.parts) - 1
-        gradient.sample_count = put.sample_count
-        gradient.wait_timeout_ms = wait_timeout_ms
-        gradient.abandons = put.sums is None
-        ids = put.ids.ids[slice(*span)]
-        values = np.empty((0, self._spec.dim), np.float32)
-        if put.sums is not None and ids.size:
-            values = put.sums.rows(span)
-        start = checksum.row_gradients(self._gradient_context, gradient)
-        message = self._codec.encode(header, gradient.rows, ids, values, start=start)
-        self._traffic.add_sent(len(message), values.size)
-        return message
-
     def _take(self, line: Line, number: int, answer: Answer) -> None:
         """Takes an answer: first that the gradient was counted, if one was sent, then the rows."""
         asked, begin_ns = line.part, now_ns()
@@ -334,15 +311,11 @@ class RowTransfer(StepTransfer[Asked]):
         else:
             assert asked.fetch is not None
             self._take_rows(asked, answer, asked.fetch, asked.questions[question])
-        step = _step_of(asked.put, asked.fetch)
-        self._spans.add(SPAN_KIND_DECODE, self._name, step, number, asked.channel.name, begin_ns)
+        peer = asked.channel.name
+        self._spans.add(SPAN_KIND_DECODE, self._name, asked.step, number, peer, begin_ns)
 
     def _take_counted(self, asked: Asked, header: pb.ExchangeRowsResponse, put: RowPut) -> None:
-        """Reads that a shard has counted all of a step.
-
-        Raises:
-            CorruptChunkError: it says something else.
-        """
+        """Reads that a shard has counted all of a step."""
         counted = header.counted
         count = counted.counted_part_count + counted.duplicate_part_count
         count += len(header.outcome.late_part_indexes)
@@ -364,11 +337,6 @@ class RowTransfer(StepTransfer[Asked]):
         put.counted_shards.add(asked.channel.shard_index)
 
     def _take_outcome(self, asked: Asked, found: pb.RowsOutcome, put: RowPut) -> None:
-        """Reads what became of a step on a shard.
-
-        Raises:
-            CorruptChunkError: that was damaged.
-        """
         part_count = len(put.parts(asked.channel.shard_index))
         is_whole = checksum.rows_outcome(self._outcome_context, found) == found.crc32c
         indexes = (*found.late_part_indexes, *found.superseded_part_indexes)
@@ -388,12 +356,7 @@ class RowTransfer(StepTransfer[Asked]):
         return 0 if is_late and fetch.unless_late else fetch.min_version
 
     def _take_rows(self, asked: Asked, answer: Answer, fetch: RowFetch, span: Span) -> None:
-        """Reads rows that a shard answers.
-
-        Raises:
-            CorruptChunkError: they are others than were asked for, or damaged.
-            OtherIncarnationError: the shard knows less than this worker does.
-        """
+        """Reads rows that a shard answers, which may know less than this worker does."""
         header, payload, size_bytes = answer
         count = span.stop - span.start
         if not header.HasField("rows"):
@@ -444,7 +407,7 @@ class RowTransfer(StepTransfer[Asked]):
                 "shard lost its memory; restore a checkpoint, or start the training again under "
                 "another name",
                 shard_index=asked.channel.shard_index,
-                table=self._spec.name,
+                **self._opening.of,
             )
         if fetch.max_version is not None and header.version > fetch.max_version:
             _LOG.warning(
@@ -472,10 +435,3 @@ class RowTransfer(StepTransfer[Asked]):
         return self._opening.damaged(
             asked.channel, f"answered {got} for {self._spec.name!r}; expected {expected}"
         )
-
-
-def _step_of(put: RowPut | None, fetch: RowFetch | None) -> int:
-    """The step that a call is of, or whose effect it fetches."""
-    if put is not None:
-        return put.step
-    return NO_STEP if fetch is None else fetch.min_version - 1

@@ -1,5 +1,14 @@
 """This worker's steps on one table: which is open, and what a call that failed has begun of it.
 
+    state       the shards have of the step          a call that ends it
+    next        nothing                              any rows, or none: it ends; failing after it
+                                                     has sent, begun; failing before, next
+    begun       parts of one batch                   the same rows, of which each counts once, or
+                                                     `abandon`: it ends; other rows are refused
+    abandoned   parts, and maybe that it is to end   `abandon` alone
+    ended       all of it
+
+A member that takes part anew begins with the state next: what it had begun ended with its tenure.
 Invariant: whatever fails, all that shards count of one step comes of one batch, as long as this
 object lives: a step that may be counted in part is sent again with the same rows, or abandoned.
 """
@@ -8,23 +17,63 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwell.errors import DivergedError, StepOrderError
+from shardwell.process.html_table import html_table
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.table import TableSpec
 from shardwell.steps.member import Member
-from shardwell.table.batch import ShardedIds
+from shardwell.table.batch import RowSums, ShardedIds
 from shardwell.table.exchange import RowFetch, RowPut, RowTransfer
-from shardwell.table.gradient_sums import RowSums
 from shardwell.table.opening import Joined, TableOpening
-from shardwell.table.outcome import RowOutcome
 from shardwell.table.view import Moment, TableView
 
 _LOG = logging.getLogger("shardwell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOutcome:
+    """What the shards counted of the rows that this worker gave last.
+
+    Examples:
+        >>> crew, rule = shardwell.Elastic(), shardwell.Adagrad(lr=0.1)
+        >>> items = client.table("items", row_count=None, dim=2, optimizer=rule, members=crew)
+        >>> items.join()
+        >>> rows = items.exchange_rows([7], np.ones((1, 2)))
+        >>> items.outcome.counted, items.outcome.contributors
+        ('all', ('w0',))
+    """
+
+    step: int
+    """The step that they were of."""
+    row_count: int
+    """Rows that it had gradients for, each once."""
+    version: int
+    """Steps that every shard had closed when it answered."""
+    counted: str
+    """How much counted: "all", a "part" or "none". A batch without rows counts, too."""
+    late_row_count: int = 0
+    """Rows of shards on which the step had closed before they came, or on which this member's
+    tenure was over. They were not counted."""
+    superseded_row_count: int = 0
+    """Rows of messages for which others of the step had been counted before, that an earlier
+    process of this worker, or an earlier tenure of it, had sent. They were not counted."""
+    unknown_row_count: int = 0
+    """Rows of which no shard knows any more whether they had counted when they came before: see
+    `Outcome.unknown`. They were not counted again."""
+    contributors: tuple[str, ...] = ()
+    """Workers in the step's set on any shard, sorted; so far, where it is open still."""
+
+    def _repr_html_(self) -> str:
+        names = ("step", "rows", "counted", "late", "superseded", "unknown", "contributors")
+        counts = (self.late_row_count, self.superseded_row_count, self.unknown_row_count)
+        rest = (self.counted, *counts, ", ".join(self.contributors))
+        return html_table("what counted of rows", names, [(self.step, self.row_count, *rest)])
 
 
 class _Begun(NamedTuple):

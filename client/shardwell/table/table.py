@@ -26,14 +26,12 @@ from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX
 from shardwell.specs.table import TableSpec
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
-from shardwell.table.batch import RowBatch, as_ids, as_row_output
+from shardwell.table.batch import RowBatch, RowSums, as_gradients, as_ids, as_row_output
 from shardwell.table.cache import RowCache
 from shardwell.table.exchange import RowTransfer
-from shardwell.table.gradient_sums import RowSums, as_gradients
 from shardwell.table.opening import TableOpening
-from shardwell.table.outcome import RowOutcome
 from shardwell.table.reader import RowReading
-from shardwell.table.steps import TableSteps
+from shardwell.table.steps import RowOutcome, TableSteps
 from shardwell.table.view import TableView
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
@@ -312,7 +310,9 @@ class Table(Handle[TableSpec]):
 
         def exchange(attempts: Attempts) -> Float32:
             batch, sums, count = self._checked(ids, gradients, sample_count)
-            wanted = batch if next_ids is None else self._batch(next_ids)
+            wanted = batch
+            if next_ids is not None:
+                wanted = RowBatch(*as_ids(next_ids, self.spec.row_count), self._placement)
             rows, target = self._room(out, wanted.shape)
             if np.may_share_memory(target, sums.gradients):
                 raise ArgumentError("out must not overlap the gradients; pass another array")
@@ -409,14 +409,11 @@ class Table(Handle[TableSpec]):
 
     # What the verbs share.
 
-    def _batch(self, ids: Any) -> RowBatch:
-        return RowBatch(*as_ids(ids, self.spec.row_count), self._placement)
-
     def _checked(
         self, ids: Any, gradients: Any, sample_count: int
     ) -> tuple[RowBatch, RowSums, int]:
         """Checks everything that can be checked before anything is sent."""
-        batch = self._batch(ids)
+        batch = RowBatch(*as_ids(ids, self.spec.row_count), self._placement)
         values = as_gradients(gradients, batch.shape, self.spec.dim, self.name)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
         sums = RowSums(batch, values, self.name, allow_non_finite=self.spec.allow_non_finite)

@@ -14,8 +14,7 @@ import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_flat, as_output, as_writable, check_finite
-from shardwell.table.batch import as_ids
-from shardwell.table.gradient_sums import as_gradients
+from shardwell.table.batch import as_gradients, as_ids
 
 LARGE = 2**19 + 5
 """Elements: more than are looked at in one go."""

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import shardwell
 from shardwell.placement.rows import RowPlacement
-from shardwell.table.batch import RowBatch, Span, as_ids
-from shardwell.table.gradient_sums import RowSums, as_gradients
+from shardwell.table.batch import RowBatch, RowSums, Span, as_gradients, as_ids
 
 
 def _batch(ids, shard_count=1) -> RowBatch:
