@@ -29,7 +29,8 @@ from google.protobuf.message import DecodeError
 import shardwell
 from harness.inside import channels_of, endpoint_of, idle_sets
 from harness.polling import PATIENCE_S, eventually
-from harness.threads import in_background, together
+from harness.threads import in_background
+from harness.transports import RULE, mapped_bytes, trained
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.arena import NONCE, SEALS, SIZE, WireArena
 from harness.wire_client.worker import WireWorker, decode, error_detail, spec
@@ -43,7 +44,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import check_chunk
-from shardwell_server import LocalCluster, server
+from shardwell_server import server
 from shardwell_server.config import Limits
 from shardwell_server.services import parameter_stream
 
@@ -55,7 +56,7 @@ pytestmark = [
 CHUNK_BYTES = 64 * 1024
 ELEMENTS = 500_000
 """More than one arena of the least size, in chunks that are just large enough to be shared."""
-OPTIONS: dict[str, Any] = {"optimizer": shardwell.SGD(0.1, momentum=0.5), "worker_count": 2}
+OPTIONS: dict[str, Any] = {"optimizer": RULE, "worker_count": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -64,60 +65,8 @@ def _usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "SHARED_BYTES_MIN", 64 * 1024)
 
 
-def mapped_bytes(running: LocalCluster) -> list[int]:
-    return [endpoint_of(server).arenas.mapped_bytes for server in running.servers]
-
-
 def gradient(rank: int, step: int, size: int = ELEMENTS) -> np.ndarray:
     return np.random.default_rng([rank, step]).standard_normal(size, np.float32)
-
-
-def trained(
-    running: LocalCluster,
-    connect: Any,
-    name: str = "net",
-    *,
-    same_host: bool = True,
-    verb: str = "exchange",
-    shares: bool | None = None,
-    **options: Any,
-) -> np.ndarray:
-    """What two workers have after three steps; `shares`: whether both share memory."""
-    given = {"size": ELEMENTS, **OPTIONS, **options}
-    clients = [connect(running, f"w{rank}", same_host=same_host) for rank in range(2)]
-
-    def work(rank: int) -> np.ndarray:
-        net = clients[rank].parameter(name, **given)
-        net.init(np.zeros(given["size"], np.float32))
-        for step in range(3):
-            values = gradient(rank, step, given["size"])
-            if verb == "exchange":
-                weights = net.exchange(values, sample_count=rank + 1)
-            else:
-                net.put_gradient(values, sample_count=rank + 1)
-                weights = net.get_weights(min_version=step + 1)
-        traffic = clients[rank].traffic
-        assert traffic.sent_bytes + traffic.received_bytes >= traffic.shared_bytes
-        assert same_host or not traffic.shared_bytes
-        assert shares is None or bool(traffic.shared_bytes) == shares
-        return np.array(weights)
-
-    one, other = together([lambda: work(0), lambda: work(1)])
-    np.testing.assert_array_equal(one, other)
-    return one
-
-
-@pytest.mark.parametrize("verb", ["exchange", "put and get"])
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "fp32", "fp16+lz4"])
-def test_results_are_those_of_the_network(cluster, connect, codec, verb) -> None:
-    running = cluster(2, chunk_size_bytes=CHUNK_BYTES)
-    inline = trained(running, connect, "inline", same_host=False, codec=codec)
-    assert mapped_bytes(running) == [0, 0]
-    shares = codec != "fp16+lz4"
-    shared = trained(running, connect, "shared", codec=codec, verb=verb, shares=shares)
-    if codec != "fp16+lz4" and verb == "exchange":
-        assert min(mapped_bytes(running)) >= 2 * (ELEMENTS // 2) * 2
-    np.testing.assert_array_equal(shared, inline)
 
 
 def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
@@ -250,90 +199,6 @@ def test_descriptors_are_left_for_the_rest(cluster, connect) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     np.testing.assert_array_equal(found, expected)
-
-
-def test_same_host_off(cluster, connect, monkeypatch) -> None:
-    running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host="off")
-    expected = trained(running, connect)
-    assert mapped_bytes(running) == [0]
-    other = cluster(1, chunk_size_bytes=CHUNK_BYTES)
-    monkeypatch.setenv("SHARDWELL_SAME_HOST", "off")
-    np.testing.assert_array_equal(trained(other, connect), expected)
-    assert mapped_bytes(other) == [0]
-
-
-def test_bad_places_of_sockets_are_refused(cluster) -> None:
-    for given in ("", "a\0b"):
-        with pytest.raises(shardwell.ArgumentError, match="same_host"):
-            cluster(1, same_host=given)
-
-
-# A socket in a directory.
-
-
-def test_a_socket_in_a_directory(cluster, connect, tmp_path) -> None:
-    running = cluster(2, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path), cluster_id="c")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"shardwell-c-{index}{kind}.sock" for index in (0, 1) for kind in ("", "-streams")
-    }
-    expected = trained(running, connect, "inline", same_host=False)
-    np.testing.assert_array_equal(trained(running, connect, "shared"), expected)
-    assert min(mapped_bytes(running)) > 0
-    running.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_socket_that_a_killed_shard_left(cluster, connect, tmp_path) -> None:
-    path = tmp_path / "shardwell-c-0.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
-        left.bind(str(path))
-    running = cluster(1, chunk_size_bytes=CHUNK_BYTES, same_host=str(tmp_path), cluster_id="c")
-    trained(running, connect)
-    assert mapped_bytes(running)[0] > 0
-
-
-def test_an_address_that_is_taken_does_not_hold_up_a_shard(cluster, connect, tmp_path) -> None:
-    path = tmp_path / "shardwell-c-0.sock"
-    with contextlib.ExitStack() as stack:
-
-        def made() -> socket.socket:
-            return stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-
-        other = made()
-        other.bind(str(path))
-        other.listen(0)
-        for _ in range(4):  # and its queue is full
-            waiting = made()
-            waiting.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                waiting.connect(str(path))
-        running = cluster(1, same_host=str(tmp_path), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
-        trained(running, connect, shares=False)
-    running.close()
-    assert path.exists()
-
-
-def test_a_file_in_the_place_of_a_socket_is_left_alone(cluster, connect, tmp_path, caplog) -> None:
-    path = tmp_path / "shardwell-c-0.sock"
-    path.write_text("mine")
-    running = cluster(1, same_host=str(tmp_path), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
-    assert "is no socket" in caplog.text
-    trained(running, connect, shares=False)
-    assert path.read_text() == "mine"
-
-
-@pytest.mark.parametrize("why", ["taken", "missing", "long"])
-def test_without_a_listener_payloads_are_inline(cluster, connect, tmp_path, caplog, why) -> None:
-    directory = {"taken": tmp_path, "missing": tmp_path / "no", "long": tmp_path / ("x" * 120)}[why]
-    with contextlib.ExitStack() as stack:
-        if why == "taken":
-            other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            other.bind(str(tmp_path / "shardwell-c-0.sock"))
-            other.listen()
-        running = cluster(1, same_host=str(directory), cluster_id="c", chunk_size_bytes=CHUNK_BYTES)
-        assert "no memory is shared" in caplog.text
-        trained(running, connect)
-        assert mapped_bytes(running) == [0]
 
 
 # Offers, by hand.

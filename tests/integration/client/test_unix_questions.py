@@ -139,7 +139,7 @@ def test_closing_a_client_ends_what_waits(cluster, connect) -> None:
     eventually("all have ended", lambda: connection_counts(running) == [0])
 
 
-def test_a_stopped_shard(cluster, connect) -> None:
+def test_a_question_to_a_stopped_shard(cluster, connect) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     opened(client)

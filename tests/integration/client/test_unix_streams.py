@@ -22,10 +22,11 @@ import pytest
 
 import shardwell
 from harness.faults.standing_still import stopped
-from harness.inside import channels_of, endpoint_of, unix_connections
+from harness.inside import channels_of, endpoint_of
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.threads import in_background, together
 from harness.tokens import common_authorization
+from harness.transports import stream_counts, unix_calls
 from harness.wire_client.crc import WIRE_VERSION
 from shardwell.process import unix_sockets
 from shardwell.process.unix_sockets import socket_path
@@ -34,7 +35,6 @@ from shardwell.transport import neighbour, unix_call
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
-from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
 from shardwell_server.services import unix_streams
 from shardwell_server.shard.sessions import Sessions
@@ -55,67 +55,10 @@ def _tells_why_none_is_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="shardwell_server")
 
 
-def unix_calls(client: shardwell.Client) -> list[Any]:
-    """The client's streams on this machine."""
-    return [call for channel in channels_of(client) for call in channel._unix_calls]
-
-
-def stream_counts(running: LocalCluster) -> list[int]:
-    """Connections by which each shard serves a call now."""
-    return [
-        sum(connection.task is not None for connection in unix_connections(server))
-        for server in running.servers
-    ]
-
-
 def opened(client: shardwell.Client, name: str = "net", size: int = 10, **options: Any) -> Any:
     net = client.parameter(name, size=size, optimizer=SGD, **options)
     net.init(np.zeros(size, np.float32))
     return net
-
-
-def trained(running: LocalCluster, connect: Any, name: str, size: int, **options: Any) -> Any:
-    """What two workers have after four steps; `same_host`: whether over Unix sockets."""
-    same_host = options.pop("same_host", True)
-    clients = [connect(running, f"w{rank}", same_host=same_host) for rank in range(2)]
-
-    def work(rank: int) -> Any:
-        net = opened(clients[rank], name, size, worker_count=2, **options)
-        for step in range(4):
-            drawn = np.random.default_rng([rank, step])
-            weights = net.exchange(drawn.standard_normal(size, np.float32), sample_count=rank + 1)
-        return weights.copy()
-
-    one, other = together([lambda: work(0), lambda: work(1)])
-    np.testing.assert_array_equal(one, other)
-    assert all(bool(unix_calls(client)) == same_host for client in clients)
-    return one
-
-
-@pytest.mark.parametrize("codec", ["fp16", "fp32", "bf16+lz4"])
-@pytest.mark.parametrize(("size", "chunk_size_bytes"), [(10, 256), (3000, 256), (900_000, 2**20)])
-def test_results_are_those_of_grpc(cluster, connect, size, chunk_size_bytes, codec) -> None:
-    running = cluster(2, chunk_size_bytes=chunk_size_bytes)
-    expected = trained(running, connect, "grpc", size, codec=codec, same_host=False)
-    assert stream_counts(running) == [0, 0]
-    found = trained(running, connect, "unix", size, codec=codec)
-    np.testing.assert_array_equal(found, expected)
-    assert stream_counts(running) == [2, 2]
-
-
-@pytest.mark.parametrize(("row_count", "dim"), [(50, 3), (2000, 64)])
-def test_rows_are_those_of_grpc(cluster, connect, row_count, dim) -> None:
-    running, found = cluster(2, chunk_size_bytes=2**20), []
-    for same_host in (False, True):
-        client = connect(running, "w0", same_host=same_host)
-        table = client.table(f"t{same_host}", row_count=row_count, dim=dim, optimizer=SGD)
-        drawn = np.random.default_rng(5)
-        for _ in range(4):
-            ids = drawn.integers(0, row_count, row_count)
-            rows = table.exchange_rows(ids, drawn.standard_normal((row_count, dim), np.float32))
-        found.append(rows)
-        assert bool(unix_calls(client)) == same_host
-    np.testing.assert_array_equal(*found)
 
 
 def test_much_that_is_inline_both_ways_at_once(cluster, connect) -> None:
@@ -146,32 +89,6 @@ def test_unread_answers_do_not_pile_up(cluster, connect, monkeypatch) -> None:
     values = np.random.default_rng(1).standard_normal(3_000_000, np.float32)
     together([lambda net=net: net.exchange(values) for net in nets])
     assert max(most) < 16
-
-
-def test_same_host_off(cluster, connect) -> None:
-    running = cluster(1, same_host="off")
-    client = connect(running, "w0")
-    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
-    assert not unix_calls(client)
-    assert endpoint_of(running.servers[0]).unix_streams.address == ""
-
-
-def test_a_directory(cluster, connect, tmp_path) -> None:
-    running = cluster(1, same_host=str(tmp_path), cluster_id="c")
-    assert (tmp_path / "shardwell-c-0-streams.sock").is_socket()
-    client = connect(running, "w0")
-    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
-    assert len(unix_calls(client)) == 1
-    running.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_listener_calls_go_over_grpc(cluster, connect, tmp_path, caplog) -> None:
-    running = cluster(1, same_host=str(tmp_path / "missing"), cluster_id="c")
-    assert "call over the network" in caplog.text
-    client = connect(running, "w0")
-    assert opened(client).exchange(np.ones(10, np.float32))[0] == -1
-    assert not unix_calls(client)
 
 
 # Going to gRPC, and coming back.
@@ -372,7 +289,7 @@ def test_a_shard_that_ends_ends_the_wait_for_another(cluster, connect, size) -> 
     assert isinstance(waiting.exception(PATIENCE_S), shardwell.ShardwellError)
 
 
-def test_a_stopped_shard(cluster, connect) -> None:
+def test_a_stream_to_a_stopped_shard(cluster, connect) -> None:
     running = cluster(1, processes=True)
     client = connect(running, "w0")
     net = opened(client)
