@@ -1,4 +1,4 @@
-"""What a cluster is like now, as its shards tell it: for `status`, `top` and the status page."""
+"""The answers of a cluster's shards, judged: for `status`, `top` and the status page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_CLIENT = ("host", "pid", "connected", "software_version")
 
 
 def ask(channel: ShardChannel, timeout_s: float) -> Answer:
-    """What a shard says of itself, or why it says nothing; blocks twice `timeout_s` at most."""
+    """The status of a shard, or the reason for its silence; blocks twice `timeout_s` at most."""
     try:
         return channel.address, ask_status(channel, timeout_s)
     except ShardwellError as error:
@@ -62,7 +62,7 @@ def given(answers: Sequence[Answer]) -> list[tuple[str, ShardStatus]]:
 
 
 def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
-    """How the shard at a place is, in a word or two, and what is wrong; "": nothing."""
+    """The state of the shard at a place, in a word or two, and its fault; "": none."""
     address, answer = answers[index]
     if isinstance(answer, (DeadlineError, ShardUnavailableError)):
         return "no answer", answer.message
@@ -89,7 +89,7 @@ def faults_of(answers: Sequence[Answer]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocker:
-    """For whom an open step waits, on all shards together."""
+    """The workers for which an open step waits, on all shards together."""
 
     kind: str
     """"parameter" or "table"."""
@@ -120,7 +120,7 @@ class Blocker:
 
 
 def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
-    """For whom everybody waits; of each parameter and table the oldest open step."""
+    """The workers for which others wait; of each parameter and table the oldest open step."""
     return [
         blocker
         for (kind, name), parts in sorted(_held(statuses).items())
@@ -129,7 +129,7 @@ def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
 
 
 def _held(statuses: Iterable[ShardStatus]) -> dict[tuple[str, str], dict[int, Status]]:
-    """What shards say of each parameter and table, by kind and name, and by shard."""
+    """The statuses of each parameter and table, by kind and name, and by shard."""
     found: dict[tuple[str, str], dict[int, Status]] = {}
     for status in statuses:
         for parameter in status.parameters:
@@ -202,7 +202,6 @@ class _Marked(NamedTuple):
 
 
 def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
-    """Parameters and tables that are being deleted or renamed, by kind and name."""
     return [
         _Marked(*key, new_name, list(parts))
         for key, parts in sorted(_held(statuses).items())
@@ -211,7 +210,7 @@ def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
 
 
 def reported(rows: Iterable[Row]) -> list[str]:
-    """What workers have reported last, a line for each name; ended ones are left out."""
+    """The last reports of workers, a line for each name; ended ones are left out."""
     lines = []
     for row in rows:
         if row.figures and not row.ended:
@@ -295,7 +294,7 @@ def _known(*values: float | None) -> list[float]:
 
 
 def duration(seconds: float) -> str:
-    """In two digits for four days."""
+    """A length of time in words, of two digits for four days."""
     for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
         if seconds < 100 * length_s:
             return f"{seconds // length_s:.0f} {unit}"
@@ -303,7 +302,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Of bytes, in three digits, from 0.1 MB on."""
+    """A count of bytes in words, of three digits, from 0.1 MB on."""
     amount, unit = count / 1e6, "MB"
     for larger in ("GB", "TB"):
         if amount < 999.5:

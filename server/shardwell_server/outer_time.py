@@ -1,4 +1,4 @@
-"""What outer training (DiLoCo) asks of a link, and what a link makes of it. Pure arithmetic.
+"""The load of outer training (DiLoCo) on a link, and the time that it takes there. Pure arithmetic.
 
 A learner makes H inner steps of its own for one outer step, in which it sends each of F fragments
 of the model once and receives its new weights. Fragments take turns: one leaves every H / F inner
@@ -63,7 +63,7 @@ class OuterJob:
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments leave."""
+        """The inner steps at which fragments leave."""
         return Schedule(
             sync_every=self.sync_every, fragment_count=self.fragment_count, overlap=self.overlap
         )
@@ -76,12 +76,12 @@ class OuterJob:
 
     @property
     def encoded_bytes(self) -> int:
-        """What a learner sends in an outer step, and what it receives."""
+        """The bytes that a learner sends in an outer step, and receives."""
         return self.fragment_count * self.fragment_job.encoded_bytes
 
     @property
     def synchronous_bytes(self) -> int:
-        """What a worker would send in as many synchronous steps, and receive."""
+        """The bytes that a worker would send in as many synchronous steps, and receive."""
         return self.sync_every * self.job.encoded_bytes
 
     @property
@@ -123,12 +123,12 @@ class OuterTime:
 
     @property
     def gain(self) -> float:
-        """How many inner steps a learner makes in the time of a synchronous one."""
+        """The number of inner steps that a learner makes in the time of a synchronous one."""
         return self.synchronous_step_s / self.inner_step_s
 
 
 def outer_time(outer: OuterJob, link_bytes_per_s: float) -> OuterTime:
-    """How long an outer step takes on links of that rate."""
+    """The times of an outer step on links of that rate."""
     job = dataclasses.replace(outer.job, link_bytes_per_s=link_bytes_per_s)
     synchronous: StepTime = step_time.dedicated(job)
     fragment_job = dataclasses.replace(outer.fragment_job, link_bytes_per_s=link_bytes_per_s)

@@ -139,7 +139,7 @@ class StepTime:
 
     @property
     def communication_s(self) -> float:
-        """From gradients that are there to weights that are there."""
+        """The time from the last gradient to the last weights."""
         return max(self.link_s + self.lag_s, self.work_s) + self.fill_s + self.latency_s
 
     @property

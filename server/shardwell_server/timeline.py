@@ -283,7 +283,7 @@ class Spent:
 
 
 def spent(process: Process) -> Spent | None:
-    """Of a worker's steps; None: it made none."""
+    """The means of a worker's steps; None: it made none."""
     calls = [span for span in process.spans() if span.kind in _CALLS and span.step >= 0]
     if not calls:
         return None

@@ -190,7 +190,7 @@ class Shards:
         return bool(older)
 
     def _gives_way_to(self, newer: Shards) -> bool:
-        """Whether it is an older client of the same worker in this process, with seats."""
+        """Returns True for an older client of this worker in this process, with seats."""
         return (
             self._number < newer._number
             and self.threads.owner.is_here
@@ -343,8 +343,6 @@ def _check(
     cluster_id: str | None,
     attempts: Attempts,
 ) -> None:
-    """Checks a shard's identity; where no cluster id is expected, takes the first one's."""
-
     def ask(*, waits: bool) -> pb.GetStatusResponse:
         return channel.call(
             "GetStatus",

@@ -242,12 +242,12 @@ def newest_of(part: Status) -> int:
 
 
 def is_empty(part: Any) -> bool:
-    """Whether a shard has no element of a parameter, and so counts no steps of it."""
+    """Returns True if a shard has no element of a parameter, and so counts no steps of it."""
     return isinstance(part, ParameterStatus) and not part.slice_size
 
 
 def merged_members(parts: Iterable[Any]) -> tuple[MemberStatus, ...]:
-    """What all shards say of the workers with seats in one parameter, table or family.
+    """The workers with seats in one parameter, table or family, as all shards have them.
 
     Those that take part first, by worker id. `parts` are statuses, or others with `members`.
     """
@@ -278,7 +278,7 @@ def _whole_member(of_shards: Sequence[MemberStatus]) -> MemberStatus:
 
 
 def lacking(count: int, *, is_elastic: bool) -> str:
-    """How many workers a step lacks that have no name yet; empty: none."""
+    """The number of workers that a step lacks and no shard has seen, in words; empty: none."""
     if not count:
         return ""
     if is_elastic:
@@ -305,7 +305,7 @@ def in_order(worker_ids: Iterable[str]) -> list[str]:
 
 
 class ClusterStatus(list[ShardStatus]):
-    """What each shard of a cluster says of itself, in order: a list, which notebooks show whole."""
+    """The status of each shard of a cluster, in order: a list, which notebooks show whole."""
 
     def _repr_html_(self) -> str:
         shards = html_table(

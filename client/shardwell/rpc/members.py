@@ -46,7 +46,7 @@ class Members:
     """Members, by worker id; those whose tenure is not over come first."""
 
     def has(self, worker_id: str) -> bool:
-        """Whether a worker takes part, so that steps may await it."""
+        """Returns True if a worker takes part, so that steps may await it."""
         return any(m.worker_id == worker_id and m.state not in GONE for m in self.members)
 
 
@@ -117,7 +117,7 @@ def ask_members(
 
 
 def ask_steps(channels: Sequence[ShardChannel], name: str, attempts: Attempts) -> CrewSteps:
-    """How far the workers of a parameter or table have come.
+    """The next steps of the workers of a parameter or table.
 
     Raises:
         ShardUnavailableError, DeadlineError: a shard does not answer.

@@ -1,4 +1,4 @@
-"""How processes' last steps become one timeline: see trace.proto and docs/adr/0021-trace.md."""
+"""The client's part of a recording of last steps: see trace.proto and docs/adr/0021-trace.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
-    """How far a shard's clock is ahead of this process's. Blocks up to `timeout_s` a few times."""
+    """Measures a shard's clock against this process's. Blocks up to `timeout_s` a few times."""
     ask = unary_stub(channel, f"/{_SERVICE}/GetClock", pb.GetClockResponse)
     found = []
     for _ in range(_CLOCK_COUNT):
@@ -54,7 +54,7 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
 def record(
     channel: Any, shard: types_pb2.ShardIdentity, wait_s: float, timeout_s: float
 ) -> Iterator[pb.RecordResponse]:
-    """What a shard did last, then what its clients did: see TraceService.Record. Blocks."""
+    """Yields a shard's last spans, then those of its clients: see TraceService.Record. Blocks."""
     call: Any = channel.unary_stream(
         f"/{_SERVICE}/Record",
         request_serializer=pb.RecordRequest.SerializeToString,

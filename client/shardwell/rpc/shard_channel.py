@@ -271,7 +271,7 @@ class ShardChannel(ShardEndpoint):
         of_table: bool = False,
         service: str = "",
     ) -> Any:
-        """The same without waiting: a gRPC future; see `result_of`."""
+        """Begins a unary call: a gRPC future; see `result_of`."""
         name = f"/{service}/{method}" if service else self._method_name(method, of_table=of_table)
         stub = self._stubs.get(name)
         if stub is None:
@@ -279,7 +279,7 @@ class ShardChannel(ShardEndpoint):
         return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
-        """What a call with one answer returns; blocks.
+        """The answer of a call that has one; blocks.
 
         Raises:
             grpc.RpcError: it failed, or was cancelled.
@@ -321,17 +321,17 @@ class ShardChannel(ShardEndpoint):
         return response
 
     def clock_offset(self, timeout_s: float) -> recording.ClockOffset:
-        """How far the shard's clock is ahead of this process's; blocks 4 timeouts at most."""
+        """Measures the shard's clock against this process's; blocks 4 timeouts at most."""
         with self.translated():
             return recording.clock_offset(self._channel.current, self.identity, timeout_s)
 
     def record(self, wait_s: float, timeout_s: float) -> Iterator[trace_pb2.RecordResponse]:
-        """What the shard did last, then what its clients did; blocks up to `timeout_s` in all."""
+        """Yields the shard's last spans, then its clients'; blocks up to `timeout_s` in all."""
         with self.translated():
             yield from recording.record(self._channel.current, self.identity, wait_s, timeout_s)
 
     def is_worth_telling(self) -> bool:
-        """Whether to log that it does not answer: not again for a minute, however many wait."""
+        """Returns True once a minute: a silent shard is logged no more often, however many wait."""
         now_s = time.monotonic()
         with self._lock:
             is_due = now_s >= self._logged_s + SAID_S
@@ -369,7 +369,7 @@ class ShardChannel(ShardEndpoint):
         return True
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
-        """How it ended to ask the shard who it is.
+        """The status with which a question for the shard's identity ended.
 
         Raises:
             VersionMismatchError: a shard of another version has taken its place.
@@ -396,7 +396,7 @@ class ShardChannel(ShardEndpoint):
             return stub.future(question, timeout=timeout_s, wait_for_ready=True)
 
     def is_silent(self, question: Any) -> bool:
-        """Whether the shard has answered nothing in the time of a `question`; blocks until then.
+        """Returns True if no answer to a `question` has come in its time; blocks until then.
 
         Raises:
             ClosedError: the channel was closed, before or meanwhile.

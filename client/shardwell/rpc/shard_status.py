@@ -1,4 +1,4 @@
-"""What a shard says of itself and of what it holds, as values to read and print."""
+"""The status of a shard and of all that it holds, as values to read and print."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MissingWorker(Record[types_pb2.MissingWorker]):
 
 @dataclass(frozen=True, kw_only=True)
 class StepWait(Record[types_pb2.StepWait]):
-    """For whom the open step waits."""
+    """The workers for which an open step waits."""
 
     open_for_s: float | None
     """Seconds since the first contribution to it on the shard; None: there is none."""
@@ -135,7 +135,7 @@ class MemberStatus(Record[types_pb2.MemberStatus]):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStatus(Record[pb.LearnerStatus]):
-    """What a learner in outer training has said of itself last.
+    """The last report of a learner in outer training.
 
     Examples:
         >>> [
@@ -159,7 +159,7 @@ class LearnerStatus(Record[pb.LearnerStatus]):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterStatus(Record[pb.ParameterStatus]):
-    """What one shard holds of one parameter.
+    """The part of a parameter that one shard holds.
 
     Examples:
         >>> net = client.parameter("saved", size=3, optimizer=shardwell.SGD(lr=0.5))
@@ -236,7 +236,7 @@ class ParameterStatus(Record[pb.ParameterStatus]):
 
 @dataclass(frozen=True, kw_only=True)
 class TableStatus(Record[table_pb2.TableStatus]):
-    """What one shard holds of one table.
+    """The part of a table that one shard holds.
 
     Examples:
         >>> rule = shardwell.Adagrad(lr=0.1)
@@ -320,7 +320,7 @@ class Trouble(Record[pb.Trouble]):
 
 @dataclass(frozen=True, kw_only=True)
 class Resources(Record[pb.Resources]):
-    """What a shard's process uses of its machine; None: the machine does not say."""
+    """The use that a shard's process makes of its machine; None: the machine does not say."""
 
     cpu_s: float | None = None
     """Seconds of all its cores that the process has used since it began."""
@@ -362,7 +362,7 @@ class Ending(Record[pb.Ending]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Record[pb.ShardSettings]):
-    """How a shard is set, its limits, and what ends."""
+    """The settings of a shard, its limits, and its certificates and tokens that end."""
 
     durability: str = ""
     """What --durability says; empty: the shard keeps everything in memory alone."""
@@ -379,7 +379,7 @@ class ShardSettings(Record[pb.ShardSettings]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus(Record[pb.GetStatusResponse]):
-    """What one shard says of itself.
+    """The status of one shard.
 
     Examples:
         >>> [(shard.shard_index, shard.shard_count) for shard in client.status()]
@@ -432,7 +432,7 @@ class ShardStatus(Record[pb.GetStatusResponse]):
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
-    """What a shard of the cluster says of itself and of its parameters, or of one, if it has it.
+    """The status of a shard of the cluster and of its parameters, or of one, if it has it.
 
     Raises:
         WrongShardError: another shard answers at its address now.
@@ -452,7 +452,7 @@ def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> p
 def _ask_parameters(
     channel: ShardChannel, timeout_s: float, name: str = ""
 ) -> pb.GetStatusResponse:
-    """As `ask_parameters`, of any cluster. An answer without room for all is asked on."""
+    """Asks a shard of any cluster, again where an answer has no room for all parameters."""
     deadline_s = time.monotonic() + timeout_s
     status = pb.GetStatusResponse(more=True)
     while status.more:
@@ -479,7 +479,7 @@ def _ask_parameters(
 def ask_tables(
     channel: ShardChannel, timeout_s: float, name: str = "", incarnation: int = 0
 ) -> Sequence[table_pb2.TableStatus]:
-    """What a shard of the cluster says of its tables, or of one.
+    """The statuses of a shard's tables, or of one.
 
     Raises:
         UnknownTableError: it has none of that name, or the one that is meant was deleted.
@@ -523,7 +523,7 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
 def missing_words(
     channels: Sequence[ShardChannel], timeout_s: float, *, parameter: str = "", table: str = ""
 ) -> str:
-    """For whom the open step of a parameter or table waits, as shards say that answer now.
+    """The workers for which an open step waits, in words, as shards say that answer now.
 
     Returns:
         Workers with their places, and how many more; empty: for no worker.

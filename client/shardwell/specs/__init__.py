@@ -1,1 +1,1 @@
-"""What users declare: parameters, tables, optimizers, initializers, and their names."""
+"""The declarations of users: parameters, tables, optimizers, initializers, and their names."""

@@ -54,7 +54,7 @@ def brief(value: Any) -> str:
 
 
 def differences_of(path: str, mine: Any, theirs: Any) -> list[str]:
-    """What differs in a value, each as "path: mine exists, theirs was asked for".
+    """The differences of two values, each as "path: mine exists, theirs was asked for".
 
     Of two values of one dataclass, its fields; of two dataclasses, their names.
     """

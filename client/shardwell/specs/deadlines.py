@@ -1,4 +1,4 @@
-"""How long a call may take, and how much of that each side waits for others. Pure.
+"""The time that a call may take, and the part of it that each side waits for others. Pure.
 
 The timeout is the caller's: for so long others are waited for, and then the error comes that names
 the missing. So that it arrives, the call goes on a little longer where no answer has come:
@@ -61,7 +61,7 @@ def less_margin(timeout_s: float, margin_s: float) -> float:
 
 
 def with_answer(timeout_s: float) -> float:
-    """How long a call may take in which others are waited for: their answer names the missing."""
+    """The deadline of a call that waits for others: their answer names the missing."""
     return timeout_s + min(ANSWER_S, timeout_s / 4)
 
 

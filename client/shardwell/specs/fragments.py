@@ -25,7 +25,7 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment(Record[types_pb2.Fragment]):
-    """What the parameters of one family agree on; checked when made.
+    """The place of a parameter in its family; checked when made.
 
     A family is a model whose tensors are dealt into parameters, each `FAMILY.fragment-INDEX`. It is
     shown, saved, restored and deleted as one thing, under its own name.
@@ -79,7 +79,7 @@ class Family(Generic[PartT]):
 
     @property
     def count(self) -> int:
-        """How many fragments there are to be."""
+        """The number of fragments that the family is to have."""
         return max(count for count, _ in self.deals)
 
     @property
@@ -175,7 +175,7 @@ def grouped(
 
 
 def versions_words(versions: Sequence[int | None]) -> str:
-    """Such as "versions 12 12 11 11"; "-": of a fragment that is missing."""
+    """The versions in words, such as "versions 12 12 11 11"; "-": of a missing fragment."""
     if len(versions) > _VERSIONS_MAX:
         known = [each for each in versions if each is not None]
         missing = len(versions) - len(known)

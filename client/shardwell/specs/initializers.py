@@ -1,4 +1,4 @@
-"""What rows of a table are before their first gradient: value objects, checked when made.
+"""The values of a table's rows before their first gradient: value objects, checked when made.
 
 The values are a function of seed, id and column alone: see `initial_rows`.
 """
@@ -23,7 +23,7 @@ _SIGMA_MAX = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Initializer(Alternative[table_pb2.Initializer]):
-    """What all kinds share.
+    """The base of all initializers.
 
     Examples:
         >>> initializer = shardwell.Normal(std=0.01)  # one of its kinds

@@ -41,7 +41,7 @@ _RESERVED = "__metadata__"
 
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions(Record[types_pb2.TensorOptions]):
-    """How a tensor's update differs from the optimizer's.
+    """The differences of a tensor's update from the optimizer's.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -221,7 +221,7 @@ class TensorLayout:
         return TensorLayout(tuple(laid))
 
     def with_groups(self, groups: Sequence[TensorGroup]) -> TensorLayout:
-        """The same, with options of their own for tensors of groups.
+        """Returns the layout with options of their own for tensors of groups.
 
         Raises:
             ArgumentError: these are no groups, or a pattern fits no tensor.
@@ -248,7 +248,7 @@ class TensorLayout:
 
     @property
     def has_options(self) -> bool:
-        """Whether a tensor is not updated as the rest."""
+        """True if a tensor is not updated as the rest."""
         return any(tensor.options != AS_THE_REST for tensor in self)
 
     def __repr__(self) -> str:
@@ -364,7 +364,7 @@ def check_tensor_name(name: object) -> str:
 
 
 def _packed(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
-    """The same tensors in fewer bytes.
+    """Packs a layout into fewer bytes.
 
     Raises:
         ArgumentError: in too many all the same.
@@ -423,7 +423,7 @@ def _too_large(tensor_count: int, limit: str) -> ArgumentError:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern is meant for a tensor; a name is for its own, whatever is in it."""
+    """Returns True if a pattern is meant for a tensor; a name is for its own, whatever is in it."""
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 

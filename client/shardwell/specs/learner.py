@@ -1,4 +1,4 @@
-"""What a learner in outer training says of itself: for who looks, not for training."""
+"""The reports of learners in outer training, for people: no step depends on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_END = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerProgress(Record[pb.LearnerProgress]):
-    """How far a learner has come, and what it has sent and waited for; checked when made.
+    """The progress of a learner: its steps, its bytes and its waits; checked when made.
 
     Raises:
         ArgumentError: a number is negative, not finite, or too large.

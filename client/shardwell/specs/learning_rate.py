@@ -86,7 +86,7 @@ def rate_of(learning_rate: float, factors: Sequence[float]) -> float:
 
 
 def _rounded(factor: float) -> float:
-    """To float32, so that both ends of a wire have the same."""
+    """Rounds to float32, so that both ends of a wire have one value."""
     check_number("factor of a learning rate", factor)
     try:
         return float(_FLOAT.unpack(_FLOAT.pack(factor))[0])

@@ -1,4 +1,4 @@
-"""Who makes the steps of a parameter or table: workers that come and go. Value object."""
+"""The members of an elastic parameter or table, workers that come and go. A value object."""
 
 from __future__ import annotations
 

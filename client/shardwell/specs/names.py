@@ -1,4 +1,4 @@
-"""Which names are allowed for parameters, workers, groups and clusters, and which addresses; ranks.
+"""The allowed names of parameters, workers, groups and clusters, and addresses; ranks.
 
 The alphabet is safe in file names, logs and shells, so that nothing downstream has to escape it.
 """
@@ -45,7 +45,7 @@ def neighbour(name: str, known: Iterable[str]) -> str:
 
 
 def is_address(address: str) -> bool:
-    """Whether it is HOST:PORT, where HOST may be an IPv6 address in brackets."""
+    """Returns True for HOST:PORT, where HOST may be an IPv6 address in brackets."""
     host, _, port = address.rpartition(":")
     return (
         len(address) <= ADDRESS_LENGTH_MAX
@@ -86,7 +86,7 @@ def parse_target(target: str) -> list[str]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 2", "ranks 0, 1 and 5 more", or "no rank"."""
+    """The ranks in words, such as "rank 2", "ranks 0, 1 and 5 more", or "no rank"."""
     if not ranks:
         return "no rank"
     shown = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))

@@ -32,7 +32,7 @@ def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = N
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Alternative[types_pb2.Optimizer]):
-    """What all update rules share. Runs on the shards, per chunk, in float32.
+    """The base of all update rules, which run on the shards, per chunk, in float32.
 
     Examples:
         >>> optimizer = shardwell.Adam(lr=1e-3, clip_value=1.0)  # one of its kinds

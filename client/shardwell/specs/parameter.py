@@ -1,4 +1,4 @@
-"""What a parameter is: the spec that every worker must agree on.
+"""The spec of a parameter, on which all its workers agree.
 
 Value objects, checked when made.
 """
@@ -97,7 +97,7 @@ def _codec_fields(codec: CodecName) -> dict[str, Any]:
 
 
 class TrainingSpec(Record[Any]):
-    """What specs of parameters and of tables have in common."""
+    """The base of the specs of parameters and of tables."""
 
     optimizer: Optimizer
     worker_count: int
@@ -151,7 +151,7 @@ class TrainingSpec(Record[Any]):
 
     @functools.cached_property
     def has_open_sets(self) -> bool:
-        """Whether a step may close without a worker that could have contributed."""
+        """True if a step may close without a worker that could have contributed."""
         return self.members is not None or self.min_contributors > 0
 
     @functools.cached_property
@@ -175,7 +175,7 @@ class TrainingSpec(Record[Any]):
 
     @property
     def lz4(self) -> bool:
-        """Whether what travels may be compressed."""
+        """True if payloads may be compressed."""
         return self.codec.endswith("+lz4")
 
     @property
@@ -223,7 +223,7 @@ class TrainingSpec(Record[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec(TrainingSpec):
-    """What all workers of a parameter must agree on; checked when made.
+    """The properties of a parameter on which all its workers must agree; checked when made.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -335,7 +335,7 @@ class ParameterSpec(TrainingSpec):
 
     @property
     def closes_by_norm(self) -> bool:
-        """Whether a step closes in two phases, by the norm of its mean gradient: CloseStep.
+        """True if a step closes in two phases, by the norm of its mean gradient: CloseStep.
 
         Of one worker, or in asynchronous mode, the worker knows that norm, and clips itself.
         """
@@ -343,7 +343,7 @@ class ParameterSpec(TrainingSpec):
 
     @property
     def keeps_versions(self) -> bool:
-        """Whether shards keep the version before each chunk's, for a worker that was restarted.
+        """True if shards keep the version before each chunk's, for a worker that was restarted.
 
         Asynchronous steps have no version that all workers read; and where a step may close without
         a worker, no shard needs its gradient again.
@@ -352,7 +352,7 @@ class ParameterSpec(TrainingSpec):
 
     @functools.cached_property
     def has_image(self) -> bool:
-        """Whether shards keep, beside the weights, what rounding has left of them with others.
+        """True if shards keep, next to the weights, the values that rounding has left with others.
 
         With a codec that writes in blocks: the image of the weights, which everybody holds who has
         taken a version; or, of an Average, what rounding took off its means.

@@ -1,4 +1,4 @@
-"""What a table is: the spec that every worker must agree on. A value object, checked when made."""
+"""The spec of a table, on which all its workers agree. A value object, checked when made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS = (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL)
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec(TrainingSpec):
-    """What all workers of a table must agree on; checked when made.
+    """The properties of a table on which all its workers must agree; checked when made.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -107,5 +107,5 @@ class TableSpec(TrainingSpec):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients of a step, which several workers may give, are summed beforehand."""
+        """True if several workers may give gradients of a step, which are summed beforehand."""
         return self.step_size_max > 1

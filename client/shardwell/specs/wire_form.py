@@ -1,4 +1,4 @@
-"""How the wire has a spec or status: one table of its fields drives both directions. Pure."""
+"""The wire's form of specs and statuses: one table of fields drives both directions. Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _Part: TypeAlias = ParameterSlice | TableSlice
 
 
 def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[str, Any] | None:
-    """What the page of one name shows beside its status; None: nothing of that name is shown."""
+    """The details on the page of one name; None: nothing of that name is shown."""
     kind, name = key
     parts = [part for part in _parts(vitals, kind, name) if is_shown(part.spec.name)]
     if not parts:
@@ -54,7 +54,6 @@ def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[s
 
 
 def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
-    """The table or parameter of a name, or the fragments of a family, in order."""
     if kind == "table":
         table = vitals.shard.tables.find(name)
         return [] if table is None else [table]
@@ -66,7 +65,7 @@ def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
 
 
 def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
-    """Of all fragments, in order; none: it is one vector, or a table."""
+    """Yields the tensors of all fragments, in order; none: it is one vector, or a table."""
     for part in parts:
         spec = part.spec
         if not isinstance(spec, ParameterSpec) or spec.layout is None:
@@ -87,7 +86,6 @@ def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
 
 
 def _last_steps(vitals: Vitals, parts: Sequence[_Part]) -> list[dict[str, Any]]:
-    """The newest first, as this shard saw them."""
     spans = vitals.shard.spans
     now_ns = time.monotonic_ns()
     since_ns = now_ns - int(_SPAN_S * 1e9)

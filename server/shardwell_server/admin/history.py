@@ -64,7 +64,7 @@ class _Series:
 
 
 class _Counts(NamedTuple):
-    """Of a parameter or table, since its shard's process began."""
+    """The counters of a parameter or table, since its shard's process began."""
 
     version: int
     wait_count: int
@@ -72,8 +72,6 @@ class _Counts(NamedTuple):
 
 
 class _Name:
-    """The history of a parameter or table."""
-
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts
         """At the last sample."""
@@ -198,7 +196,7 @@ class History:
             yield ("table", table.spec.name), table
 
     def view(self, is_shown: Callable[[str], bool], only: Key | None = None) -> dict[str, Any]:
-        """What the page draws."""
+        """The history that the page draws."""
         with self._lock:
             count = min(self._count, SAMPLE_COUNT)
             place = (self._count - 1) % SAMPLE_COUNT

@@ -201,12 +201,6 @@ class _Server(ThreadingMixIn, TCPServer):
 
 
 def _context_of(tls: TlsFiles) -> ssl.SSLContext:
-    """From the files as they are.
-
-    Raises:
-        ArgumentError: there is no certificate.
-        OSError: it can't be used.
-    """
     if tls.tls.cert is None:
         raise ArgumentError("a server needs a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -248,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def log_failure(self) -> None:
-        """Of a response that could not be made."""
+        """Logs that a response could not be made."""
         _LOG.exception("could not answer %r", self.path[:200])
 
     @override
@@ -257,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def bearer(authorization: str | None) -> str | None:
-    """What a browser's password prompt gives, as a token; anything else as it is."""
+    """The token of a browser's password prompt; anything else as it is."""
     scheme, _, contents = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a shard. All of it is counted anyway, and collected at a scrape.
+"""The metrics of a shard for Prometheus. All are counted anyway, and collected at a scrape.
 
 Names and units follow Prometheus' guide; labels are names of parameters, tables and workers, whose
 number the shard's limits bound.
@@ -45,7 +45,7 @@ _Status: TypeAlias = parameter_server_pb2.ParameterStatus | table_pb2.TableStatu
 
 
 class _Figures(NamedTuple):
-    """What parameters and tables call by other names."""
+    """The figures that parameters and tables call by other names."""
 
     version: int
     counted: int
@@ -77,7 +77,7 @@ class Vitals(NamedTuple):
     """What its process uses of the machine."""
 
     def settings(self) -> parameter_server_pb2.ShardSettings:
-        """How the shard is set, its limits, and what ends."""
+        """The settings of the shard, its limits, and its certificates and tokens that end."""
         shard, limits, now_s = self.shard, self.shard.config.limits, self.ends.now_s()
         found = parameter_server_pb2.ShardSettings(
             durability="" if self.data_dir is None else shard.config.durability.setting
@@ -434,7 +434,6 @@ class _ShardCollector(Collector):
         yield from (steps, samples, offers, moved, hidden, waited, overdue, kept, silent)
 
     def _parts(self) -> Iterator[tuple[str, _Part, _Status, _Figures]]:
-        """Parameters and tables that are shown, with their statuses."""
         shard = self._vitals.shard
         attending = shard.sessions.by_worker()
         for parameter in shard.parameters.all():

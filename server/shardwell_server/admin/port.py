@@ -158,7 +158,7 @@ class AdminPort:
         return self._not_ready or gone or ""
 
     def _serving(self) -> str:
-        """What a probe reads of a shard that takes calls; no path or name, as it needs no token."""
+        """The answer of a shard that takes calls to a probe; no path or name: it needs no token."""
         if self._vitals is None or not self._vitals.damages():
             return "serving"
         return (
@@ -195,7 +195,6 @@ class AdminPort:
         return _json(view(self._ask_all(vitals), vitals, is_shown))
 
     def _ask_all(self, vitals: Vitals) -> list[Answer]:
-        """What all shards say, a moment ago or now."""
         with self._lock:  # requests that come meanwhile get the same answers
             asked_s, answers = self._answers
             if time.monotonic() - asked_s >= _KEPT_S:
@@ -228,7 +227,7 @@ class _OtherShards:
         )
 
     def ask(self, own: Answer) -> list[Answer]:
-        """What all say, in order; of this one `own`."""
+        """The answers of all, in order; `own` is this one's."""
         futures = [self._threads.submit(ask, channel, _ANSWER_S) for channel in self._beside]
         answers = [future.result() for future in futures]
         answers.insert(self._own_index, (self._channels[self._own_index].address, own[1]))

@@ -1,4 +1,4 @@
-"""What a shard's process uses of its machine: processor, memory, and disk by its files."""
+"""The use that a shard's process makes of its machine: processor, memory, disk by its files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ResourceMeter:
 
 
 def _occupied(directory: str) -> Iterator[int]:
-    """Of each file; one that goes meanwhile is left out."""
+    """Yields the bytes of each file; one that goes meanwhile is left out."""
     try:
         entries = list(os.scandir(directory))
     except OSError:

@@ -23,7 +23,7 @@ _RANK_COUNT_MAX = 100
 
 
 def troubles(vitals: Vitals) -> list[pb.Trouble]:
-    """All there are, the worst first."""
+    """The troubles of a shard, the worst first."""
     return [
         *_of_disk(vitals.data_dir),
         *_of_files(vitals),
@@ -99,7 +99,7 @@ def _of_groups(vitals: Vitals) -> Iterator[pb.Trouble]:
 
 
 def _of_group(group: GroupState) -> str:
-    """For whom a group waits, if it does."""
+    """The ranks for which a group waits, in words; empty: none."""
     if not group.missing_ranks or group.waited_s < LONG_WAIT_S:
         return ""
     ranks = ", ".join(map(str, group.missing_ranks[:_RANK_COUNT_MAX]))

@@ -40,7 +40,7 @@ _WORKER_COUNT_MAX = 300
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
-    """What this shard says of itself, without a call."""
+    """The status of this shard, without a call."""
     shard, config = vitals.shard, vitals.shard.config
     attending = shard.sessions.by_worker()
     return ShardStatus(
@@ -117,7 +117,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
-    """What workers have reported to this shard: by figure, steps with means; None: not finite."""
+    """The reports of workers to this shard: by figure, steps with means; None: not finite."""
     parameter = vitals.shard.parameters.find(name)
     if parameter is None:
         return {}
@@ -128,7 +128,6 @@ def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
 
 
 def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
-    """Sections of the runbook, by the words of troubles."""
     told = [each for status in statuses for each in status.troubles]
     return {
         words: each.section
@@ -138,7 +137,7 @@ def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
 
 
 def _endings(statuses: Sequence[ShardStatus]) -> list[dict[str, Any]]:
-    """What ends, once each with the shards that know it; what ends first is first."""
+    """The certificates and tokens that end, each once with its shards; the soonest first."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for status in statuses:
         for each in status.settings.endings:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import click
 from rich.table import Table
@@ -56,8 +57,15 @@ _WORTH = 1.1
 
 
 @click.command()
-@click.argument("size", type=ModelSize())
-@click.option("--workers", type=int, default=4, show_default=True, help="Machines with a worker.")
+@click.argument("element_count", metavar="SIZE", type=ModelSize())
+@click.option(
+    "--workers",
+    "worker_count",
+    type=int,
+    default=4,
+    show_default=True,
+    help="Machines with a worker.",
+)
 @click.option("--shard-count", type=int, help="Shards; default: as many as workers.")
 @click.option(
     "--link",
@@ -101,6 +109,7 @@ _WORTH = 1.1
 )
 @click.option(
     "--host-rate",
+    "host_bytes_per_s",
     type=Rate(),
     default=step_time.HOST_BYTES_PER_S,
     show_default=f"{step_time.HOST_BYTES_PER_S / 1e9:g}GB/s",
@@ -131,37 +140,28 @@ _WORTH = 1.1
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
 def plan(
     *,
-    size: int,
-    workers: int,
     shard_count: int | None,
     link: float | None,
     codec: str | None,
-    compute_s: float,
     optimizer: str,
     arity: int,
-    latency_s: float,
-    host_rate: float,
-    sync_every: int | None,
-    fragment_count: int | None,
-    overlap: int | None,
     as_json: bool,
+    sync_every: int | None,
+    **given: Any,
 ) -> None:
     """Predict the step time of a model of SIZE by layout, and recommend one.
 
     SIZE is a number of elements (650, 100M, 7B) or bytes of float32 (64MB, 28GiB). With --outer,
     say what slow links would carry and hide of outer training.
     """
+    fragment_count, overlap = given.pop("fragment_count"), given.pop("overlap")
     with usage_errors():
         job = Job(
-            element_count=size,
-            worker_count=workers,
-            shard_count=workers if shard_count is None else shard_count,
+            shard_count=given["worker_count"] if shard_count is None else shard_count,
             link_bytes_per_s=_LINK_BYTES_PER_S if link is None else link,
             codec=_CODEC if codec is None or sync_every is not None else codec,
-            compute_s=compute_s,
-            latency_s=latency_s,
-            host_bytes_per_s=host_rate,
             optimizer=_OPTIMIZERS[optimizer],
+            **given,
         )
         if sync_every is not None:
             outer = _outer_job(job, sync_every, fragment_count, overlap, codec)
@@ -202,7 +202,7 @@ def plan(
 
 
 def as_fields(one: StepTime) -> dict[str, object]:
-    """What `--json` prints of a layout."""
+    """The fields of a layout for `--json`."""
     told = ("communication_s", "step_s", "overlapped_s", "limit")
     return dataclasses.asdict(one) | {name: getattr(one, name) for name in told}
 
@@ -293,7 +293,7 @@ def _outer_job(
     overlap: int | None,
     codec: str | None,
 ) -> OuterJob:
-    """What `--outer` asks for, with defaults that fit together."""
+    """The job of `--outer`, with defaults that fit together."""
     count = outer_time.FRAGMENT_COUNT if fragment_count is None else fragment_count
     room = max(sync_every // count - 1, 0)
     return OuterJob(
@@ -306,7 +306,6 @@ def _outer_job(
 
 
 def _show_outer(outer: OuterJob, links: Sequence[float], *, as_json: bool) -> None:
-    """Prints what each link would carry and hide."""
     times = [outer_time.outer_time(outer, link) for link in links]
     if as_json:
         click.echo(json.dumps(_outer_fields(outer, times)))
@@ -319,7 +318,6 @@ def _show_outer(outer: OuterJob, links: Sequence[float], *, as_json: bool) -> No
 
 
 def _outer_fields(outer: OuterJob, times: list[OuterTime]) -> dict[str, object]:
-    """What `--json` prints of outer training."""
     return {
         "sync_every": outer.sync_every,
         "fragment_count": outer.fragment_count,
@@ -380,7 +378,7 @@ def _mbit_words(bytes_per_s: float) -> str:
 
 
 def _hiding(outer: OuterJob) -> str:
-    """From which link on no learner waits, or what to change."""
+    """The slowest link on which no learner waits, or advice, in words."""
     rate = outer.hiding_bytes_per_s
     if rate is not None:
         return f"Links of {link_words(rate)} hide all of it."

@@ -116,7 +116,6 @@ def status(
 
 
 def _arithmetic(answers: list[Answer]) -> str:
-    """What computes on the shards, in a line."""
     found: dict[str, list[str]] = {}
     for _, status in given(answers):
         found.setdefault(status.arithmetic, []).append(str(status.shard_index))
@@ -233,7 +232,6 @@ def _parameter_table(lines: Iterable[tuple[Row, str]], by_shard: bool) -> Table:
 
 
 def _range(row: Row) -> str:
-    """The elements that a shard has."""
     (part,) = row.parts
     assert isinstance(part, ParameterStatus)
     if not part.slice_size:
@@ -252,7 +250,6 @@ def _tables_table(lines: Iterable[tuple[Row, str]], by_shard: bool) -> Table:
 
 
 def _open_step(row: Row) -> str:
-    """The open step, and who is in it."""
     absent = [str(index) for index, version in enumerate(row.versions) if version is None]
     if absent:
         lacks = ", ".join(absent)

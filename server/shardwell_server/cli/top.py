@@ -100,8 +100,6 @@ def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None
 
 
 class _Rates:
-    """How fast counters grow, over the last seconds."""
-
     def __init__(self) -> None:
         self._kept: dict[str, deque[tuple[float, float]]] = {}
 
@@ -119,7 +117,6 @@ class _Rates:
 
 
 def _picture(answers: Sequence[Answer], faults: Sequence[str], rates: _Rates) -> Group:
-    """All that is shown."""
     statuses = [status for _, status in given(answers)]
     lines = [Text(fault, style="red") for fault in faults]
     troubles = (*told_troubles(statuses), *unfinished(statuses))
@@ -187,7 +184,6 @@ def _names(rows: Sequence[Row], rates: _Rates) -> Table:
 
 
 def _learners(rows: Sequence[Row], rates: _Rates) -> Table:
-    """How far learners in outer training have come, as they said last."""
     shown = table(
         "", "family", "learner", ">inner steps", ">samples/s", ">sent/s", ">received/s", ">hidden",
         ">waited", ">overdue", ">kept", ">said"

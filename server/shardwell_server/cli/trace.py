@@ -127,7 +127,7 @@ _Recorded = tuple[list[timeline.Process], list[str]]
 
 
 def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Recorded | ShardwellError:
-    """What a shard and, of shard 0, its clients did; on this process's clock."""
+    """The spans of a shard and, of shard 0, its clients; on this process's clock."""
     try:
         status = ask_status(channel, _REST_S)
         channel.identity = types_pb2.ShardIdentity(
@@ -181,7 +181,7 @@ def _joined(
 
 
 def _of_name(processes: Sequence[timeline.Process], name: str) -> list[timeline.Process]:
-    """The same with what is of a parameter, table or family alone.
+    """The processes with the spans of one parameter, table or family alone.
 
     Raises:
         ClickException: no process remembers anything of it.
@@ -254,7 +254,6 @@ def _summary(file: Path, processes: Sequence[timeline.Process], made: dict[str, 
 
 
 def _table(workers: Sequence[timeline.Process]) -> Table:
-    """What workers' steps were spent on."""
     made = table(
         "a step, in ms", "worker", ">steps", ">call", ">encode", ">wait", ">decode", ">between"
     )
@@ -268,7 +267,7 @@ def _table(workers: Sequence[timeline.Process]) -> Table:
 
 
 def _open_waits(processes: Sequence[timeline.Process]) -> list[str]:
-    """Of steps that are open, for whom they wait; once for all shards."""
+    """The workers for which open steps wait; once for all shards."""
     found = {}
     for process in processes:
         for step in process.open_steps:

@@ -59,7 +59,7 @@ class Recordings:
 
     @contextmanager
     def asking(self, session: int, end: Callable[[], object]) -> Iterator[None]:
-        """For the time in which a session waits for a recording, which it does by one call.
+        """Notes for a `with` that a session waits for a recording, which it does by one call.
 
         An earlier call is ended: its connection has broken, and would carry no answer.
 
