@@ -2,6 +2,7 @@
 
 python tools/words.py              all; fails where it finds something
 python tools/words.py PATH...      what lies below these paths, also below those of NOT_YET
+python tools/words.py --shrink     takes files off tools/first_lines.txt that have become clean
 
 It reads Markdown (without code), docstrings, comments of Python and .proto files, and strings of
 Python that have a space: messages and help. Of tests it reads docstrings and comments alone.
@@ -12,6 +13,12 @@ words            those of RULES: their sentences hide which part of the code doe
 "See X."         as a whole docstring: say what the caller gets, or delete it
 Args             an entry that begins with "Of", "Which", "The same", ..: begin with a noun
 long lines       of Markdown: over 120 characters, without links, code and tables
+first lines      of the product's docstrings: "The rows that one answer holds." or "Returns the norm
+                 of a step's mean gradient.", never a clause that begins with what, which or how;
+                 a module may begin with a title without an article
+
+Files that tools/first_lines.txt names may still have other first lines. The list only shrinks: a
+file of it that is clean is an error, too.
 """
 
 from __future__ import annotations
@@ -30,6 +37,10 @@ import references
 ROOT = Path(__file__).resolve().parent.parent
 NOT_YET: tuple[str, ...] = ()
 """Files below these paths still have such words. It only shrinks."""
+PRODUCT = ("client/shardwell/", "server/shardwell_server/")
+"""Folders of which docstrings are checked by their first lines, without the generated v1."""
+FIRST_LINES = Path("tools/first_lines.txt")
+"""The files whose first lines are not all as they should be yet."""
 LINE_MAX = 120
 """Characters of a line of Markdown."""
 RULES = {
@@ -48,6 +59,21 @@ _QUOTED = re.compile(r"(`+)[^`]+?\1")
 _TARGET = re.compile(r"\]\([^)\s]*\)|^\[[^\]]+\]: \S+|https?://\S+", re.M)
 _ONLY_SEE = re.compile(r"\s*See (?:the )?`?[\w.]+`?\.?\s*")
 _ENTRY = re.compile(r"( *)\*{0,2}\w+: (Of|Which|Whose|Who|That|As|The same)\b")
+
+_CLAUSE = re.compile(r"(What|Who|Whose|Which|Whether|How|Why|Where|When|While|The same)\b")
+_FRAGMENT = re.compile(
+    r"(As|At|Before|Behind|By|For|From|If|In|Of|On|So|Such|Than|That|There|These|Those|To|Until|With"
+    r"|Without|It|They|See|Nothing|Its)\b"
+)
+_ARTICLE = re.compile(
+    r"(A|An|The|All|Another|Any|Both|Each|Every|No|One|Several|Some|This|Two|True if)\b"
+)
+_PLURAL = re.compile(
+    r"(?!(?:Checks|Ensures|Knows|Learns|Makes|Notes|Reports|Says|Sees|Takes|Tells)\b)"
+    r"[A-Z]\w*s (?:of|that|between|among)\b"
+)
+_VERB = re.compile(r"[A-Z]\w*s,? \S")
+_COMMAND = re.compile(r"\b(command|group)\b")
 
 
 class Finding(NamedTuple):
@@ -109,6 +135,81 @@ def _comments(lines: list[tuple[int, int, str]]) -> Iterator[Text]:
             yield Text(block[0][0], "\n".join(text for _, _, text in block))
             block = []
         block.append(comment)
+
+
+def _first_line_advice(line: str, is_title: bool) -> str:
+    """Returns what is wrong with the first line of a docstring; "" if nothing is.
+
+    Args:
+        line: The line.
+        is_title: True for a module, whose name needs no article.
+    """
+    if _CLAUSE.match(line):
+        return "name the thing, or begin with a verb in the third person"
+    if is_title or _ARTICLE.match(line):
+        return ""
+    if _FRAGMENT.match(line):
+        return "begin with an article and a noun, or with a verb in the third person"
+    if _PLURAL.match(line):
+        return "give the noun an article"
+    if not _VERB.match(line):
+        return "begin with an article, or with a verb in the third person and its object"
+    return ""
+
+
+def _is_command(node: ast.AST) -> bool:
+    """Returns True for a command, whose docstring is its help."""
+    return any(_COMMAND.search(ast.unparse(each)) for each in getattr(node, "decorator_list", ()))
+
+
+def _first_lines(source: str) -> Iterator[tuple[int, str, str]]:
+    """Finds first lines that are neither a noun phrase nor a verb with an object."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) or not (text := ast.get_docstring(node)):
+            continue
+        (line, *_) = text.splitlines()
+        advice = _first_line_advice(line, isinstance(node, ast.Module))
+        if advice and not _is_command(node):
+            yield node.body[0].lineno, " ".join(line.split()[:3]), advice
+
+
+def _excepted(root: Path) -> set[str]:
+    """The files of FIRST_LINES."""
+    path = root / FIRST_LINES
+    return set(path.read_text().split()) if path.exists() else set()
+
+
+def first_line_findings(root: Path, paths: tuple[str, ...] = ()) -> list[Finding]:
+    """Returns wrong first lines, and entries of FIRST_LINES that are not needed any more.
+
+    Args:
+        root: The repository's folder.
+        paths: Beginnings of files' paths; none: all files.
+    """
+    found, excepted = [], _excepted(root)
+    used = set()
+    for path in sorted(each for folder in PRODUCT for each in (root / folder).rglob("*.py")):
+        file = path.relative_to(root).as_posix()
+        if "v1" in path.parts or not file.startswith(paths or ""):
+            continue
+        wrong = [Finding(file, *each) for each in _first_lines(path.read_text())]
+        if wrong:
+            used.add(file)
+        if file not in excepted:
+            found += sorted(wrong)
+    if not paths:
+        advice = "is clean: `python tools/words.py --shrink` takes it off the list"
+        found += [Finding(str(FIRST_LINES), 0, each, advice) for each in sorted(excepted - used)]
+    return found
+
+
+def shrink(root: Path) -> None:
+    """Takes files off FIRST_LINES that have become clean."""
+    clean = {each.found for each in first_line_findings(root) if each.file == str(FIRST_LINES)}
+    kept = sorted(_excepted(root) - clean)
+    (root / FIRST_LINES).write_text("".join(f"{file}\n" for file in kept))
 
 
 def _is_string(node: ast.AST) -> bool:
@@ -199,7 +300,11 @@ def findings(root: Path, paths: tuple[str, ...] = ()) -> list[Finding]:
 
 def main() -> int:
     """Prints what it finds; 1 if it finds something."""
-    found = findings(ROOT, tuple(sys.argv[1:]))
+    if sys.argv[1:] == ["--shrink"]:
+        shrink(ROOT)
+        return 0
+    paths = tuple(sys.argv[1:])
+    found = findings(ROOT, paths) + first_line_findings(ROOT, paths)
     for each in found:
         print(each)
     if found:

@@ -146,3 +146,74 @@ def test_only_files_that_are_not_yet_swept_are_left_out(words: ModuleType, tmp_p
     for folder in ("old", "new"):
         found(words, tmp_path, f"docs/{folder}/rows.md", "A row is told.\n")
     assert [each.file for each in words.findings(tmp_path)] == ["docs/new/rows.md"]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("The rows that one answer holds.", False),
+        ("A row.", False),
+        ("No shard has answered.", False),
+        ("True if a row has a sum.", False),
+        ("Returns the norm of a step's mean gradient.", False),
+        ("Notes that a worker has left.", False),
+        ("Closes, and waits.", False),
+        ("What one shard holds.", True),
+        ("Which rows are kept.", True),
+        ("Whether a row is kept.", True),
+        ("How many rows there are.", True),
+        ("The same for tables.", True),
+        ("As `read`, for tables.", True),
+        ("Rows of a table.", True),
+        ("Number of rows.", True),
+        ("See `read`.", True),
+        ("Runs.", True),
+    ],
+)
+def test_first_lines_of_docstrings(
+    words: ModuleType, tmp_path: Path, line: str, is_refused: bool
+) -> None:
+    rows = tmp_path / "client/shardwell/rows.py"
+    rows.parent.mkdir(parents=True)
+    rows.write_text(f'"""Rows, by their ids."""\n\n\ndef rows():\n    """{line}"""\n')
+    found = words.first_line_findings(tmp_path)
+    assert [(each.file, each.line) for each in found] == (
+        [("client/shardwell/rows.py", 5)] if is_refused else []
+    )
+
+
+def test_commands_and_generated_code_have_other_first_lines(
+    words: ModuleType, tmp_path: Path
+) -> None:
+    for file in ("server/shardwell_server/cli/show.py", "client/shardwell/v1/rows_pb2.py"):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.write_text('@click.command()\ndef show():\n    """Show a row."""\n')
+    assert words.first_line_findings(tmp_path) == []
+    path.with_name("rows.py").write_text('"""What v1 is."""\n')
+    (tmp_path / "client/shardwell/rows.py").write_text('"""What rows are."""\n')
+    assert [each.file for each in words.first_line_findings(tmp_path)] == [
+        "client/shardwell/rows.py"
+    ]
+
+
+def test_the_list_of_files_with_other_first_lines_only_shrinks(
+    words: ModuleType, tmp_path: Path
+) -> None:
+    for name in ("clean", "old", "new"):
+        path = tmp_path / f"client/shardwell/{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'"""{"Rows" if name == "clean" else "What rows are"}."""\n')
+    listed = tmp_path / words.FIRST_LINES
+    listed.parent.mkdir()
+    listed.write_text(
+        "client/shardwell/clean.py\nclient/shardwell/gone.py\nclient/shardwell/old.py\n"
+    )
+    found = [(each.file, each.found) for each in words.first_line_findings(tmp_path)]
+    assert found == [
+        ("client/shardwell/new.py", "What rows are."),
+        ("tools/first_lines.txt", "client/shardwell/clean.py"),
+        ("tools/first_lines.txt", "client/shardwell/gone.py"),
+    ]
+    words.shrink(tmp_path)
+    assert listed.read_text() == "client/shardwell/old.py\n"
