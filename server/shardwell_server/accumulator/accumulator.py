@@ -14,28 +14,22 @@ from typing import Any
 import numpy as np
 
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, StorageError
-from shardwell.numerics.arguments import check_integer
+from shardwell.numerics.arguments import as_flat, as_output, check_finite, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.local_paths import local_path
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.table import DIM_MAX
-from shardwell_server.accumulator.arguments import (
-    check_batch,
-    check_gradient,
-    check_row,
-    check_row_id,
-    check_rows,
-)
 from shardwell_server.accumulator.file import GradientFile
 from shardwell_server.accumulator.file_layout import State, SumLayout
 from shardwell_server.accumulator.stripe_locks import StripeLocks
 from shardwell_server.accumulator.sums import StoredSums, SumMemory, TouchedRows
-from shardwell_server.store.gradient_rows import Rows, first_bad_cell
+from shardwell_server.store.gradient_rows import Rows, first_bad_cell, merge_repeats
 
 ROW_COUNT_MAX = 2**40
 SIZE_BYTES_MAX = 2**46
 """Most bytes of all that is mapped; half of the address space of a process."""
+_ROW_ID_MAX = 2**128
 _RATE_MAX = float(np.finfo(np.float32).max)
 
 
@@ -155,10 +149,10 @@ class MmapGradientAccumulator(Closing):
                 f"{file.path}: the sum of row {bad} was damaged; restore it from a copy, or "
                 "remove it"
             )
-        if state is State.CLOSED and sums.summary(rows) != file.state.summary():
+        if state is State.CLOSED and sums.summary(rows) != file.state.summary:
             raise StorageError(
                 f"{file.path}: sums are missing: it has {rows.size}, and had "
-                f"{file.state.summary().row_count} when it was closed; restore it from a copy, or "
+                f"{file.state.summary.row_count} when it was closed; restore it from a copy, or "
                 "remove it"
             )
         file.begin()
@@ -198,8 +192,9 @@ class MmapGradientAccumulator(Closing):
             StorageError: there is no disk space for the row.
             ClosedError: the accumulator is closed.
         """
-        row = check_row(row_id, self.row_count)
-        self._add(np.array([row]), check_gradient(row, gradient, self.dim))
+        row = check_integer("row_id", row_id, 0, self.row_count - 1)
+        values = _finite(f"gradient of row {row}", gradient, (1, self.dim), "skip it, or mend it")
+        self._add(np.array([row]), values)
 
     def accumulate_rows(self, row_ids: Any, gradients: Any) -> None:
         """Adds gradients to rows' sums: all of them, or, when it raises, none.
@@ -215,7 +210,7 @@ class MmapGradientAccumulator(Closing):
             StorageError: there is no disk space for the rows, or to take the call back.
             ClosedError: the accumulator is closed.
         """
-        rows, merged = check_batch(row_ids, gradients, self.row_count, self.dim)
+        rows, merged = _batch(row_ids, gradients, self.row_count, self.dim)
         if rows.size:
             self._add(rows, merged)
 
@@ -257,7 +252,11 @@ class MmapGradientAccumulator(Closing):
         if check_learning_rate("learning_rate", learning_rate) > _RATE_MAX:
             raise ArgumentError(f"learning_rate {learning_rate!r} is beyond float32")
         rate = np.float32(learning_rate)
-        target = check_rows(rows, self.row_count, self.dim)
+        as_output(rows, self.row_count * self.dim, "rows")
+        if rows.shape != (self.row_count, self.dim):
+            shape = (self.row_count, self.dim)
+            raise ArgumentError(f"rows must have shape {shape}; got {rows.shape}")
+        target: Float32 = np.asarray(rows)
         self._owner.check()
         with self._locks.cut(self._touched.stripes, is_shared=False) as hold:
             sums = self._open_sums()
@@ -302,7 +301,7 @@ class MmapGradientAccumulator(Closing):
             ArgumentError: the row is out of range.
             ClosedError: the accumulator is closed.
         """
-        row = check_row(row_id, self.row_count)
+        row = check_integer("row_id", row_id, 0, self.row_count - 1)
         self._owner.check()
         with self._locks.shared(self._touched.stripes_of(np.array([row]))):
             return self._open_sums().get(row)
@@ -326,7 +325,7 @@ class MmapGradientAccumulator(Closing):
         Raises:
             ArgumentError: `row_id` is no integer.
         """
-        row = check_row_id(row_id)
+        row = check_integer("row_id", row_id, -_ROW_ID_MAX, _ROW_ID_MAX)
         if self._file is None or not 0 <= row < self.row_count:
             return None
         return self._layout.sums_offset + row * self._layout.row_size_bytes
@@ -359,3 +358,42 @@ class MmapGradientAccumulator(Closing):
             raise ClosedError("the gradient accumulator is closed; open another one")
         self._sums.check_whole()
         return self._sums
+
+
+def _batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple[Rows, Float32]:
+    """Rows, ascending without repeats, and (n, dim) float32: the sums of their gradients."""
+    ids = np.asarray(row_ids)
+    if ids.size == 0 and not hasattr(row_ids, "dtype"):
+        ids = ids.astype(np.int64)  # an empty list
+    if ids.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"row_ids must be integers; got {ids.dtype}; convert them with .astype(np.int64)"
+        )
+    shape, found = (*ids.shape, dim), getattr(gradients, "shape", None)
+    if found is not None and tuple(found) != shape:
+        raise ArgumentError(
+            f"gradients must have shape {shape}, that of row_ids {ids.shape} and dim; got "
+            f"{tuple(found)}"
+        )
+    flat = ids.reshape(-1)
+    if flat.size and not (flat.min() >= 0 and flat.max() < row_count):
+        first = int(np.argmax((flat < 0) | (flat >= row_count)))
+        raise ArgumentError(
+            f"row_ids must be from 0 to {row_count - 1}; got {flat[first]} at place {first}"
+        )
+    values = _finite("gradients", gradients, (flat.size, dim), "skip the batch, or mend it")
+    rows, merged = merge_repeats(np.require(flat, np.int64, ("C", "A", "E")), values)
+    bad = None if merged is values else first_bad_cell(merged)
+    if bad is not None:
+        raise NonFiniteError(
+            f"the gradients of row {rows[bad.row]} add up to {merged[bad]} in column "
+            f"{bad.column}, beyond float32; scale them down"
+        )
+    return rows, merged
+
+
+def _finite(what: str, values: Any, shape: tuple[int, int], remedy: str) -> Float32:
+    """The values as float32, which may be the caller's array."""
+    flat = as_flat(what, values, shape[0] * shape[1])
+    check_finite(what, flat, None, remedy=remedy)
+    return np.require(flat, np.float32, ("C", "A", "E")).reshape(shape)

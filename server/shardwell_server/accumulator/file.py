@@ -42,7 +42,7 @@ class GradientFile(SumMemory):
     def __init__(
         self, path: Path, file: int, layout: SumLayout, reached: Callable[[str], None]
     ) -> None:
-        """Takes `file`, which is open and locked; the caller closes it when this fails."""
+        # The caller closes `file`, which is open and locked, where this fails.
         self.path = path
         self._file = file
         self._layout = layout
@@ -67,11 +67,7 @@ class GradientFile(SumMemory):
     def open_or_make(
         cls, path: Path, layout: SumLayout, reached: Callable[[str], None], *, recover: bool
     ) -> GradientFile:
-        """Opens a file for that layout, or makes one.
-
-        StorageError: it is in use, for another layout, damaged, was not closed (unless `recover`),
-        lacks what the machine had not written when it lost power, or the disk is full.
-        """
+        """Opens a file for that layout, or makes one; StorageError says why it can't be used."""
         try:
             file = _locked(path)
             try:
@@ -127,10 +123,7 @@ class GradientFile(SumMemory):
         )
 
     def _check_end(self, *, recover: bool) -> None:
-        """Checks that its last process closed it, or that it can be recovered from.
-
-        StorageError: it can't, or that would bring back sums of different moments.
-        """
+        """Checks that its last process closed it, or that it can be recovered from."""
         if not self.was_open:
             return
         if not recover:
@@ -140,7 +133,7 @@ class GradientFile(SumMemory):
                 "remove it"
             )
         boot_id = kernel_boot_id()
-        if boot_id is None or self.state.boot_id() != boot_id:
+        if boot_id is None or self.state.boot_id != boot_id:
             raise StorageError(
                 f"{self.path} was not closed, and the machine has started again since: what it "
                 "had not written to disk is lost, and the sums would be of different moments; "
@@ -148,9 +141,9 @@ class GradientFile(SumMemory):
             )
 
     def begin(self) -> None:
-        """Notes that this process has the checked file; StorageError: the disk failed."""
+        """Notes that this process has the checked file."""
         if not self.was_open:  # else it is the same start of the machine
-            self.state.set_boot_id(kernel_boot_id() or "")
+            self.state.boot_id = kernel_boot_id() or ""
             self._reached("start of the machine")
         self.state.set(State.OPEN)
         self._reached("state")
@@ -175,13 +168,10 @@ class GradientFile(SumMemory):
         self._reached("state")
 
     def end(self, summary: Summary) -> None:
-        """Writes everything to disk, notes that the file is closed, and lets others have it.
-
-        StorageError: the disk failed; the file counts as not closed.
-        """
+        """Writes everything to disk, notes that the file is closed, and lets others have it."""
         try:
             self.sync()
-            self.state.set_summary(summary)
+            self.state.summary = summary
             self._reached("summary")
             self.state.set(State.CLOSED)
             self._reached("state")
@@ -220,7 +210,6 @@ class GradientFile(SumMemory):
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    """A file, open and locked; StorageError: an accumulator has it already."""
     while True:
         file = os.open(path, _OPEN_FLAGS | flags, 0o666)
         try:
@@ -240,7 +229,7 @@ def _locked(path: Path, flags: int = 0) -> int:
 
 
 def _is_blank(file: int, start: int) -> bool:
-    """True if a file has nothing but zeros from a place on; holes are not read."""
+    """Reads no holes."""
     while True:
         try:
             start = os.lseek(file, start, os.SEEK_DATA)

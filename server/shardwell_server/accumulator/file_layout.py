@@ -24,7 +24,6 @@ from __future__ import annotations
 import enum
 import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,55 +49,31 @@ _SUMMARY_OFFSET = 184
 HEAD_SIZE_BYTES = _HEAD.size + _CRC.size
 
 
-def page_aligned(size_bytes: int) -> int:
-    """The size in whole pages."""
+def _page_aligned(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
 class SumLayout:
-    """The layout for `row_count` rows of `dim` values."""
+    """The offsets of the parts for `row_count` rows of `dim` values, and their sizes in bytes."""
 
-    dim: int
-    row_count: int
+    words_offset = PAGE_SIZE_BYTES
 
-    @property
-    def row_size_bytes(self) -> int:
-        """Bytes of a row's sum."""
-        return 4 * self.dim
-
-    @property
-    def words_offset(self) -> int:
-        """The place of the words."""
-        return PAGE_SIZE_BYTES
-
-    @property
-    def sums_offset(self) -> int:
-        """The place of the sums."""
-        return self.words_offset + page_aligned(8 * self.row_count)
-
-    @property
-    def undo_offset(self) -> int:
-        """The place of the undo, which is the end of a file that was closed."""
-        return self.sums_offset + page_aligned(self.row_size_bytes * self.row_count)
-
-    @property
-    def undo_entry_size_bytes(self) -> int:
-        """Bytes of one entry, for words and sums."""
-        arrays = (np.empty(0, np.uint64), np.empty((0, self.dim), np.float32))
-        return entry_bytes(arrays, self.row_count)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of everything."""
-        return self.undo_offset + UNDO_ENTRY_COUNT * self.undo_entry_size_bytes
+    def __init__(self, *, dim: int, row_count: int) -> None:
+        self.dim, self.row_count = dim, row_count
+        self.row_size_bytes = 4 * dim
+        self.sums_offset = self.words_offset + _page_aligned(8 * row_count)
+        self.undo_offset = self.sums_offset + _page_aligned(self.row_size_bytes * row_count)
+        """The end of a file that was closed."""
+        arrays = (np.empty(0, np.uint64), np.empty((0, dim), np.float32))
+        self.undo_entry_size_bytes = entry_bytes(arrays, row_count)
+        self.size_bytes = self.undo_offset + UNDO_ENTRY_COUNT * self.undo_entry_size_bytes
 
 
 class State(enum.IntEnum):
     """State of the file. Numbers are those in it."""
 
     CLOSED = 1
-    """All is on disk, as the summary says."""
+    """The disk has everything, as the summary says."""
     OPEN = 2
     """A process has it, or was killed."""
     CLEARING = 3
@@ -106,7 +81,7 @@ class State(enum.IntEnum):
 
 
 class Summary(NamedTuple):
-    """All sums in two numbers."""
+    """The sums in two numbers."""
 
     row_count: int
     total: int
@@ -154,7 +129,7 @@ def is_head(page: bytes) -> bool:
 
 
 class FileState:
-    """The changing part of the head."""
+    """The changing part of the head; a part that was damaged raises StorageError."""
 
     def __init__(self, file: MappedFile, salt: int) -> None:
         self._path = file.path
@@ -163,7 +138,7 @@ class FileState:
         self._salt = salt
 
     def get(self) -> State:
-        """The state; StorageError: it was damaged."""
+        """The state."""
         word = self._words[_STATE_WORD]
         for state in State:
             if word == _word(state):
@@ -179,21 +154,23 @@ class FileState:
         """The stores of `set`: words, the place of one of them, and its new value."""
         return self._words, _STATE_WORD, _word(state)
 
+    @property
     def boot_id(self) -> str:
         """Id of the machine's start that opened the file last; "": unknown."""
         found: bytes = self._checked(_BOOT, _BOOT_OFFSET, "what opened it")[0]
         return found.rstrip(b"\0").decode()
 
-    def set_boot_id(self, boot_id: str) -> None:
-        """Notes it."""
+    @boot_id.setter
+    def boot_id(self, boot_id: str) -> None:
         _put(self._bytes, _BOOT, _BOOT_OFFSET, self._salt, boot_id.encode())
 
+    @property
     def summary(self) -> Summary:
-        """The sums of a file that was closed, in two numbers; StorageError: it was damaged."""
+        """The sums of a file that was closed, in two numbers."""
         return Summary(*self._checked(_SUMMARY, _SUMMARY_OFFSET, "its summary"))
 
-    def set_summary(self, summary: Summary) -> None:
-        """Notes it."""
+    @summary.setter
+    def summary(self, summary: Summary) -> None:
         _put(self._bytes, _SUMMARY, _SUMMARY_OFFSET, self._salt, *summary)
 
     def _checked(self, form: struct.Struct, offset: int, what: str) -> tuple[Any, ...]:
