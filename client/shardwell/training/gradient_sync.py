@@ -49,12 +49,14 @@ class GradientSync(Protocol):
         """
 
     @property
-    def is_distributed(self) -> bool:
-        """True if other workers are to be waited for."""
-
-    @property
     def worker_count(self) -> int:
         """Workers that take part, this one included."""
+        raise NotImplementedError
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if other workers are to be waited for."""
+        return self.worker_count > 1
 
 
 class ReducingGroup(Protocol):
@@ -93,7 +95,7 @@ class ReducingGroup(Protocol):
         """Blocks until all have joined; returns the rank that joined last."""
 
 
-class LocalSync:
+class LocalSync(GradientSync):
     """One worker alone: its gradient is the mean. Checks as the others do; any thread may call.
 
     Args:
@@ -112,11 +114,6 @@ class LocalSync:
 
     def __repr__(self) -> str:
         return "LocalSync()"
-
-    @property
-    def is_distributed(self) -> bool:
-        """False."""
-        return False
 
     @property
     def worker_count(self) -> int:
@@ -144,7 +141,7 @@ class LocalSync:
             )
 
 
-class GroupSync:
+class GroupSync(GradientSync):
     """The workers of a group reduce among themselves.
 
     Args:
@@ -173,11 +170,6 @@ class GroupSync:
         return self.group.rank
 
     @property
-    def is_distributed(self) -> bool:
-        """True if the group has other members now."""
-        return self.worker_count > 1
-
-    @property
     def worker_count(self) -> int:
         """The group's members now."""
         return self.group.size
@@ -197,7 +189,7 @@ class GroupSync:
         )
 
 
-class ServerSync:
+class ServerSync(GradientSync):
     """The shards of a cluster average. Each worker has its own client and parameter.
 
     It keeps one array as long as the parameter: an exchange reads the gradient until all of the
@@ -251,11 +243,6 @@ class ServerSync:
 
     def __repr__(self) -> str:
         return f"ServerSync({self.parameter!r})"
-
-    @property
-    def is_distributed(self) -> bool:
-        """True if the parameter has other workers."""
-        return self.worker_count > 1
 
     @property
     def worker_count(self) -> int:

@@ -55,6 +55,7 @@ from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.names import format_ranks
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 from shardwell.threads.calls import SIGNAL_INTERVAL_S
+from shardwell.training.gradient_sync import GradientSync
 
 THREAD_COUNT_MAX = 1024
 _GATHERING, _REDUCING, _OVER = "gathering", "reducing and handing out", "over"
@@ -160,7 +161,7 @@ class _Round:
         self.failure: Failure | None = None
 
 
-class ThreadedSync:
+class ThreadedSync(GradientSync):
     """Synchronises the gradients of `worker_count` threads; reusable, for any lengths in turn.
 
     Every thread calls the same methods in the same order, each with its own array. A thread's rank
@@ -204,11 +205,6 @@ class ThreadedSync:
 
     def __repr__(self) -> str:
         return f"ThreadedSync({self._worker_count})"
-
-    @property
-    def is_distributed(self) -> bool:
-        """True if it has other threads."""
-        return self._worker_count > 1
 
     @property
     def worker_count(self) -> int:
