@@ -98,9 +98,9 @@ class CallMaker:
         allow_non_finite: bool,
     ) -> None:
         self._threads = threads
-        self._strategy = strategy
+        self.strategy = strategy
         self._codec = codec
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._allow_non_finite = allow_non_finite
 
     def collective(
@@ -114,7 +114,7 @@ class CallMaker:
         """A call of rank `rank` among `size`; None for `operation` is a barrier."""
         op, root, sample_count, codec, timeout_s, _, _ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
-        call = self._call(kind, operation, self._timeout_s if timeout_s is None else timeout_s)
+        call = self._call(kind, operation, self.timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement
         try:
             call.codec_name = _checked("codec", codec or self._codec, tuple(GROUP_CODECS))
@@ -133,7 +133,7 @@ class CallMaker:
                     raise ArgumentError(
                         f'sample_count weights op="mean" alone; got it with op={op!r}'
                     )
-                call.plan = plan_of(call, operation, self._strategy, rank, range(size))
+                call.plan = plan_of(call, operation, self.strategy, rank, range(size))
                 if not self._allow_non_finite:
                     self._look(call, call.plan)
         except ShardwellError as error:
@@ -145,7 +145,7 @@ class CallMaker:
 
     def state(self, *, has_state: bool, timeout_s: float | None) -> Call:
         """A call that tells all ranks which of them have the group's state."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         call = self._call(pb.OPERATION_STATE, None, timeout_s)
         call.announcement.sample_count = int(has_state)
         return call

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardwell.connection.tls import Tls
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import (
     ArgumentError,
     ClosedError,
@@ -25,7 +25,6 @@ from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions
 from shardwell.group.engine import Call
 from shardwell.group.generation import Generation, Membership
 from shardwell.group.schedule.plan import Operation
-from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.state import SharedState
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
@@ -85,25 +84,22 @@ class Group(Connected):
         threads: CallThreads,
         calls: CallMaker,
         *,
-        strategy: Strategy,
-        timeout_s: float,
         traffic: Traffic,
-        tls: Tls | None,
-        token_file: str | None,
+        credentials: Credentials,
     ) -> None:
-        self.tls = tls
+        self.tls = None if credentials.tls is None else credentials.tls.tls
         """The credentials of this worker, and those it believes; None: no TLS."""
-        self.token_file = token_file
+        self.token_file = None if credentials.token is None else credentials.token.path
         """Path of the file with this worker's token; None: it has none."""
         self.name = name
         """Name of the group."""
-        self.strategy = strategy
+        self.strategy = calls.strategy
         """The strategy of its reductions."""
         self.traffic = traffic
         """Bytes moved so far."""
         self._membership = membership
         self._threads = threads
-        self._timeout_s = timeout_s
+        self._timeout_s = calls.timeout_s
         self._calls = calls
         self._under_way = _CallsUnderWay(name)
         self._closed = False

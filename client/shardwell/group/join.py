@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -203,7 +204,6 @@ def join_group(
         membership = _Membership(
             spec,
             arguments,
-            strategy,
             traffic,
             lease_s=lease_s,
             advertise=advertise,
@@ -226,11 +226,8 @@ def join_group(
                     timeout_s=timeout_s,
                     allow_non_finite=allow_non_finite,
                 ),
-                strategy=strategy,
-                timeout_s=timeout_s,
                 traffic=traffic,
-                tls=None if files is None else files.tls,
-                token_file=None if credentials.token is None else credentials.token.path,
+                credentials=credentials,
             )
             if isinstance(group, ElasticGroup):
                 group.begin(join_timeout_s)
@@ -350,7 +347,6 @@ class _Membership:
         self,
         spec: group_pb2.GroupSpec,
         arguments: _Arguments,
-        strategy: Strategy,
         traffic: Traffic,
         *,
         lease_s: float,
@@ -364,7 +360,7 @@ class _Membership:
         self._tls = credentials.tls
         self._spec = spec
         self._arguments = arguments
-        self._strategy = strategy
+        self._strategy = Strategy.parse(spec.strategy)
         self._traffic = traffic
         self._lease_ms = int(1000 * lease_s)
         self._lease: LeaseKeeper | None = None
@@ -390,15 +386,8 @@ class _Membership:
         self._rendezvous = Rendezvous(arguments.rendezvous, credentials)
 
     def join(self, timeout_s: float) -> None:
-        formed = self._rendezvous.join(
-            self._spec,
-            self._member,
-            self._arguments.rank,
-            lease_ms=self._lease_ms,
-            timeout_s=timeout_s,
-            greet=self._greet,
-        )
-        self._begun(formed)
+        request = self._request(rank=self._arguments.rank)
+        self._begun(self._rendezvous.join(request, timeout_s=timeout_s, greet=self._greet))
 
     def rejoin(
         self,
@@ -409,27 +398,29 @@ class _Membership:
         without_newcomers: bool = False,
     ) -> Generation:
         deadline_s = time.monotonic() + timeout_s
-        lost_ranks = previous.lost_ranks
+        request = self._request(
+            rank=previous.rank,
+            previous_generation=previous.number,
+            previous_member_count=len(previous.members),
+            lost_ranks=previous.lost_ranks,
+            replacement_wait_ms=int(1000 * wait_s),
+            without_newcomers=without_newcomers,
+        )
         previous.abort(rebuilding(previous.rank), min(TELLING_S, timeout_s / 4))
         self._end_lease()
         followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
         try:
-            formed = self._rendezvous.join(
-                self._spec,
-                self._member,
-                previous.rank,
-                lease_ms=self._lease_ms,
-                timeout_s=max(deadline_s - time.monotonic(), _REST_S_MIN),
-                greet=self._greet,
-                previous=followed,
-                lost_ranks=lost_ranks,
-                replacement_wait_ms=int(1000 * wait_s),
-                without_newcomers=without_newcomers,
-            )
+            rest_s = max(deadline_s - time.monotonic(), _REST_S_MIN)
+            formed = self._rendezvous.join(request, timeout_s=rest_s, greet=self._greet)
         except BaseException:
             self._keep_lease(followed, previous)  # it lives, and may ask again
             raise
         return self._begun(formed)
+
+    def _request(self, **more: Any) -> group_pb2.JoinGroupRequest:
+        return group_pb2.JoinGroupRequest(
+            spec=self._spec, member=self._member, lease_ms=self._lease_ms, **more
+        )
 
     @property
     def waiting_count(self) -> int:

@@ -38,7 +38,7 @@ from shardwell.errors import (
     ShardwellError,
     WorkersMissingError,
 )
-from shardwell.group.rendezvous.notices import WaitingNotices
+from shardwell.group.rendezvous.client import WaitingNotices
 from shardwell.specs.names import check_name, format_ranks, is_address
 
 ResultT = TypeVar("ResultT")

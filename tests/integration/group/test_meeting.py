@@ -22,7 +22,7 @@ from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.worker import error_detail
 from shardwell.connection.credentials import Credentials
-from shardwell.group.rendezvous.client import Formed, Rendezvous
+from shardwell.group.rendezvous.client import Formed, Greet, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
@@ -56,10 +56,29 @@ def nobody(members: Sequence[pb.Member], deadline_s: float) -> Greeted:
     return Greeted([])
 
 
+def join_with(
+    rendezvous: Rendezvous,
+    spec: pb.GroupSpec,
+    member: pb.Member,
+    rank: int,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    greet: Greet = nobody,
+    previous: Formed | None = None,
+    **more: Any,
+) -> Formed:
+    """A place in the group's next generation; after `previous`, if it is given."""
+    if previous is not None:
+        more["previous_generation"] = previous.generation
+        more["previous_member_count"] = len(previous.members)
+    more = {"lease_ms": LEASE_MS, **more}
+    request = pb.JoinGroupRequest(spec=spec, member=member, rank=rank, **more)
+    return rendezvous.join(request, timeout_s=timeout_s, greet=greet)
+
+
 def join(target: str, member: pb.Member, rank: int, spec: pb.GroupSpec, **options: Any) -> Formed:
-    options = {"lease_ms": LEASE_MS, "timeout_s": TIMEOUT_S, "greet": nobody, **options}
     with Rendezvous(target, Credentials.of()) as rendezvous:
-        return rendezvous.join(spec, member, rank, **options)
+        return join_with(rendezvous, spec, member, rank, **options)
 
 
 def renewal(spec: pb.GroupSpec, member: pb.Member, formed: Formed) -> pb.RenewLeaseRequest:
@@ -151,13 +170,13 @@ def test_the_deadline_names_the_missing_and_the_refused(cluster, run) -> None:
 def _is_there(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
     """Whether rank 0 is; asked by one that is soon gone again."""
     with pytest.raises(shardwell.ShardwellError) as caught:
-        rendezvous.join(spec, new_member("y"), 1, lease_ms=LEASE_MS, timeout_s=0.1, greet=nobody)
+        join_with(rendezvous, spec, new_member("y"), 1, timeout_s=0.1)
     return 0 not in getattr(caught.value, "missing_ranks", (0,))
 
 
 def _is_refused(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
     try:
-        rendezvous.join(spec, new_member("x"), 1, lease_ms=LEASE_MS, timeout_s=0.1, greet=nobody)
+        join_with(rendezvous, spec, new_member("x"), 1, timeout_s=0.1)
     except shardwell.GroupMismatchError:
         return True
     except (shardwell.WorkersMissingError, shardwell.ShardUnavailableError):
@@ -232,7 +251,7 @@ def test_a_shard_that_is_started_anew_takes_the_group_over(cluster, run, keep, t
 
 def _is_taken(rendezvous: Rendezvous, spec: pb.GroupSpec) -> bool:
     try:
-        rendezvous.join(spec, new_member("x"), 0, lease_ms=LEASE_MS, timeout_s=0.5, greet=nobody)
+        join_with(rendezvous, spec, new_member("x"), 0, timeout_s=0.5)
     except shardwell.RankTakenError:
         return True
     except (shardwell.WorkersMissingError, shardwell.ShardUnavailableError):
@@ -315,9 +334,7 @@ def test_closing_ends_a_join_and_a_lease_at_once(cluster) -> None:
 
     def wait() -> None:
         with pytest.raises(shardwell.ClosedError) as error:
-            rendezvous.join(
-                spec, new_member("h0"), 0, lease_ms=LEASE_MS, timeout_s=TIMEOUT_S, greet=nobody
-            )
+            join_with(rendezvous, spec, new_member("h0"), 0)
         caught.append(error)
 
     thread = threading.Thread(target=wait)

@@ -7,6 +7,7 @@ meanwhile, costs time and nothing else.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -32,7 +33,6 @@ from shardwell.errors import (
     WorkersMissingError,
     WorkerUnreachableError,
 )
-from shardwell.group.rendezvous.notices import WaitingNotices
 from shardwell.process.connected import Closing
 from shardwell.process.ending import has_main_ended
 from shardwell.specs.deadlines import less_margin
@@ -51,7 +51,10 @@ _LEAVE_UNHEARD_S = 0.2
 """The longest leave after a join that had no answer last: its caller waits already."""
 _SILENCE_S = 2.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"].full_name
-
+_LOG = logging.getLogger("shardwell.group")
+_FIRST_NOTICE_S = 2.0
+"""Workers that a launcher starts together rarely come further apart."""
+_PAUSE_S_MAX = 60.0
 _TELLING_S_MAX = 1.0
 """Time before a join's deadline at which a member reports to all which members it could not reach;
 at most a quarter of it."""
@@ -84,6 +87,24 @@ class Formed:
     members: tuple[pb.Member, ...]
 
 
+class WaitingNotices:
+    """Log lines about a wait: one after 2 s, and others at pauses that double, up to a minute."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._pause_s = _FIRST_NOTICE_S
+        self._due_s = self._began_s + self._pause_s
+
+    def note(self, what: Callable[[], str]) -> None:
+        """Logs what is waited for, if a line is due; `what` continues "... has waited 2 s "."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        _LOG.warning("a worker has waited %.3g s %s", now_s - self._began_s, what())
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        self._due_s = now_s + self._pause_s
+
+
 class Rendezvous(Closing):
     """The client of a meeting place: of a cluster, shard 0. Any thread may use it."""
 
@@ -95,44 +116,31 @@ class Rendezvous(Closing):
 
     def join(
         self,
-        spec: pb.GroupSpec,
-        member: pb.Member,
-        rank: int,
+        request: pb.JoinGroupRequest,
         *,
-        lease_ms: int,
         timeout_s: float,
         greet: Greet,
-        previous: Formed | None = None,
-        lost_ranks: Sequence[int] = (),
-        replacement_wait_ms: int = 0,
-        without_newcomers: bool = False,
     ) -> Formed:
         """Returns a place in the group's next generation; blocks until all its members are there.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
-        that follows a generation (`previous`) keeps its rank there, and may ask again. Each attempt
+        that follows a previous generation keeps its rank there, and may ask again. Each attempt
         needs a member_id of its own, except those that follow. `greet` begins to greet all members,
         until a time by `time.monotonic` that is a little before the timeout; it is called once for
         each generation that is formed, and the rendezvous is asked on meanwhile, so that the place
-        is kept. With `previous`, WorkerUnreachableError comes at the timeout alone: a member may
-        have died just now.
+        is kept. Where it follows one, WorkerUnreachableError comes at the timeout alone: a
+        member may have died just now.
         """
-        request = pb.JoinGroupRequest(spec=spec, member=member, rank=rank, lease_ms=lease_ms)
-        if previous is not None:
-            request.previous_generation = previous.generation
-            request.previous_member_count = len(previous.members)
-            request.lost_ranks.extend(lost_ranks)
-            request.replacement_wait_ms = replacement_wait_ms
-            request.without_newcomers = without_newcomers
         waiting = _Waiting(self.address, request, timeout_s)
         try:
             with contextlib.ExitStack() as greetings:
                 return self._formed(request, waiting, greet, greetings)
         except BaseException:
-            if previous is None:
+            if not request.previous_generation:
                 leave_s = _LEAVE_S_MAX if waiting.is_heard else _LEAVE_UNHEARD_S
                 with contextlib.suppress(Exception):
-                    self.leave(spec.name, member.member_id, timeout_s=leave_s)
+                    name, member_id = request.spec.name, request.member.member_id
+                    self.leave(name, member_id, timeout_s=leave_s)
             raise
 
     def begin_renewal(self, request: pb.RenewLeaseRequest, *, timeout_s: float) -> Any:
