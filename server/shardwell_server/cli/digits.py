@@ -41,48 +41,40 @@ _REPORT_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 2.0
 
 
-def steps_option(default: int | None, told: str) -> Decorator:
+def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
+    """An option whose variable has its name: --codec and $SHARDWELL_CODEC."""
+    variable = f"SHARDWELL_{flag.strip('-').upper().replace('-', '_')}"
+    names = (flag, more.pop("name")) if "name" in more else (flag,)
+    more = {"envvar": variable, "show_default": "default" in more, **more}
+    return click.option(*names, type=kind, help=what, **more)
+
+
+def steps_option(default: int | None, what: str) -> Decorator:
     """--steps, as `step_count`."""
-    return click.option(
-        "--steps",
-        "step_count",
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=default is not None,
-        envvar="SHARDWELL_STEPS",
-        help=told,
-    )
+    return _setting("--steps", what, click.IntRange(min=1), default=default, name="step_count")
 
 
 def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
     """--codec, with a default and how it is shown."""
-    return click.option(
-        "--codec",
-        type=click.Choice(get_args(CodecName)),
-        default=default,
-        show_default=shown,
-        envvar="SHARDWELL_CODEC",
-        help="How gradients and weights travel.",
+    kind = click.Choice(get_args(CodecName))
+    return _setting(
+        "--codec", "How gradients and weights travel.", kind, default=default, show_default=shown
     )
 
 
 codec_option: Decorator = codec_option_of("fp16", "fp16")
-_mode_option: Decorator = click.option(
+_mode_option = _setting(
     "--mode",
-    type=click.Choice(get_args(ModeName)),
+    "sync: a step is the mean of all workers' gradients; async: each as it arrives.",
+    click.Choice(get_args(ModeName)),
     default="sync",
-    show_default=True,
-    envvar="SHARDWELL_MODE",
-    help="sync: a step is the mean of all workers' gradients; async: each as it arrives.",
 )
-_sync_option: Decorator = click.option(
+_sync_option = _setting(
     "--sync",
-    type=click.Choice(get_args(SyncName)),
-    default="server",
-    show_default=True,
-    envvar="SHARDWELL_SYNC",
-    help="Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
+    "Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
     "of them; or threads of one process.",
+    click.Choice(get_args(SyncName)),
+    default="server",
 )
 
 
@@ -116,14 +108,13 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 
 @click.command()
 @shard_count_option("Shards to start, each a process.")
-@click.option(
+@_setting(
     "--workers",
-    "worker_count",
-    type=int,
+    "Workers to start, each a process.",
+    int,
     default=4,
-    show_default=True,
+    name="worker_count",
     envvar="SHARDWELL_WORKER_COUNT",
-    help="Workers to start, each a process.",
 )
 @steps_option(
     None,
@@ -199,27 +190,14 @@ def demo(
 
 @click.command()
 @shards_option
-@click.option(
-    "--worker-id",
-    required=True,
-    envvar="SHARDWELL_WORKER_ID",
-    help="Unique in the cluster, and the same after a restart.",
-)
-@click.option(
+@_setting("--worker-id", "Unique in the cluster, and the same after a restart.", required=True)
+@_setting(
     "--worker-index",
-    type=int,
-    envvar="SHARDWELL_WORKER_INDEX",
-    help="Which share of the digits, from 0. Default: the number at the end of the worker "
-    "id, modulo the worker count.",
+    "Which share of the digits, from 0. Default: the number at the end of the worker id, modulo "
+    "the worker count.",
+    int,
 )
-@click.option(
-    "--worker-count",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    envvar="SHARDWELL_WORKER_COUNT",
-    help="Workers that train together.",
-)
+@_setting("--worker-count", "Workers that train together.", click.IntRange(min=1), default=1)
 @click.option(
     "--elastic",
     "is_elastic",
@@ -231,29 +209,14 @@ def demo(
 @_sync_option
 @_mode_option
 @steps_option(STEP_COUNT, "Steps that each worker makes.")
-@click.option(
-    "--parameter",
-    default="digits",
-    show_default=True,
-    envvar="SHARDWELL_PARAMETER",
-    help="Name of the model's weights in the cluster.",
-)
-@click.option(
+@_setting("--parameter", "Name of the model's weights in the cluster.", default="digits")
+@_setting(
     "--timeout-s",
-    type=Duration(),
+    "Bound of each call, waiting for other workers included.",
+    Duration(),
     default=60.0,
-    show_default=True,
-    envvar="SHARDWELL_TIMEOUT_S",
-    help="Bound of each call, waiting for other workers included.",
 )
-@click.option(
-    "--connect-timeout-s",
-    type=Duration(),
-    default=60.0,
-    show_default=True,
-    envvar="SHARDWELL_CONNECT_TIMEOUT_S",
-    help="How long shards are waited for.",
-)
+@_setting("--connect-timeout-s", "How long shards are waited for.", Duration(), default=60.0)
 def train_digits(*, worker_index: int | None, **fields: Any) -> None:
     """Be one worker that trains the digits classifier on a cluster.
 
