@@ -96,8 +96,7 @@ class _ShardActor:
     """One shard, in the process of its actor. Called by the coordinator and `RayCluster` alone.
 
     What keeps it from serving, such as a damaged file, is raised by `state`: the actor lives on, as
-    to start it again would not help. Without `data_dir` all is in memory; a `port` of 0 is drawn
-    from the cluster's id.
+    to start it again would not help.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ class _ShardActor:
         self._serve()
 
     def stop(self) -> None:
-        """Stops in order: steps that are under way end within the grace."""
         self._stop(None)
         if self._claimed is not None:
             self._claimed.close()
@@ -175,7 +173,6 @@ class _ShardActor:
         self._server.start()
 
     def _free_port(self, host: str) -> int:
-        """The port of the process before, wherever it can be had."""
         config = self._config
         if self._port:
             return self._port + config.shard_index
@@ -194,8 +191,7 @@ class _ShardActor:
 class _Coordinator:
     """Says where the shards are, after it has seen to it that they belong together.
 
-    What it needs to know the shards tell, so it may be lost at any time. They go back to
-    `checkpoint` when one has lost what it held.
+    What it needs to know the shards tell, so it may be lost at any time.
     """
 
     def __init__(self, names: Sequence[str], checkpoint: str | None) -> None:
@@ -204,7 +200,6 @@ class _Coordinator:
         self._checkpoint = checkpoint
 
     def addresses(self, timeout_s: float) -> list[str]:
-        """HOST:PORT of each shard, by index, when all serve and have what they held."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             states = self._states(deadline_s)
@@ -217,10 +212,6 @@ class _Coordinator:
         return self._each("state", deadline_s, [()] * len(self._shards))
 
     def _made_whole(self, states: list[_ShardState], deadline_s: float) -> list[_ShardState]:
-        """The answers of shards that belong together, though some were started again.
-
-        StorageError: a shard has lost what it held, and no checkpoint can be restored.
-        """
         is_anything_held = any(state.holds_something for state in states)
         lost = [index for index, state in enumerate(states) if not state.has_joined]
         if self._checkpoint is None:
@@ -512,7 +503,7 @@ def start_shards(
 def _answer(
     ask: Callable[[], Any], deadline_s: float, who: str, *, shard_index: int | None = None
 ) -> Any:
-    """The answer of an actor; asked again while Ray starts it again, until the deadline."""
+    """Asks again while Ray starts the actor again, until the deadline."""
     while True:
         rest_s = deadline_s - time.monotonic()
         try:
@@ -542,7 +533,6 @@ def _answer(
 
 
 def _claimed(path: Path, config: ShardConfig) -> DataDir:
-    """The directory, when the process that had it is gone."""
     deadline_s = time.monotonic() + _CLAIM_WAIT_S
     while True:
         try:
@@ -554,7 +544,6 @@ def _claimed(path: Path, config: ShardConfig) -> DataDir:
 
 
 def _is_free(host: str, port: int, patience_s: float) -> bool:
-    """True if the port can be listened on, now or soon."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:

@@ -361,7 +361,6 @@ class MmapGradientAccumulator(Closing):
 
 
 def _batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple[Rows, Float32]:
-    """Rows, ascending without repeats, and (n, dim) float32: the sums of their gradients."""
     ids = np.asarray(row_ids)
     if ids.size == 0 and not hasattr(row_ids, "dtype"):
         ids = ids.astype(np.int64)  # an empty list
@@ -393,7 +392,6 @@ def _batch(row_ids: Any, gradients: Any, row_count: int, dim: int) -> tuple[Rows
 
 
 def _finite(what: str, values: Any, shape: tuple[int, int], remedy: str) -> Float32:
-    """The values as float32, which may be the caller's array."""
     flat = as_flat(what, values, shape[0] * shape[1])
     check_finite(what, flat, None, remedy=remedy)
     return np.require(flat, np.float32, ("C", "A", "E")).reshape(shape)

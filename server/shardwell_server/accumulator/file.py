@@ -123,7 +123,6 @@ class GradientFile(SumMemory):
         )
 
     def _check_end(self, *, recover: bool) -> None:
-        """Checks that its last process closed it, or that it can be recovered from."""
         if not self.was_open:
             return
         if not recover:

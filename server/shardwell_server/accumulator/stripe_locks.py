@@ -101,7 +101,6 @@ class StripeLocks:
                 self._sweep()
 
     def _claimed(self, found: Stripes) -> Stripes | None:
-        """The found stripes, and those that writers hold or wait for; None for all."""
         claims = [found]
         for other in (*self._holders, *self._waiting):
             if not other.is_shared:
@@ -117,7 +116,6 @@ class StripeLocks:
         return bool(np.count_nonzero(held < 0 if hold.is_shared else held))
 
     def _sweep(self) -> None:
-        """Grants, in their order, the requests that conflict with none before them."""
         self._sweep_number += 1
         left: list[Hold] = []
         is_all_waited_for = False

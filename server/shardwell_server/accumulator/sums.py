@@ -196,10 +196,7 @@ class StoredSums:
         return found
 
     def blocks(self, rows: Rows) -> Iterator[tuple[Rows, Float32]]:
-        """Rows that have a sum, block by block, with a copy of their sums, which may be written.
-
-        (n,) and (n, dim); the copy is the thread's scratch `gradient`, good until the next one.
-        """
+        """Yields rows that have a sum, in blocks, with a copy of their sums in scratch memory."""
         for start in range(0, rows.size, self._block_row_count):
             part = rows[start : start + self._block_row_count]
             yield part, self._gathered(part)
@@ -256,7 +253,6 @@ class StoredSums:
         return gather(self._sums, rows, into)
 
     def _words_of(self, rows: Rows, sums: Float32) -> Checks:
-        """The words of rows with these sums: not 0."""
         found = self._checks.of_sums(rows, np.ones(rows.size, np.bool_), sums)
         return np.maximum(found, np.uint64(1), out=found)
 

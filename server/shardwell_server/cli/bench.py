@@ -126,7 +126,7 @@ class StepFigures:
 
 
 def _settled(times: Sequence[float]) -> float:
-    """The median, without the first of several, which warms up."""
+    """Leaves out the first of several, which warms up."""
     return statistics.median(times[1:] or times)
 
 
@@ -221,13 +221,7 @@ def bench(
 
 
 class _Transfers:
-    """The transfers, and how long they take.
-
-    Args:
-        client: Connected.
-        megabytes: Float32 of each parameter; there is one a codec.
-        deadline_s: Deadline of all calls, on the monotonic clock.
-    """
+    """The transfers of parameters, one a codec, and the time that they take."""
 
     def __init__(self, client: shardwell.Client, megabytes: int, deadline_s: float) -> None:
         self._client = client
@@ -241,7 +235,6 @@ class _Transfers:
         self._whole: dict[str, Parameter[Any]] = {}
 
     def make(self) -> None:
-        """Creates the parameters."""
         for codec, name in self._names.items():
             model = self._client.parameter(
                 name,
@@ -254,7 +247,6 @@ class _Transfers:
             self._whole[codec] = model
 
     def delete(self) -> list[str]:
-        """Deletes the parameters; of those that are left the name, and why."""
         left = []
         for name in self._names.values():
             try:
@@ -266,11 +258,9 @@ class _Transfers:
         return left
 
     def slice_size(self, shard_index: int) -> int:
-        """Elements that a shard has of each parameter."""
         return self._whole[_CODECS[0]].slices[shard_index].size
 
     def transports(self) -> list[str]:
-        """The way of the payloads of an exchange with each shard."""
         found = []
         for probe in self._probes("fp16"):
             self._timed(probe.exchange, self._values, out=self._out)
@@ -281,11 +271,7 @@ class _Transfers:
         return found
 
     def measure(self, seconds: float, shards: list[ShardFigures]) -> tuple[float, float]:
-        """Times each way of each shard, which it notes there.
-
-        Returns seconds of an exchange with all shards, and the part of them for which some thread
-        held the interpreter's lock.
-        """
+        """Returns seconds of an exchange, and the part for which Python's lock was held."""
         exchanges: list[float] = []
         times: dict[str, list[list[float]]] = {}
         probes: dict[str, list[SliceProbe]] = {codec: self._probes(codec) for codec in _CODECS}
@@ -380,12 +366,10 @@ class LockSamples:
 
 
 def _values(size: int) -> Float32:
-    """Values like a gradient's: small numbers of either sign."""
     return np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.01)
 
 
 def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
-    """The median time of a call that says next to nothing."""
     channel = ShardChannel(index, address, credentials=Credentials.of())
     question = pb.GetStatusRequest(identity_only=True)
     times = []
@@ -402,7 +386,6 @@ def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
 
 
 def _codec_rates(name: str) -> tuple[float, float]:
-    """Bytes of float32 a second that one thread encodes and decodes, from and to memory."""
     codec = CODECS[name]
     chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
     values = _values(16 * chunk_size).reshape(16, chunk_size)
@@ -425,7 +408,7 @@ def _codec_rates(name: str) -> tuple[float, float]:
 
 
 def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
-    """Bytes a second that fit two transfers of as many elements and unlike many bytes.
+    """Returns the rate that fits two transfers of as many elements and unlike many bytes.
 
     time = elements x (what converting, checking and summing one takes) + bytes / rate; so the
     difference in bytes over the difference in time. None: the time hardly depends on the bytes.

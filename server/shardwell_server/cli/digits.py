@@ -269,11 +269,7 @@ def demo_worker(*, task: str, exit_with_parent: bool) -> None:
 
 
 def index_of(worker_id: str, worker_count: int) -> int:
-    """A worker's index from its id: "w3" is 3. Modulo the count, so ids may count from 1.
-
-    Raises:
-        ArgumentError: the id does not end in a number.
-    """
+    """A worker's index from its id: "w3" is 3. Modulo the count, so ids may count from 1."""
     number = re.search(r"\d+$", worker_id)
     if number is None:
         raise ArgumentError(

@@ -131,11 +131,7 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig) -> float:
-    """Runs and shows it all, leaves no process behind, and returns the held-out accuracy.
-
-    Raises:
-        StoppedError: a signal asked for it.
-    """
+    """Runs and shows it all, leaves no process behind, and returns the held-out accuracy."""
     start_s = time.monotonic()
     progress = Progress()
     with contextlib.ExitStack() as stack:
@@ -218,10 +214,7 @@ def _watch(
 
 
 def _exam(client: shardwell.Client, task: Task, held_out: Samples) -> Callable[[float], float]:
-    """Returns a function of a timeout: the accuracy of the weights that the shards have then.
-
-    The client is a reader, which takes no worker's seat; a worker has called `init` before.
-    """
+    """The client is a reader, which takes no worker's seat; a worker has called `init` before."""
     weights = np.empty(MODEL.size, np.float32)
     parts: list[tuple[shardwell.Parameter[Any], Any]]
     if task.outer is None:

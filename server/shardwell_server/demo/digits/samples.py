@@ -66,7 +66,7 @@ def load_digits() -> Digits:
 
 
 def _digits_file() -> Path:
-    """scikit-learn's own file of digits, without its import, which takes two seconds of a core."""
+    """Finds it without scikit-learn's import, which takes two seconds of a core."""
     package = importlib.util.find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")
@@ -85,12 +85,11 @@ def split(samples: Samples, held_out_count: int) -> Digits:
 
 
 class Batches:
-    """One worker's batches: `batches[step]`, the same whenever and wherever it is asked for.
+    """One worker's batches: `batches[step]` is equal whenever and wherever it is asked for.
 
     Samples are dealt round-robin, so that no two workers share one; with a `worker_count` of None
     workers come and go, and each draws from all samples, in an order of its own. Each pass over a
-    worker's share is in another order; what is left over after its last full batch waits for the
-    next pass.
+    worker's share is in another order; what is left over after its last full batch waits.
     """
 
     def __init__(

@@ -145,8 +145,7 @@ class Training:
     def run(self) -> Float32:
         """Trains until this worker has made its steps; returns the weights after its last.
 
-        Where workers come and go, steps are the cluster's, and SIGTERM ends this one after its
-        step.
+        Where workers come and go, steps are the cluster's, and SIGTERM ends this one after one.
         """
         task = self.task
         if task.sync == "threads":
@@ -196,7 +195,6 @@ class Training:
             return weights
 
     def _outer(self, client: shardwell.Client) -> Float32:
-        """Inner steps of its own, and an outer step once in many."""
         task, plan = self.task, self.task.outer
         assert plan is not None
         trainer = _trainer(INNER_OPTIMIZER)
@@ -224,7 +222,6 @@ class Training:
         return trainer.weights
 
     def _by_sync(self, sync: shardwell.GradientSync, rank: int | None = None) -> Float32:
-        """Trains without shards: every worker holds the weights, and makes the mean's update."""
         if rank is not None:
             cast(shardwell.ThreadedSync, sync).take_seat(rank)
         trainer = _trainer(OPTIMIZER, sync, rank)
@@ -253,7 +250,7 @@ class Training:
         next_step: Callable[[], int],
         traffic: shardwell.Traffic,
     ) -> None:
-        """Makes steps and reports them; `step` returns its loss, and what else is reported."""
+        """`step` returns its loss, and what else is reported."""
         batches = Batches(
             self.digits.training,
             worker_index=self.task.worker_index,
