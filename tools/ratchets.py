@@ -11,6 +11,9 @@ functions and modules of an exchange, and of put_row_gradients      see tools/co
 functions with nine or more parameters      self and cls do not count
 attributes that one class assigns outside of __init__       of the class that has the most
 lines of code             of Python, without docstrings, comments, empty lines and imports
+lines of tests            of Python, all of them
+private members that tests read     of the product, on other objects than self
+test names in several files         of functions that pytest collects
 docstring lines of internals        on classes, functions and attributes that are on no page of
                           docs/reference, nor members of what is
 
@@ -43,8 +46,13 @@ PARAMETERS = "functions with nine or more parameters"
 ATTRIBUTES = "attributes that one class assigns outside of __init__"
 LINES = "lines of code"
 DOCSTRINGS = "docstring lines of internals"
+TEST_LINES = "lines of tests"
+TEST_PRIVATE = "private members that tests read"
+TEST_NAMES = "test names in several files"
 PARAMETER_COUNT = 9
-MARGINS = {LINES: 500, DOCSTRINGS: 100, MODULES: 3}
+MARGINS = {LINES: 500, DOCSTRINGS: 100, MODULES: 3, TEST_LINES: 1000, TEST_PRIVATE: 10}
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_repr_html_", "_current_frames"}
+"""Names of Python, and of notebooks, that are public in spite of their underscore."""
 """What may be exceeded by some: about one feature with its help and messages. Without a margin each
 commit that adds a line would change the record, and those of several people at once would conflict
 there."""
@@ -55,6 +63,9 @@ ADVICE = {
     PARAMETERS: "pass one record instead of what belongs together",
     ATTRIBUTES: "give what changes together an object of its own, with its states in a table",
     DOCSTRINGS: "a private name has a docstring only if it says why; one line says what it is",
+    TEST_LINES: "one suite a promise, parametrised by kind; one program with a plan",
+    TEST_PRIVATE: "use a public name, or one function of tests/harness/inside.py",
+    TEST_NAMES: "say in the name what the test is about: rows, members, ..",
     LINES: "extend the mechanism that exists rather than write a second one",
     **dict.fromkeys(
         (f"{what} of {name}" for what in ("functions", "modules") for name in CALLS.values()),
@@ -234,6 +245,35 @@ def _hidden_lines(node: Definition) -> int:
     )
 
 
+def _reads_private(node: ast.AST) -> bool:
+    """Returns True for a private member of anything but self, cls and super()."""
+    if not isinstance(node, ast.Attribute) or node.attr in PUBLIC:
+        return False
+    own = node.value.func if isinstance(node.value, ast.Call) else node.value
+    is_own = isinstance(own, ast.Name) and own.id in ("self", "cls", "super")
+    return node.attr.startswith("_") and not node.attr.startswith("__") and not is_own
+
+
+def counts_of_tests(root: Path) -> list[Count]:
+    """The counts of what below tests/ is Python."""
+    files = sorted((root / "tests").rglob("*.py"))
+    private: dict[str, int] = {}
+    names: dict[str, set[str]] = {}
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if _reads_private(node):
+                private[name] = private.get(name, 0) + 1
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                names.setdefault(node.name, set()).add(name)
+    twice = [f"{name}: {', '.join(sorted(of))}" for name, of in names.items() if len(of) > 1]
+    return [
+        Count(TEST_LINES, sum(path.read_bytes().count(b"\n") for path in files)),
+        Count(TEST_PRIVATE, sum(private.values()), tuple(f"{n}: {c}" for n, c in private.items())),
+        Count(TEST_NAMES, len(twice), tuple(sorted(twice))),
+    ]
+
+
 def functions_of_calls(root: Path) -> list[Count]:
     """What tools/count_calls.py counts, in a process of its own."""
     if not sys.platform.startswith("linux"):
@@ -354,6 +394,7 @@ def main() -> int:
         attributes_that_change(ROOT, files),
         lines_of_code(ROOT, files),
         docstrings_of_internals(ROOT, files),
+        *counts_of_tests(ROOT),
     ]
     record = (ROOT / RECORD).read_text()
     limits = allowed(record)

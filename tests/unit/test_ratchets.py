@@ -27,6 +27,9 @@ RECORD = """# Numbers fall.
 "attributes that one class assigns outside of __init__" = 2
 "lines of code" = 5
 "docstring lines of internals" = 3
+"lines of tests" = 4
+"private members that tests read" = 1
+"test names in several files" = 0
 """
 CLASS = '''import a
 from b import (
@@ -75,6 +78,8 @@ FILES = {
     "client/shardwell/rpc/arena.py": '"""A place. Pure except its lock."""\n',
     "client/shardwell/v1/types_pb2.py": "\n" * 5000,
     "server/shardwell_server/config.py": "\n",
+    "tests/unit/test_a.py": "def test_a(self, b):\n    self._c = b._d._replace(e=1).f\n",
+    "tests/unit/test_b.py": "def test_b():\n    super()._g()\n",
     "server/shardwell_server/kernels.c": "int a;\n" * 9,
 }
 
@@ -149,6 +154,18 @@ def test_what_is_as_recorded(ratchets, root: Path, capsys) -> None:
         ("client/shardwell/a.py", '"""Purely a module, of pure joy."""', None),
         ("client/shardwell/a.py", '"""A.\n\nPure."""', "add shardwell.a to the contract"),
         ("server/shardwell_server/x/__init__.py", '"""X. Pure."""', "add shardwell_server.x to"),
+        (
+            "tests/unit/test_b.py",
+            "def test_a(): ...\n",
+            "test names in several files: 1, 0 allowed; say in the name what the test is about",
+        ),
+        ("tests/unit/test_b.py", "a._b\n" * 10, None),
+        (
+            "tests/unit/test_b.py",
+            "a._b\n" * 11,
+            "private members that tests read: 12, 11 allowed; use a public name",
+        ),
+        ("tests/unit/test_b.py", "\n" * 1003, "lines of tests: 1005, 1004 allowed; one suite"),
         (
             "tools/count_calls.py",
             COUNTS.replace('"b"]]', '"b"], ["shardwell.rpc.stream", "c"]]'),
