@@ -46,7 +46,7 @@ from security import make_tokens
 from shardwell.connection.credentials import INSECURE_VARIABLE, TOKEN_FILE_VARIABLE
 from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell.numerics.codec import CODECS
-from shardwell_server.certificates import make_certificates
+from shardwell_server.operations.certificates import make_certificates
 from shardwell_server.processes.child import PARENT_FLAG
 
 PREFIX = "shardwell-bench"

@@ -33,7 +33,7 @@ from rich.table import Table
 from link import INSECURE, PORT, WARM_UP_COUNT, Network, busy_s, serve, stop, why_not
 from peers.turns import Crew, worker_command
 from shardwell.group.schedule.strategies import Tree
-from shardwell_server.step_time import Job, StepTime, co_located, dedicated, ring, tree
+from shardwell_server.operations.step_time import Job, StepTime, co_located, dedicated, ring, tree
 
 LATENCY_S = 0.5e-3
 """A message and back between two namespaces of a machine that is not idle."""

@@ -34,7 +34,7 @@ from shardwell_server.access.tokens import (
     new_secret,
     private_file,
 )
-from shardwell_server.certificates import make_certificates
+from shardwell_server.operations.certificates import make_certificates
 from shardwell_server.shard.quotas import Quota
 from shardwell_server.terminal import console
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import NameOID
 
 from shardwell import Tls
-from shardwell_server.certificates import Certificates, make_certificates
+from shardwell_server.operations.certificates import Certificates, make_certificates
 
 HOSTS = ("localhost", "127.0.0.1")
 

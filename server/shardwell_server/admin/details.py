@@ -12,10 +12,10 @@ from shardwell.specs.fragments import grouped
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.admin.history import Key, version_of
 from shardwell_server.admin.metrics import Vitals
-from shardwell_server.cluster_status import as_json
+from shardwell_server.operations.cluster_status import as_json
+from shardwell_server.operations.timeline import closed_steps
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.timeline import closed_steps
 
 _TENSOR_COUNT_MAX = 2000
 """In an answer; a parameter may have 65,536."""

@@ -42,8 +42,8 @@ from shardwell_server.admin.history import History, Key
 from shardwell_server.admin.http import HttpServer, Response
 from shardwell_server.admin.metrics import CONTENT_TYPE, Vitals, exposition
 from shardwell_server.admin.view import own_status, view
-from shardwell_server.cluster_status import Answer, ask
 from shardwell_server.config import ShardConfig
+from shardwell_server.operations.cluster_status import Answer, ask
 
 _PAGE_FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwell.group.rendezvous.members import GroupState
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.admin.metrics import Vitals
-from shardwell_server.cluster_status import LONG_WAIT_S, duration, size
+from shardwell_server.operations.cluster_status import LONG_WAIT_S, duration, size
 
 _FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
 """A disk with less room than both counts as full."""

@@ -21,7 +21,7 @@ from shardwell.rpc.shard_status import (
 )
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.troubles import troubles
-from shardwell_server.cluster_status import (
+from shardwell_server.operations.cluster_status import (
     Answer,
     as_json,
     blockers,

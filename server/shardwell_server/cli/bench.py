@@ -35,7 +35,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell_server.cli.options import connected, shards_option
 from shardwell_server.cli.quantities import Duration, Rate, bytes_words, digits, seconds_words
-from shardwell_server.step_time import HEADER_FACTOR
+from shardwell_server.operations.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console, table
 
 MEGABYTES_MAX = 1024

@@ -41,7 +41,10 @@ def certs(*, directory: Path, hosts: tuple[str, ...], days: int) -> None:
 
     localhost and 127.0.0.1 are always among the hosts that are given.
     """
-    from shardwell_server.certificates import Certificates, make_certificates  # a tenth of a second
+    from shardwell_server.operations.certificates import (  # a tenth of a second
+        Certificates,
+        make_certificates,
+    )
 
     if not hosts and not Certificates.of(directory).server.exists():
         hosts = (socket.gethostname() or "localhost",)

@@ -217,7 +217,7 @@ def _lasting_addresses(count: int) -> list[str]:
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
     """What the shards have, and what follows in the line that workers need."""
-    from shardwell_server.certificates import make_certificates  # a tenth of a second
+    from shardwell_server.operations.certificates import make_certificates  # a tenth of a second
 
     directory = (
         Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwell-certs-")))

@@ -12,7 +12,7 @@ from shardwell.rpc.cluster_status import all_rows
 from shardwell.rpc.shard_status import MemberStatus, ShardStatus
 from shardwell_server.cli.options import connected, shards_option
 from shardwell_server.cli.quantities import Duration
-from shardwell_server.cluster_status import as_json, duration
+from shardwell_server.operations.cluster_status import as_json, duration
 from shardwell_server.terminal import console, legend, table
 
 _COLORS = {"lost": "red", "draining": "yellow", "seated": "yellow", "over": "dim"}

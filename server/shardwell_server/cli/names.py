@@ -12,7 +12,7 @@ from shardwell.rpc.name_change import KINDS
 from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
-from shardwell_server.cluster_status import size
+from shardwell_server.operations.cluster_status import size
 
 _force_option = click.option(
     "--force", is_flag=True, help="Although workers are connected that use it."

@@ -15,7 +15,6 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import OF_PARAMETERS, SGD, Average, Optimizer
-from shardwell_server import outer_time, step_time
 from shardwell_server.cli.options import usage_errors
 from shardwell_server.cli.quantities import (
     Duration,
@@ -26,8 +25,9 @@ from shardwell_server.cli.quantities import (
     link_words,
     seconds_words,
 )
-from shardwell_server.outer_time import OuterJob, OuterTime
-from shardwell_server.step_time import Job, StepTime
+from shardwell_server.operations import outer_time, step_time
+from shardwell_server.operations.outer_time import OuterJob, OuterTime
+from shardwell_server.operations.step_time import Job, StepTime
 from shardwell_server.terminal import console, table
 
 _OPTIMIZERS: dict[str, Optimizer] = {

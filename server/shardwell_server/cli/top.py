@@ -23,7 +23,7 @@ from shardwell.specs.names import parse_target
 from shardwell_server.cli.options import shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cli.status import LEARNER_LEGEND
-from shardwell_server.cluster_status import (
+from shardwell_server.operations.cluster_status import (
     ENDED,
     LONG_WAIT_S,
     Answer,

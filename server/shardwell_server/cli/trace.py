@@ -25,9 +25,9 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_status
 from shardwell.specs.names import check_name, parse_target
 from shardwell.v1 import types_pb2
-from shardwell_server import timeline
 from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
+from shardwell_server.operations import timeline
 from shardwell_server.terminal import console, legend, table
 
 _LOOKED_AT_BYTES = 4096

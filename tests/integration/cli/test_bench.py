@@ -17,7 +17,7 @@ import shardwell
 from harness.polling import eventually
 from harness.programs.commands import Program, run_command
 from harness.programs.ports import free_port
-from shardwell_server import step_time
+from shardwell_server.operations import step_time
 
 SGD = shardwell.SGD(learning_rate=0.5)
 BRIEF = ("bench", "--megabytes=1", "--seconds=0.01")

@@ -10,7 +10,7 @@ import pytest
 
 import shardwell
 from harness.programs.commands import run_command
-from shardwell_server import step_time
+from shardwell_server.operations import step_time
 
 
 def test_plan_prints_a_page_for_people() -> None:

@@ -41,7 +41,7 @@ from shardwell.connection.options import unary_stub
 from shardwell.connection.tls import TlsFiles
 from shardwell.v1 import peer_pb2
 from shardwell_server import GroupCluster, ShardConfig, ShardServer
-from shardwell_server.certificates import Certificates, make_certificates
+from shardwell_server.operations.certificates import Certificates, make_certificates
 
 SGD = shardwell.SGD(learning_rate=1.0)
 CONNECT_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardwell_server.cli.bench import LockSamples, ShardFigures, _shard_table, _step
-from shardwell_server.step_time import HEADER_FACTOR
+from shardwell_server.operations.step_time import HEADER_FACTOR
 
 SIZE = 1_000_000
 CODEC_RATES = (8e9, 8e9)

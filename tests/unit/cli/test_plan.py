@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from shardwell.specs.optimizers import AdamW
-from shardwell_server import step_time
 from shardwell_server.cli.plan import _layout_table, _link_table, recommended
-from shardwell_server.outer_time import OuterJob, outer_time
-from shardwell_server.step_time import Job
+from shardwell_server.operations import step_time
+from shardwell_server.operations.outer_time import OuterJob, outer_time
+from shardwell_server.operations.step_time import Job
 
 
 def _job(**changes: object) -> Job:

@@ -12,7 +12,7 @@ from shardwell.rpc.cluster_status import rows_of
 from shardwell.rpc.shard_status import MissingWorker
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server.cli.status import _arithmetic, _open_step, _shard_table
-from shardwell_server.cluster_status import duration, size
+from shardwell_server.operations.cluster_status import duration, size
 
 
 def _answer(index: int, count: int, uptime_s: float) -> tuple[str, shardwell.ShardStatus]:

@@ -28,7 +28,7 @@ DEFAULTS = {"fp16", "fp32"}
 """Formats that others name as well, because they choose one."""
 OUTER = {
     "client/shardwell/outer/outer.py",
-    "server/shardwell_server/outer_time.py",
+    "server/shardwell_server/operations/outer_time.py",
     "server/shardwell_server/cli/plan.py",
 }
 """What chooses for outer training: int8, and not bf16."""

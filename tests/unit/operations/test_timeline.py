@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from shardwell.process.span_columns import Span
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.timeline import Process, chrome_trace, closed_steps, lasts, spent, waits
+from shardwell_server.operations.timeline import (
+    Process,
+    chrome_trace,
+    closed_steps,
+    lasts,
+    spent,
+    waits,
+)
 
 MS = 1_000_000
 

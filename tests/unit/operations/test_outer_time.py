@@ -12,8 +12,8 @@ import dataclasses
 import pytest
 
 import shardwell
-from shardwell_server.outer_time import OuterJob, outer_time
-from shardwell_server.step_time import Job
+from shardwell_server.operations.outer_time import OuterJob, outer_time
+from shardwell_server.operations.step_time import Job
 
 LINK = 1.514e6
 PAYLOAD_BYTES_PER_S = 1.448e6

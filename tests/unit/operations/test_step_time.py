@@ -15,8 +15,8 @@ import pytest
 import shardwell
 from shardwell.group.schedule.strategies import Ring, Strategy, Tree
 from shardwell.placement.slices import slice_of
-from shardwell_server import step_time
-from shardwell_server.step_time import Job, StepTime
+from shardwell_server.operations import step_time
+from shardwell_server.operations.step_time import Job, StepTime
 
 COUNTS = [1, 2, 3, 4, 5, 8, 13]
 BYTES_PER_ELEMENT = 2 + 1 / 256

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from shardwell.errors import ArgumentError
 from shardwell.outer.schedule import Schedule
-from shardwell_server import step_time
-from shardwell_server.step_time import HEADER_FACTOR, Job, StepTime
+from shardwell_server.operations import step_time
+from shardwell_server.operations.step_time import HEADER_FACTOR, Job, StepTime
 
 FRAGMENT_COUNT = 4
 """Fragments that a model is dealt into by default."""

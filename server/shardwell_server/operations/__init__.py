@@ -1,0 +1,1 @@
+"""The arithmetic and the records of running a cluster: status, last steps, plans, certificates."""
