@@ -43,15 +43,13 @@ class Handlers:
     def unary(self, call: Callable[..., Any], request_type: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """A handler of one request and one response, over `call(request, context)`."""
         return grpc.unary_unary_rpc_method_handler(
-            self._handling(parsed(call, request_type)),
+            self.answering(parsed(call, request_type)),
             response_serializer=checksum.sealed,
         )
 
     def answering(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
         """The call over a stream of requests, with errors turned into statuses."""
-        return self._handling(call)
 
-    def _handling(self, call: Callable[..., Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
         def handle(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return call(request, context)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -482,12 +481,7 @@ class Group(Connected):
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         succeeds = isinstance(error, SystemExit) and not error.code  # sys.exit()
         if error is None or succeeds or isinstance(error, WorkerLostError):
             self.close()

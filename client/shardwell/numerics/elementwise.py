@@ -131,13 +131,9 @@ def scale(to: int, factor: float) -> Operations:
 
 def add_scaled(to: int, source: int, factor: float = 1.0) -> Operations:
     """The operations that add `factor` times `source` to a place: none where it is 0 as float32."""
-    if _float32(factor) == 0.0:
+    if ctypes.c_float(factor).value == 0.0:
         return ()
     return (Operation(Code.ADD_SCALED, to, source, factor=factor),)
-
-
-def _float32(value: float) -> float:
-    return ctypes.c_float(value).value
 
 
 def run(operations: Operations, arrays: Arrays, start: int, stop: int) -> int:
@@ -191,7 +187,7 @@ def packed(operations: Operations) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _packed_one(operation: Operation) -> bytes:
     code, to, source, other, factor, divisor = operation
-    return _PACKED_OPERATION.pack(code, to, source, other, _float32(factor), divisor)
+    return _PACKED_OPERATION.pack(code, to, source, other, ctypes.c_float(factor).value, divisor)
 
 
 # Payloads of fp16: values, and behind them an exponent for each block.
@@ -276,7 +272,12 @@ def _run_by_numpy(
             part = _Part(places, first, min(first + step, stop))
             for operation in operations:
                 if operation.code in _CHECKS:
-                    crc = crc32.iscsi(_checked(operation, part).view(np.uint8).data, crc)
+                    if operation.code is Code.CHECK_FP16:
+                        checked = part.halves(operation.source, operation.divisor).bits
+                    else:
+                        kind = np.float32 if operation.code is Code.CHECK_32 else np.uint16
+                        checked = part.block(operation.source, kind)
+                    crc = crc32.iscsi(checked.view(np.uint8).data, crc)
                     continue
                 found = _NUMPY[operation.code](operation, part)
                 if isinstance(found, int):
@@ -286,12 +287,6 @@ def _run_by_numpy(
         if payload is not None and half_count(payload.size, int(each.divisor)) == stop:
             crc = crc32.iscsi(payload[2 * stop :].data, crc)
     return largest, crc
-
-
-def _checked(each: Operation, part: _Part) -> Array:
-    if each.code is Code.CHECK_FP16:
-        return part.halves(each.source, each.divisor).bits
-    return part.block(each.source, np.float32 if each.code is Code.CHECK_32 else np.uint16)
 
 
 def _powers_of_two(exponents: Array) -> Array:
@@ -395,7 +390,7 @@ def _write_bf16(each: Operation, part: _Part) -> int:
 
 
 def _add_scaled(each: Operation, part: _Part) -> None:
-    to, factor = part.block(each.to), _float32(each.factor)
+    to, factor = part.block(each.to), ctypes.c_float(each.factor).value
     if factor == 0.0:
         return
     to += _product(part.block(each.source), factor)

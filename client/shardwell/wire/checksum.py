@@ -397,7 +397,7 @@ def outcome(context: int, found: parameter_server_pb2.StepOutcome) -> int:
 
 def weights(context: int, version: int, image: parameter_server_pb2.Image | None = None) -> int:
     """Goes on over a chunk of weights; with int8, `image` says how they are written."""
-    crc = int(crc32.iscsi(_number(version), context))
+    crc = _with_numbers(context, version)
     if image is None:
         return crc
     return _with_numbers(crc, image.form, image.base_version, image.crc32c)
