@@ -15,7 +15,7 @@ _COLUMNS = ("kinds", "subjects", "steps", "chunks", "peers", "begins_ns", "durat
 
 
 class Span(NamedTuple):
-    """Something that a process did."""
+    """A piece of work that a process did."""
 
     kind: int
     """A SpanKind; a later version has more of them."""

@@ -68,7 +68,7 @@ class Spans:
 
 
 class Traffic:
-    """Counters of one client, over all parameters and tables; read them whenever you like.
+    """The counters of one client, over all parameters and tables; read them whenever you like.
 
     Examples:
         >>> before = client.traffic.sent_value_bytes

@@ -126,7 +126,7 @@ class Shards:
             raise ClosedError("the call was given up, or the client was closed; connect again")
 
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
-        """See `Surroundings`; `close` ends it at once."""
+        """Waits as `Surroundings` says; `close` ends it at once."""
         channel, count = self.channels[shard_index], len(self.channels)
         with _telling(channel, count, f"the call gives up in {timeout_s:.3g} s (timeout_s)"):
             is_there = channel.answers(timeout_s)
@@ -172,7 +172,7 @@ class Shards:
         return f"shard {shard_index} at {self.channels[shard_index].address}"
 
     def replace_older(self) -> bool:
-        """See `Surroundings`; their calls end with ClosedError, which says why."""
+        """Closes older clients; their calls end with ClosedError, which says why."""
         with _MADE_LOCK:
             older = [shards for shards in _MADE if shards._gives_way_to(self)]
         for shards in older:

@@ -100,7 +100,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kind and name."""
+        """The kind and the name."""
         return self.kind, self.name
 
     @property
@@ -177,7 +177,7 @@ def _row(name: str, parts: Sequence[Status]) -> Row:
 
 
 def _own_fields(parts: Sequence[Status]) -> dict[str, Any]:
-    """Fields that parameters have and tables lack, and the other way round."""
+    """The fields that parameters have and tables lack, and the other way round."""
     tables = [part for part in parts if isinstance(part, TableStatus)]
     if tables:
         return {

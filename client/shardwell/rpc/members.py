@@ -74,7 +74,7 @@ def find_family(
 def ask_members(
     channels: Sequence[ShardChannel], name: str | None, attempts: Attempts
 ) -> list[Members]:
-    """Members of one parameter or table, of each fragment of a family, or of all, by kind and name.
+    """The members of one parameter or table, each fragment of a family, or all, by kind and name.
 
     Raises:
         UnknownParameterError: no shard has anything of that name.

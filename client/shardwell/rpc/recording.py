@@ -24,7 +24,7 @@ _GIVE_S = 2.0
 
 
 class ClockOffset(NamedTuple):
-    """Between this process's clock and a shard's. Nanoseconds."""
+    """The difference between this process's clock and a shard's. Nanoseconds."""
 
     offset_ns: int
     """To be added to a time of this process's."""

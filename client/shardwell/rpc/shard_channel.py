@@ -241,7 +241,7 @@ class ShardChannel(ShardEndpoint):
     def set_first_weights(
         self, message: bytes, timeout_s: float, parameter: str
     ) -> pb.InitWeightsResponse:
-        """InitWeights of a slice that fits into one message; blocks up to `timeout_s`.
+        """Calls InitWeights for a slice that fits into one message; blocks up to `timeout_s`.
 
         Raises:
             grpc.RpcError: it failed; see `translated`.

@@ -308,7 +308,7 @@ class TableStatus(Record[table_pb2.TableStatus]):
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble(Record[pb.Trouble]):
-    """Something that an operator is to know."""
+    """A problem that an operator should know."""
 
     name: str
     """Name of the group that it is about; empty: the shard."""

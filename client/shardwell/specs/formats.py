@@ -70,5 +70,5 @@ number. 4: slices and chunks are whole blocks, which have exponents in fp16; `sq
 
 
 def software_version() -> str:
-    """Version of this software. The package has it, which no module inside may import."""
+    """The version of this software. The package has it, which no module inside may import."""
     return str(sys.modules["shardwell"].__version__)

@@ -84,7 +84,7 @@ class Family(Generic[PartT]):
 
     @property
     def names(self) -> list[str]:
-        """Names of the existing parameters."""
+        """The names of the existing parameters."""
         return [_name(self.name, index) for index in self.parts]
 
     @property
@@ -94,12 +94,12 @@ class Family(Generic[PartT]):
 
     @property
     def lacking(self) -> list[int]:
-        """Fragments that are missing."""
+        """The fragments that are missing."""
         return sorted(set(range(self.count)) - set(self.parts))
 
     @property
     def damage(self) -> str:
-        """Why it is not a whole family; empty: it is."""
+        """The reason why it is not a whole family; empty: it is."""
         if len(self.deals) > 1:
             words = " and ".join(f"{assignment!r} into {count}" for count, assignment in self.deals)
             return f"has fragments of several deals, {words}"
@@ -124,7 +124,7 @@ class Family(Generic[PartT]):
 
 
 class Grouped(NamedTuple, Generic[PartT]):
-    """Parts of parameters or tables, by the name under which they are shown."""
+    """The parts of parameters or tables, by the name under which they are shown."""
 
     alone: dict[str, list[PartT]]
     """Parts of what is no fragment, by its name."""

@@ -59,7 +59,7 @@ class Zeros(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Uniform between low and high.
+    """A uniform distribution between low and high.
 
     Examples:
         >>> rule, first = shardwell.Adagrad(lr=0.1), shardwell.Uniform(low=-0.1, high=0.1)
@@ -92,7 +92,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Normal(Initializer):
-    """Normally distributed.
+    """A normal distribution.
 
     Examples:
         >>> rule, first = shardwell.Adagrad(lr=0.1), shardwell.Normal(std=0.02, seed=1)

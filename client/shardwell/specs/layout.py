@@ -76,7 +76,7 @@ AS_THE_REST = TensorOptions()
 
 
 class TensorGroup:
-    """Tensors that are updated in their own way, as one of torch's parameter groups.
+    """The tensors that are updated in their own way, as one of torch's parameter groups.
 
     Args:
         tensors: Their names, or patterns such as "*.bias", as of file names: `*`, `?`, `[ab]`. Of
@@ -150,12 +150,12 @@ class TensorSpec:
 
     @cached_property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def stop(self) -> int:
-        """Behind its last element."""
+        """The place behind its last element."""
         return self.offset + self.size
 
 
@@ -262,12 +262,12 @@ class TensorLayout:
 
     @property
     def size(self) -> int:
-        """Elements of all tensors."""
+        """The elements of all tensors."""
         return self.tensors[-1].stop
 
     @cached_property
     def rate_group_count(self) -> int:
-        """Factors that a `GroupedRate` of the parameter has."""
+        """The factors that a `GroupedRate` of the parameter has."""
         return max(tensor.options.rate_group for tensor in self)
 
     @cached_property

@@ -61,7 +61,7 @@ class Elastic(Record[types_pb2.ElasticMembers]):
 
     @property
     def seat_count_max(self) -> int:
-        """Seats: members may leave a step that has their gradients, and others come."""
+        """The number of seats: members may leave a step that has their gradients."""
         return 2 * self.max_count
 
     @staticmethod

@@ -96,13 +96,13 @@ class Optimizer(Alternative[types_pb2.Optimizer]):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """Arrays of state, in the order of the shards', named as torch.optim names them."""
+        """The arrays of state, in the order of the shards', named as torch.optim names them."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only.
+    """The Adagrad with one sum of squares a row, as DLRM and TorchRec have it. Of tables only.
 
     Examples:
         >>> rule = shardwell.RowWiseAdagrad(lr=0.05)
@@ -128,7 +128,7 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class FTRL(Optimizer):
-    """FTRL-Proximal (McMahan et al., 2013): sparse weights by L1. Of tables only.
+    """The FTRL-Proximal rule (McMahan et al., 2013): sparse weights by L1. Of tables only.
 
     Examples:
         >>> rule = shardwell.FTRL(lr=0.1, l1=1e-3)
@@ -165,7 +165,7 @@ _IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent, as torch.optim.SGD computes it.
+    """The rule of stochastic gradient descent, as torch.optim.SGD computes it.
 
     Examples:
         >>> rule = shardwell.SGD(lr=0.1, momentum=0.9, nesterov=True)
@@ -204,7 +204,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """Adagrad (Duchi et al., 2011), as torch.optim.Adagrad computes it.
+    """The Adagrad rule (Duchi et al., 2011), as torch.optim.Adagrad computes it.
 
     Examples:
         >>> rule = shardwell.Adagrad(lr=0.05)
@@ -230,7 +230,7 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RMSProp(Optimizer):
-    """RMSProp (Tieleman and Hinton, 2012), as torch.optim.RMSprop computes it, not centered.
+    """The RMSProp rule (Tieleman and Hinton, 2012), as torch.optim.RMSprop, not centered.
 
     Examples:
         >>> net = client.parameter("by_rmsprop", size=3, optimizer=shardwell.RMSProp(lr=1e-3))
@@ -257,7 +257,7 @@ class RMSProp(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015), as torch.optim.Adam computes it.
+    """The Adam rule (Kingma and Ba, 2015), as torch.optim.Adam computes it.
 
     Examples:
         >>> net = client.parameter("by_adam", size=3, optimizer=shardwell.Adam(lr=1e-3))
@@ -284,7 +284,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW.
+    """The AdamW rule: decoupled weight decay (Loshchilov and Hutter, 2019), as in torch.optim.
 
     Examples:
         >>> rule = shardwell.AdamW(lr=3e-4, weight_decay=0.1, clip_norm=1.0)

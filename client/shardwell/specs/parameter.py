@@ -58,7 +58,7 @@ WIRE_MODES = {"sync": types_pb2.MODE_SYNC, "async": types_pb2.MODE_ASYNC}
 
 
 def block_size_of(size: int) -> int:
-    """Elements of a block of a parameter of `size` elements: a power of two, at most 256.
+    """The elements of a block of a parameter of `size` elements: a power of two, at most 256.
 
     Blocks are counted from the parameter's start, and neither a slice nor a chunk cuts one: each
     has its scale in fp16 and its part of a norm, whatever the number of shards.
@@ -146,7 +146,7 @@ class TrainingSpec(Record[Any]):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """Arrays that shards keep beside the weights, in their order."""
+        """The arrays that shards keep beside the weights, in their order."""
         return self.optimizer.slot_names
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class TrainingSpec(Record[Any]):
 
     @functools.cached_property
     def step_size_max(self) -> int:
-        """Gradients that a synchronous step may have."""
+        """The gradients that a synchronous step may have."""
         return self.worker_count if self.members is None else self.members.seat_count_max
 
     def rate_of_step(self, learning_rate: float, contributor_count: int) -> float:
@@ -362,17 +362,17 @@ class ParameterSpec(TrainingSpec):
     @property
     @override
     def slot_names(self) -> tuple[str, ...]:
-        """Arrays that shards keep beside the weights: the optimizer's, then the image."""
+        """The arrays that shards keep beside the weights: the optimizer's, then the image."""
         return (*self.optimizer.slot_names, *(["image"] if self.has_image else []))
 
     @functools.cached_property
     def block_size(self) -> int:
-        """Elements of a block: they have one scale, and one part of a norm."""
+        """The elements of a block: they have one scale, and one part of a norm."""
         return BLOCK_SIZES.get(self.codec_name) or block_size_of(self.size)
 
     @property
     def slice_unit(self) -> int:
-        """Elements that stay together where it is cut among shards, and into chunks."""
+        """The elements that stay together where it is cut among shards, and into chunks."""
         return 1 if self.cuts_blocks and not self.has_image else self.block_size
 
     def check_has_rate(self) -> None:

@@ -101,7 +101,7 @@ class TableSpec(TrainingSpec):
 
     @property
     def slot_widths(self) -> tuple[int, ...]:
-        """Values that a row has of each array of optimizer state."""
+        """The values that a row has of each array of optimizer state."""
         width = 1 if isinstance(self.optimizer, RowWiseAdagrad) else self.dim
         return (width,) * len(self.optimizer.slot_names)
 

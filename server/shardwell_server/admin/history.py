@@ -54,7 +54,7 @@ class _Series:
         self._values[place] = math.nan if value is None else value
 
     def last(self, place: int, count: int) -> list[float | None]:
-        """So many, of which the newest is at a place."""
+        """The last numbers, `count` of them; the newest is at a place."""
         values = [self._values[(place - back) % SAMPLE_COUNT] for back in reversed(range(count))]
         return [None if math.isnan(each) else float(f"{each:.{_DIGITS}g}") for each in values]
 
@@ -81,7 +81,7 @@ class _Name:
 
 
 class History:
-    """Samples of one shard. Any thread may call it."""
+    """The samples of one shard. Any thread may call it."""
 
     def __init__(self, vitals: Vitals, now_s: Callable[[], float] = time.monotonic) -> None:
         self._vitals = vitals
@@ -226,7 +226,7 @@ class History:
 
 
 def version_of(part: _Part) -> int:
-    """Updates that all of a parameter's slice has seen, or a table."""
+    """The updates that all of a parameter's slice has seen, or a table."""
     return part.version_min if isinstance(part, ParameterSlice) else part.version
 
 

@@ -178,7 +178,7 @@ class _Server(ThreadingMixIn, TCPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break, or speak something else, are no failure of the port."""
+        """The connections that break, or speak something else, are no failure of the port."""
         if not isinstance(sys.exception(), OSError):
             _LOG.exception("a connection for administration has failed")
 
@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answers; as do_HEAD does, without contents."""
+        """Writes an answer; as do_HEAD does, without contents."""
         path, _, query = self.path.partition("?")
         try:
             response = self.server.refusal(self.headers.get_all("Host", [])) or self.server.respond(
@@ -242,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def log_failure(self) -> None:
-        """Logs that a response could not be made."""
+        """Notes that a response could not be made."""
         _LOG.exception("could not answer %r", self.path[:200])
 
     @override

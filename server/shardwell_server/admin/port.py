@@ -93,7 +93,7 @@ class AdminPort:
     def attach(
         self, vitals: Vitals, access: Access, address: str, is_alive: Callable[[], bool]
     ) -> None:
-        """There is a shard now.
+        """Takes note of the shard.
 
         Args:
             vitals: What it is asked.
@@ -113,11 +113,11 @@ class AdminPort:
             self._others = _OtherShards(self._config.shard_index, addresses)
 
     def serves(self) -> None:
-        """It takes calls from now on."""
+        """Notes that the shard takes calls from now on."""
         self._not_ready, self._has_served = "", True
 
     def stops(self, reason: str) -> None:
-        """It takes no more calls."""
+        """Notes that the shard takes no more calls."""
         self._not_ready = reason
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def _hosts_of(config: ShardConfig) -> set[str] | None:
 
 
 class _OtherShards:
-    """Those of the cluster beside this one, and how they are asked."""
+    """The shards of the cluster beside this one, and how they are asked."""
 
     def __init__(self, own_index: int, addresses: Sequence[str]) -> None:
         self._own_index = own_index
@@ -258,7 +258,7 @@ def _contents(name: str) -> bytes:
 
 
 def _named(query: str, *, is_optional: bool) -> Key | None:
-    """Kind and name that a query asks for; None: all, where that is possible.
+    """The kind and name that a query asks for; None: all, where that is possible.
 
     Raises:
         ArgumentError: it is neither.

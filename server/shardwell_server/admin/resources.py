@@ -49,7 +49,7 @@ class ResourceMeter:
         return found
 
     def _files(self, data_dir: Path) -> int | None:
-        """Bytes that files below a directory occupy, without holes; None: not known yet.
+        """The bytes that files below a directory occupy, without holes; None: not known yet.
 
         One caller at a time looks at the files, and the others get what was known before: a disk
         that hangs keeps no more than one.

@@ -48,7 +48,7 @@ class Certificates(NamedTuple):
 
     @staticmethod
     def of(directory: Path) -> Certificates:
-        """Their names there."""
+        """The names of the files there."""
         return Certificates(
             *(
                 directory / f"{name}.{kind}"
@@ -109,7 +109,7 @@ def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurveP
 
 
 def _part(path: Path) -> Path:
-    """Where a certificate is until its key is in its place."""
+    """The place where a certificate is until its key is in its place."""
     return path.with_name(f"{path.name}.part")
 
 

@@ -42,7 +42,7 @@ def ask(channel: ShardChannel, timeout_s: float) -> Answer:
 
 
 def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
-    """Why a shard gives no answer: TLS, a host, a port, or else the error."""
+    """The reason why a shard gives no answer: TLS, a host, a port, or else the error."""
     if not isinstance(error, ShardUnavailableError):
         return error
     try:
@@ -57,7 +57,7 @@ def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> S
 
 
 def given(answers: Sequence[Answer]) -> list[tuple[str, ShardStatus]]:
-    """Those of shards that answered."""
+    """The answers of shards that gave one."""
     return [(a, status) for a, status in answers if not isinstance(status, ShardwellError)]
 
 
@@ -82,7 +82,7 @@ def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
 
 
 def faults_of(answers: Sequence[Answer]) -> list[str]:
-    """Faults of shards: each one's own, and parameters and tables that some of them lack."""
+    """The faults of shards: each one's own, and parameters and tables that some of them lack."""
     own = [verdict(index, answers)[1] for index in range(len(answers))]
     return [*filter(None, own), *losses([status for _, status in given(answers)])]
 

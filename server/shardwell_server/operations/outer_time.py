@@ -36,7 +36,7 @@ CODEC = "int8"
 
 @dataclass(frozen=True, kw_only=True)
 class OuterJob:
-    """Outer training of a job, beside synchronous steps of the same job."""
+    """The outer training of a job, beside synchronous steps of the same job."""
 
     job: Job
     """The model, the learners (its workers), shards and links. Its codec is that of the synchronous

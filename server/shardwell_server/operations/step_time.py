@@ -103,12 +103,12 @@ class Job:
 
     @property
     def float32_bytes(self) -> int:
-        """Bytes of the model's weights."""
+        """The bytes of the model's weights."""
         return _FLOAT32_BYTES * self.element_count
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes of a gradient as it travels: M above."""
+        """The bytes of a gradient as it travels: M above."""
         codec = CODECS[self.codec].in_blocks_of(block_size_of(self.element_count))
         return codec.encoded_bytes(self.element_count)
 
@@ -221,7 +221,7 @@ def layouts(job: Job, arity: int = 2) -> list[StepTime]:
 
 
 def least_link_s(job: Job) -> float:
-    """`least_share` on the job's links, with as many spare machines as there are shards."""
+    """The time of `least_share` on the job's links, with a spare machine for each shard."""
     return _link_s(job, least_share(job.worker_count, job.shard_count) * job.encoded_bytes)
 
 
@@ -253,7 +253,7 @@ def least_share(worker_count: int, spare_count: int) -> float:
 
 
 def shard_bytes(job: Job) -> int:
-    """Memory of the shard with the longest slice, as `shardwell status` reports it.
+    """The memory of the shard with the longest slice, as `shardwell status` reports it.
 
     With int8 the image, too, and what changed it last. The process itself (about 70 MB) and buffers
     of messages come to it.

@@ -87,7 +87,7 @@ def only(process: Process, name: str) -> Process:
 
 
 def subjects(process: Process) -> set[str]:
-    """Names of the parameters and tables that a process has spans of."""
+    """The names of the parameters and tables that a process has spans of."""
     return {process.message.words[number] for number in set(process.message.subjects)} - {""}
 
 
@@ -176,7 +176,7 @@ def _told_wait(wait: Wait) -> _Shown:
 
 
 def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[dict[str, Any]]:
-    """Events of one process; in a lane, each lies beside or wholly inside another."""
+    """The events of one process; in a lane, each lies beside or wholly inside another."""
     lanes: dict[str, list[list[int]]] = {}
     """By label: of each of its lanes, the ends of what is open there."""
     numbers: dict[tuple[str, int], int] = {}
@@ -234,7 +234,7 @@ class ClosedStep(NamedTuple):
 
 
 def closed_steps(spans: Iterable[Span]) -> list[ClosedStep]:
-    """Steps of a shard's spans that have closed, in the order of their names and steps."""
+    """The steps of a shard's spans that have closed, in the order of their names and steps."""
     found = []
     for (subject, step), of_step in sorted(_by_step(spans).items()):
         lasts = _lasts(of_step)
@@ -322,7 +322,7 @@ class Last(NamedTuple):
 
 
 def lasts(processes: Sequence[Process]) -> list[Last]:
-    """Workers that others waited for in closed steps; the one that was last most often first."""
+    """The workers that others waited for in closed steps; the most frequent one first."""
     longest: dict[tuple[str, int], tuple[str, int]] = {}
     for process in processes:
         if process.shard_index is None:

@@ -136,7 +136,7 @@ class Recordings:
             self._changed.notify_all()
 
     def next(self, number: int, deadline: RequestDeadline) -> pb.ProcessSpans | None:
-        """Spans of one more session; None when all have given theirs, or time is over."""
+        """The spans of one more session; None when all have given theirs, or time is over."""
         with self._changed.lock:
             recording = self._open.get(number)
             if recording is None:
