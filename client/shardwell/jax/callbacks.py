@@ -28,7 +28,7 @@ from the thread on which XLA runs a callback to the one that waits for the progr
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Whether JAX is tracing: values are tracers, or what is computed now would be one."""
+    """True if JAX is tracing: values are tracers, or what is computed now would be one."""
     is_tracer = [isinstance(value, jax.core.Tracer) for value in values]
     return any(is_tracer) or isinstance(jnp.zeros(()), jax.core.Tracer)
 
@@ -38,7 +38,7 @@ def on_host(
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Any],
 ) -> list[Any]:
-    """What a function of NumPy arrays returns, as JAX's arrays, inside `jit` and outside.
+    """Calls a function of NumPy arrays for JAX's, inside `jit` and outside.
 
     Args:
         function: Takes the operands, on the host, and returns arrays that no code changes again.

@@ -28,7 +28,7 @@ _ACCUMULATED_MAX = 2**20
 
 
 class GradientTransformation(NamedTuple):
-    """What optax calls so, and takes as one.
+    """A gradient transformation, which optax takes as its own.
 
     Examples:
         >>> transformation = shardwell.jax.mean_gradients(group)
@@ -258,7 +258,7 @@ def _wide(leaf: Any) -> Any:
 
 
 def _is_inside_multi_steps() -> bool:
-    """Whether the caller is `init` of `optax.MultiSteps`.
+    """True if the caller is `init` of `optax.MultiSteps`.
 
     Nothing in the first update's values says that its result will be thrown away, and it would
     count.

@@ -37,7 +37,7 @@ class _Gradient(NamedTuple):
     learning_rate: float | None
 
     def is_same(self, other: _Gradient) -> bool:
-        """Whether the other one counts as this one does, bit for bit."""
+        """True if the other one counts as this one does, bit for bit."""
         bits = self.values.view(np.uint32), other.values.view(np.uint32)
         return self[2:] == other[2:] and np.array_equal(*bits)
 
@@ -130,7 +130,7 @@ class TreeParameter(Connected):
         )
         """The parameter beneath: `next_step`, `version`, `reopen`."""
         self._owed: _Gradient | None = None
-        """What a call that failed may have counted, in part or as a whole."""
+        """The gradient of a call that failed, which may be counted in part or as a whole."""
         self._watch = UpdateWatch(name, self._shape)
         self.parameter.init(self._views(self._shape.flat(jax.device_get(leaves))))
 
@@ -139,7 +139,7 @@ class TreeParameter(Connected):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What the shards counted of this worker's last gradient; None: it gave none.
+        """The part of this worker's last gradient that the shards counted; None: it gave none.
 
         Inside `jit` that is when its program has run: wait for the weights before.
         """
@@ -261,7 +261,7 @@ class TreeParameter(Connected):
     def _counted(
         self, work: _Gradient, call: Callable[[_Gradient], ResultT], timeout_s: float | None
     ) -> ResultT:
-        """What a call returns that counts a gradient, once the one that is owed is counted."""
+        """Makes a call that counts a gradient, once the one that is owed is counted."""
         owed = self._owed
         if owed is not None and owed.step == self.parameter.next_step and not owed.is_same(work):
             self._owing(owed, lambda it: self._put(it, timeout_s))
@@ -299,11 +299,7 @@ class TreeParameter(Connected):
 
 
 def _refuse_traced(leaves: Sequence[Any], what: str) -> None:
-    """Refuses to run while JAX traces, when there is nothing to send yet.
-
-    Raises:
-        ArgumentError: it does.
-    """
+    """Refuses to run while JAX traces, when there is nothing to send yet."""
     if is_traced(leaves):
         raise ArgumentError(
             f"{what} inside jit, where values are traced and not there yet; do it outside; "

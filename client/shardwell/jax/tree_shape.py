@@ -32,7 +32,7 @@ class _Leaf(NamedTuple):
 
 
 class TreeShape:
-    """What a tree looks like: its structure, and the name, shape and dtype of each leaf.
+    """The structure of a tree, and the name, shape and dtype of each leaf.
 
     Names are the leaves' paths, as "dense/kernel" or "layers/0/bias"; the order is JAX's, which
     sorts the keys of dicts. Of a flax `nnx.State` they are those of `nnx.to_pure_dict`, and its
@@ -41,10 +41,6 @@ class TreeShape:
     Args:
         what: What the tree is, for messages.
         tree: Arrays, of JAX or NumPy, or numbers; tracers, too.
-
-    Raises:
-        ArgumentError: a leaf is no array of floating point numbers, two leaves would have one name,
-            or a name, a shape or the whole can't be a layout.
     """
 
     def __init__(self, what: str, tree: Any) -> None:
@@ -75,11 +71,7 @@ class TreeShape:
         """Names and shapes, in the order in which the leaves lie in the vector."""
 
     def leaves_of(self, what: str, tree: Any) -> list[Any]:
-        """The leaves of another tree, which has this structure and these shapes.
-
-        Raises:
-            ArgumentError: it has not, or a leaf has no floating point numbers; names the leaf.
-        """
+        """The leaves of another tree, which has this structure and these shapes."""
         tree = _trained(tree)
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure != self._structure:
@@ -150,7 +142,7 @@ class TreeShape:
 
 
 def _trained(tree: Any) -> Any:
-    """What of a tree is trained: of a flax `nnx.State` the Params, else all of it."""
+    """The part of a tree that is trained: of a flax `nnx.State` the Params, else all of it."""
     nnx = sys.modules.get("flax.nnx")  # a tree of its types comes from who has imported it
     return nnx.filter_state(tree, nnx.Param) if nnx and isinstance(tree, nnx.State) else tree
 
@@ -167,12 +159,12 @@ def _variables(tree: Any) -> set[tuple[Any, ...]]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    """What a leaf is called in the layout."""
+    """A leaf's name in the layout."""
     return "/".join(map(_key, path)) if path else _ONLY_LEAF
 
 
 def _key(entry: Any) -> str:
-    """What an entry of a path is called: a dict's key, an index, an attribute's name."""
+    """An entry of a path as text: a dict's key, an index, an attribute's name."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -180,11 +172,7 @@ def _key(entry: Any) -> str:
 
 
 def _float_type(what: str, leaf: Any) -> Any:
-    """The dtype that a leaf has in JAX.
-
-    Raises:
-        ArgumentError: it is no array, or not of floating point numbers.
-    """
+    """The dtype that a leaf has in JAX."""
     try:
         dtype = jnp.result_type(leaf)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What becomes of an update between two calls of `server_updates`, seen on the host.
+"""A watch over an update between two calls of `server_updates`, on the host.
 
 The shards have made a step when an update returns. A wrapper that throws its state away, or weights
 that something else has changed, are noticed at the next update, before that one is sent: a sample
@@ -24,7 +24,7 @@ _SAMPLE_COUNT = 4
 
 
 class _Given(NamedTuple):
-    """What an update was called with."""
+    """The arguments of an update."""
 
     step: int
     """The step that it made."""
@@ -49,7 +49,7 @@ class UpdateWatch:
             self._names += [tensor.name] * count
         self._last: _Given | None = None
         self._has_returned = False
-        """Whether the exchange of the last update has returned weights."""
+        """True if the exchange of the last update has returned weights."""
         self._given_out: dict[str, Float32] = {}
         """A sample of the weights that each call has returned last."""
 
@@ -62,7 +62,7 @@ class UpdateWatch:
         return jnp.concatenate(picked)
 
     def rounding(self, leaves: Sequence[Any]) -> Float32:
-        """How far a sum may be off by rounding, relative to its terms, for each element of it."""
+        """The rounding error that a sum may have, relative to its terms, by element."""
         return np.concatenate(
             [
                 np.full(
@@ -96,10 +96,6 @@ class UpdateWatch:
             sample: A sample of the weights.
             rounding: See `rounding`.
             follows: Whether the learning rate is computed of `next_step`, or stays as it is.
-
-        Raises:
-            ArgumentError: the state or the weights of the last update were thrown away, or the
-                rate was computed for another step.
         """
         last = self._last if self._has_returned else None
         if last is not None and state_step not in (last.step + 1, next_step):

@@ -117,11 +117,7 @@ class LearnerFragment:
     # Local weights.
 
     def arrays(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The fragment's arrays among the weights.
-
-        Raises:
-            ArgumentError: one is missing, or has another shape.
-        """
+        """The fragment's arrays among the weights."""
         found = {}
         for name, tensor in self.layout.by_name.items():
             try:
@@ -142,11 +138,7 @@ class LearnerFragment:
         return found
 
     def first_weights(self, weights: Mapping[str, Any]) -> dict[str, Float32]:
-        """The fragment's arrays among the weights, float32 and finite.
-
-        Raises:
-            ArgumentError, NonFiniteError: one is missing, or can't be used.
-        """
+        """The fragment's arrays among the weights, float32 and finite."""
         found: dict[str, Float32] = {}
         for name, array in self.arrays(weights).items():
             with np.errstate(over="ignore"):
@@ -160,12 +152,7 @@ class LearnerFragment:
         return found
 
     def moved(self, weights: Mapping[str, Any]) -> TensorViews:
-        """The outer gradient: image - local.
-
-        Raises:
-            ArgumentError: a tensor is missing, or has another shape.
-            NonFiniteError: a tensor's is not finite; names it.
-        """
+        """The outer gradient: image - local."""
         assert self.image is not None
         gradient = TensorViews(self.layout, np.empty(self.layout.size, np.float32))
         for name, array in self.arrays(weights).items():
@@ -255,11 +242,7 @@ class LearnerFragment:
         )
 
     def has_come(self, offer: Offer, timeout_s: float) -> bool:
-        """True if the image is here; an error is raised once, then the offer goes again.
-
-        Raises:
-            ShardwellError: the offer's call has failed.
-        """
+        """True if the image is here; an error is raised once, then the offer goes again."""
         if offer.state == "failed":
             offer.is_known = True
             assert offer.error is not None

@@ -1,4 +1,4 @@
-"""What a learner saves of outer training, read from a file that may be anything. Pure."""
+"""A learner's saved state of outer training, read from a file that may be anything. Pure."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ def checked_state(
         state: The loaded state.
         name: The family that it is to be of.
         fragments: Names of the tensors, and elements, of each fragment.
-
-    Raises:
-        ArgumentError: it is of another family, or damaged; says what differs.
     """
     if not isinstance(state, Mapping) or not {"name", "inner_step", "fragments"} <= set(state):
         raise ArgumentError(

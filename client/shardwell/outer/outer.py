@@ -55,13 +55,13 @@ from shardwell.specs.optimizers import SGD, Average, Optimizer
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
 
 DEFAULT_CODEC: CodecName = "int8"
-"""How fragments travel where nothing else is asked for."""
+"""The codec of fragments unless another is given."""
 OverdueName = Literal["wait", "later"]
-"""What a learner does when the result of an offer has not come in time."""
+"""The ways to go on when the result of an offer has not come in time."""
 DEFAULT_OUTER = SGD(0.7, momentum=0.9, nesterov=True)
 """The paper's."""
 _LEAVE_S, _LEAVE_S_FAILED = 5.0, 1.0
-"""How long a learner that ends waits for its open offers: in order, or by an exception."""
+"""The time for which a learner that ends awaits open offers: in order, or by an exception."""
 _LEAVE_S_MIN = 0.1
 """For saying of one fragment that a learner leaves, however long the others took."""
 
@@ -78,7 +78,7 @@ class FragmentState(NamedTuple):
     step: int
     """The outer step that this learner's next offer joins."""
     is_offered: bool
-    """Whether an offer of it was not taken yet."""
+    """True if an offer of it was not taken yet."""
 
 
 class Outer(Connected, Closing):
@@ -183,15 +183,15 @@ class Outer(Connected, Closing):
         self.offered_count = 0
         """Offers so far."""
         self._sample_count = 0
-        """What inner steps were trained on, since this learner began here."""
+        """Samples of inner steps, since this learner began here."""
         self._began_bytes = client.traffic.sent_bytes, client.traffic.received_bytes
-        """What its client had moved before."""
+        """Bytes that its client had moved before."""
         self._position = 0
         """Inner steps since this learner began here, by which the schedule goes."""
         self._unreturned: NamedArrays = {}
-        """What a call of `after_step` that failed had taken before."""
+        """Weights that a call of `after_step` had taken before it failed."""
         self._is_to_join = members is not None
-        """Whether this elastic learner may be no member of some fragments."""
+        """True if this elastic learner may be no member of some fragments."""
         options: dict[str, Any] = {
             "optimizer": outer,
             "codec": codec,
@@ -245,17 +245,17 @@ class Outer(Connected, Closing):
 
     @property
     def spec(self) -> ParameterSpec:
-        """What all learners agreed on: that of the first fragment's parameter."""
+        """The spec that all learners agreed on, of the first fragment's parameter."""
         return self._fragments[0].parameter.spec
 
     @property
     def is_offer_due(self) -> bool:
-        """Whether the next `after_step` offers a fragment."""
+        """True if the next `after_step` offers a fragment."""
         return self.schedule.offers_after(self._position + 1)
 
     @property
     def is_draining(self) -> bool:
-        """Whether an operator wants this learner to leave, by `shardwell members drain`."""
+        """True if an operator wants this learner to leave, by `shardwell members drain`."""
         return any(each.parameter.is_draining for each in self._fragments)
 
     @property
@@ -593,11 +593,7 @@ class Outer(Connected, Closing):
     # Checks.
 
     def _begun_images(self) -> list[TensorViews]:
-        """The image of each fragment.
-
-        Raises:
-            NotInitializedError: there are none yet.
-        """
+        """The image of each fragment."""
         images = [each.image for each in self._fragments if each.image is not None]
         if not images:
             raise NotInitializedError(
@@ -612,11 +608,7 @@ class Outer(Connected, Closing):
         return self._fragments[check_integer("fragment", fragment, 0, len(self._fragments) - 1)]
 
     def _check_names(self, weights: Any) -> None:
-        """Refuses what is no mapping, or has a tensor too many.
-
-        Raises:
-            ArgumentError: it is, or has.
-        """
+        """Refuses what is no mapping, or has a tensor too many."""
         if not isinstance(weights, Mapping):
             raise ArgumentError(
                 f"weights of {self.name!r} must map the names of its {len(self._shapes)} tensors "

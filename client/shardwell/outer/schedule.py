@@ -21,11 +21,7 @@ from shardwell.specs.parameter import STEP_MAX
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Inner steps are counted from 1, from where a learner begins.
-
-    Raises:
-        ArgumentError: a value is out of its range.
-    """
+    """Inner steps are counted from 1, from where a learner begins."""
 
     sync_every: int
     """Inner steps from one outer step of a fragment to its next."""
@@ -59,7 +55,7 @@ class Schedule:
         return self.sync_every // self.fragment_count
 
     def offers_after(self, inner_step: int) -> bool:
-        """Whether a fragment is offered after an inner step."""
+        """True if a fragment is offered after an inner step."""
         return (inner_step + self.overlap) % self.interval == 0
 
 

@@ -1,15 +1,16 @@
-"""Flat memory that NumPy and torch share, and a model's tensors in it."""
+"""A model's tensors in flat memory that NumPy and torch share, and as words that travel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardwell.errors import ArgumentError
-from shardwell.parameter.values import TensorViews
+from shardwell.numerics.codec import Float32
+from shardwell.numerics.tensors import LARGE_ELEMENT_COUNT
+from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.specs.layout import TensorLayout
 
 
@@ -30,12 +31,114 @@ class FlatTensors:
         """By name."""
 
 
-def check_readable(name: str, tensor: torch.Tensor) -> None:
-    """Returns if a tensor has values.
+class ModelBuffers:
+    """A model's gradients and weights in flat memory, which a parameter's calls read and write.
 
-    Raises:
-        ArgumentError: it has none.
+    On a GPU the weights' buffer is read until an event has come, which `await_uploads` awaits.
+
+    Args:
+        tensors: The model's tensors, in the order of the layout.
+        layout: Layout of the parameter.
     """
+
+    def __init__(self, tensors: Iterable[torch.nn.Parameter], layout: TensorLayout) -> None:
+        self.layout = layout
+        self._tensors = list(tensors)
+        self.is_on_gpu = self._has_gpu
+        """True if the tensors were there when the buffers were made."""
+        self.gradients = FlatTensors(layout, is_pinned=self.is_on_gpu)
+        self.weights = FlatTensors(layout, is_pinned=self.is_on_gpu)
+        self._large = [tensor.size >= LARGE_ELEMENT_COUNT for tensor in layout]
+        """True for gradients that take longer to copy than to look at."""
+        self._uploads: list[torch.cuda.Event] = []
+        self._versions: list[int] = []
+        """Versions of the weights, by torch's count, when `put_weights` had put them there."""
+        copy_all(self.weights.views, [tensor.detach() for tensor in self._tensors])
+
+    @property
+    def _has_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self._tensors)
+
+    def follow_device(self) -> None:
+        """Makes the buffers anew if the model was moved to a GPU or from it, between steps."""
+        is_on_gpu = self._has_gpu
+        if is_on_gpu != self.is_on_gpu:
+            self.await_uploads()
+            before, self.is_on_gpu = self.weights, is_on_gpu
+            self.gradients = FlatTensors(self.layout, is_pinned=is_on_gpu)
+            self.weights = FlatTensors(self.layout, is_pinned=is_on_gpu)
+            copy_all(self.weights.views, before.views)
+
+    def copy_gradients(self, but: Container[int], *, may_lie: bool) -> NamedArrays:
+        """Copies gradients into the buffer, except those at some places.
+
+        Returns:
+            With `may_lie`, large ones that can be sent from where they lie, which are not copied.
+        """
+        targets, sources = [], []
+        lying: NamedArrays = {}
+        for place, (spec, tensor) in enumerate(zip(self.layout, self._tensors, strict=True)):
+            if place in but:
+                continue
+            if tensor.grad is None:
+                self.gradients.views[place].zero_()
+            elif tensor.grad.layout != torch.strided:
+                raise sparse(spec.name)
+            elif may_lie and self._large[place] and is_sent_in_place(tensor.grad):
+                lying[spec.name] = tensor.grad.detach().numpy()
+            else:
+                targets.append(self.gradients.views[place])
+                sources.append(tensor.grad)
+        if targets:
+            copy_all(targets, sources, non_blocking=self.is_on_gpu)
+            for event in self._recorded():
+                event.synchronize()
+        return lying
+
+    def put_weights(self) -> None:
+        """Puts the weights into the model; a GPU copies them meanwhile."""
+        copy_all(self._tensors, self.weights.views, non_blocking=self.is_on_gpu)
+        self._uploads = self._recorded()
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def await_uploads(self) -> None:
+        """Blocks until GPUs have the weights, whose buffer may be written from then on."""
+        for event in self._uploads:
+            event.synchronize()
+        self._uploads = []
+
+    def other_weights(self) -> set[str]:
+        """The names of tensors whose weights are not those that `put_weights` put there."""
+        found = set()
+        for place, tensor in enumerate(self._tensors):
+            if tensor._version != self._versions[place]:
+                view = self.weights.views[place]
+                if not torch.equal(tensor.detach().cpu(), view.to(tensor.dtype)):
+                    found.add(self.layout.tensors[place].name)
+                else:
+                    self._versions[place] = tensor._version  # they were loaded, and are equal
+        return found
+
+    def _recorded(self) -> list[torch.cuda.Event]:
+        """Events behind what the GPUs' current streams were given."""
+        events = []
+        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return events
+
+
+def sparse(tensor_name: str) -> ArgumentError:
+    """Returns the error of a gradient that is not dense."""
+    return ArgumentError(
+        f"gradients of tensor {tensor_name!r} are sparse; dense ones are expected; make its layer "
+        "with sparse=False, or train it as a table"
+    )
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor without values."""
     if tensor.device.type == "meta":
         raise ArgumentError(
             f"tensor {name!r} is on device 'meta', which has no values; give the model memory first"
@@ -43,12 +146,7 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Returns if a parameter can hold the tensor.
-
-    Raises:
-        ArgumentError: its values are no real numbers, or it has no memory that can be read, or not
-            all of it is in this process.
-    """
+    """Refuses a tensor that a parameter can't hold."""
     if hasattr(tensor, "full_tensor"):  # DTensor's
         raise ArgumentError(
             f"tensor {name!r} is a DTensor, as of FSDP or tensor parallelism: a part of it is in "
@@ -69,7 +167,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_sent_in_place(gradient: torch.Tensor) -> bool:
-    """Whether it can be sent from where it lies."""
+    """True if it can be sent from where it lies."""
     return (
         gradient.dtype == torch.float32
         and gradient.device.type == "cpu"
@@ -88,12 +186,8 @@ def copy_all(
         torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
-def as_float32(name: str, tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Floating point values on the CPU, rounded to float32.
-
-    Raises:
-        ArgumentError: it has no values, or finite ones beyond float32's largest.
-    """
+def as_float32(name: str, tensor: torch.Tensor) -> Float32:
+    """Floating point values on the CPU, rounded to float32."""
     check_readable(name, tensor)
     own = tensor.detach().cpu()
     values = own.to(torch.float32)
@@ -103,5 +197,52 @@ def as_float32(name: str, tensor: torch.Tensor) -> npt.NDArray[np.float32]:
             "in which means are made; make it a buffer with persistent=False, which stays each "
             "worker's own"
         )
-    array: npt.NDArray[np.float32] = values.numpy()
+    array: Float32 = values.numpy()
     return array
+
+
+# Tensors of any dtype as float32 that travels without loss: their bytes, two a number.
+
+
+def word_count(tensors: Sequence[torch.Tensor]) -> int:
+    """The number of words that `words_of` makes of them."""
+    return sum(-(-tensor.numel() * tensor.element_size() // 2) for tensor in tensors)
+
+
+def words_of(tensors: Sequence[torch.Tensor]) -> Float32:
+    """The bytes of tensors, whatever they mean, one behind the other."""
+    parts = [np.frombuffer(_bytes_of(tensor), "<u2").astype(np.float32) for tensor in tensors]
+    return np.concatenate(parts)
+
+
+def put_back(words: Float32, tensors: Sequence[torch.Tensor]) -> None:
+    """Puts into tensors, of the same dtypes and shapes, what `words_of` took from others."""
+    data, start = words.astype("<u2").tobytes(), 0
+    with torch.no_grad():
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                own = torch.frombuffer(bytearray(data[start : start + size]), dtype=tensor.dtype)
+                tensor.copy_(own.view(tensor.shape))
+            start += size + size % 2
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return data + bytes(len(data) % 2)
+
+
+def pieces(tensors: Mapping[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """As many tensors at a time as fit into `size` words, one at least."""
+    piece: dict[str, torch.Tensor] = {}
+    count = 0
+    for name, tensor in tensors.items():
+        own = word_count([tensor])
+        if piece and count + own > size:
+            yield piece
+            piece, count = {}, 0
+        piece[name] = tensor
+        count += own
+    if piece:
+        yield piece

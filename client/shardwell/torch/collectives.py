@@ -1,9 +1,8 @@
-"""What a group of workers does for PyTorch without a server: DDP's gradients, and first weights."""
+"""A group of workers for PyTorch, without a server: DDP's gradients, and first weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 
 from shardwell.errors import GroupMismatchError
 from shardwell.group.group import Group
-from shardwell.torch.buffers import check_readable
+from shardwell.torch.buffers import check_readable, pieces, put_back, words_of
 from shardwell.torch.plain_names import PlainNames
-from shardwell.torch.words import put_back, word_count, words_of
 
 _PIECE_ELEMENT_COUNT = 2**23
 """Elements of a broadcast: 32 MiB at a time, whatever the model."""
@@ -91,7 +89,8 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
     }
     _check_same(state, group)
     with torch.no_grad():
-        for tensors in _pieces(list(state.values())):
+        for piece in pieces(state, _PIECE_ELEMENT_COUNT):
+            tensors = list(piece.values())
             words = words_of(tensors)
             group.broadcast(words, root, codec="fp32")
             if group.rank != root:
@@ -120,18 +119,3 @@ def _check_same(state: dict[str, torch.Tensor], group: Group) -> None:
         )
     for name, tensor in state.items():
         check_readable(name, tensor)
-
-
-def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """As many tensors at a time as fit into a piece, one at least."""
-    piece: list[torch.Tensor] = []
-    count = 0
-    for tensor in tensors:
-        size = word_count([tensor])
-        if piece and count + size > _PIECE_ELEMENT_COUNT:
-            yield piece
-            piece, count = [], 0
-        piece.append(tensor)
-        count += size
-    if piece:
-        yield piece

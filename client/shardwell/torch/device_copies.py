@@ -17,17 +17,17 @@ import torch
 
 
 class Event(Protocol):
-    """What a copy ends with, such as torch.cuda.Event."""
+    """The end of a copy, such as a torch.cuda.Event."""
 
     def synchronize(self) -> None:
         """Blocks until the copy is done."""
 
 
 class Copier(Protocol):
-    """What begins copies."""
+    """An object that begins copies."""
 
     def takes(self, source: torch.Tensor) -> bool:
-        """Whether it is worth not to wait for."""
+        """True if it is worth not to wait for."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Begins to copy; `source` must not be written before the event."""
@@ -40,7 +40,7 @@ class StreamCopier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def takes(self, source: torch.Tensor) -> bool:
-        """Whether it is on a GPU."""
+        """True if it is on a GPU."""
         return bool(source.is_cuda)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
@@ -79,7 +79,7 @@ class DeviceCopies:
         self._end = weakref.finalize(self, self._items.put, None)
 
     def takes(self, source: torch.Tensor) -> bool:
-        """Whether it is for `copy`; others are copied at once."""
+        """True if it is for `copy`; others are copied at once."""
         return self._copier.takes(source)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], None]) -> None:
@@ -95,11 +95,7 @@ class DeviceCopies:
         self._items.put((self._copier.copy(target, source), then))
 
     def wait(self) -> None:
-        """Blocks until all copies are done that were begun, and what follows them.
-
-        Raises:
-            BaseException: what went wrong since the last call.
-        """
+        """Blocks until all copies are done that were begun, and what follows them."""
         if not self._has_thread:
             return
         done = threading.Event()

@@ -11,7 +11,7 @@ their change would be sent as if it had been trained.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -29,9 +29,9 @@ from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName
 from shardwell.torch.buffers import check_tensor
 from shardwell.torch.gradient_watch import BackwardWatch
-from shardwell.torch.mistakes import check_call, check_model, described
+from shardwell.torch.mistakes import check_call, check_model, torch_optimizer
 from shardwell.torch.plain_names import PlainNames
-from shardwell.training.leave_request import LeaveRequest, go_on_without
+from shardwell.torch.trained_model import TrainedModel, close_earlier
 
 _LOG = logging.getLogger("shardwell")
 _CALL = "shardwell.torch.DiLoCo(model, inner_optimizer, client, worker_count=4)"
@@ -134,17 +134,17 @@ class DiLoCo(Connected):
     ) -> None:
         check_model(model, _CALL)
         self.sample_count = samples_per_step
-        """What the next inner step is trained on; stays until it is set again."""
-        self._model = model
+        """Samples of the next inner step; stays until it is set again."""
         self._watches_model = watches_model
-        self._names = PlainNames(model)
-        self._tensors = _trained(self._names.of(model.named_parameters()))
-        self._optimizers = _optimizers(inner_optimizer, self._tensors)
-        self._local = _LocalWeights(self._tensors)
+        names = PlainNames(model)
+        tensors = _trained(names.of(model.named_parameters()))
+        self._model = TrainedModel(model, names, tensors, "DiLoCo")
+        self._optimizers = _optimizers(inner_optimizer, tensors)
+        self._local = _LocalWeights(tensors)
         self.outer = Outer(
             client,
             name,
-            tensors={key: tuple(tensor.shape) for key, tensor in self._tensors.items()},
+            tensors=self._model.shapes,
             outer=outer,
             sync_every=sync_every,
             fragments=fragments,
@@ -160,19 +160,14 @@ class DiLoCo(Connected):
             timeout_s=timeout_s,
         )
         """Where outer training is: `fragments`, `image`, `inner_step`, `waited_s`, `hidden_s`."""
-        self._leave = LeaveRequest()
-        self._backward = BackwardWatch()
-        self._hooks: list[Any] = []
         self._local.update(self.outer.init(self._local))
         self._close_earlier()
-        self._backward = BackwardWatch(self._tensors.values())
+        self._backward = BackwardWatch(tensors.values())
+        hooks = []
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before))
-            self._hooks.append(optimizer.register_step_post_hook(self._after))
-        if leave_on_sigterm is None:
-            leave_on_sigterm = go_on_without(self.outer.spec)
-        if leave_on_sigterm:
-            self._leave.open()
+            hooks.append(optimizer.register_step_pre_hook(self._before))
+            hooks.append(optimizer.register_step_post_hook(self._after))
+        self._model.attach(hooks, self.outer.spec, leave_on_sigterm)
 
     def __repr__(self) -> str:
         return f"DiLoCo({self.outer.name!r}, inner step {self.inner_step})"
@@ -189,12 +184,12 @@ class DiLoCo(Connected):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether SIGTERM has come, or an operator drains this learner (`shardwell members drain`).
+        """True if SIGTERM has come, or an operator drains this learner (`shardwell members drain`).
 
         A loop that looks here ends by itself then; any other is ended by its next inner step, which
         raises SystemExit(143) once it is made. A second SIGTERM ends the process at once.
         """
-        return self._leave.has_come
+        return self._model.is_leaving
 
     def reload(self) -> None:
         """Puts the cluster's newest weights into the model, and forgets what it has moved since.
@@ -209,13 +204,15 @@ class DiLoCo(Connected):
         self._local.note()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a learner that is started again goes on with, besides model and inner optimizer.
+        """The state that a learner goes on with after a restart, beside model and inner optimizer.
 
         Inner steps; of each fragment the samples since it was taken, what the learner has moved
         since, and what rounding has left to send. Tensors and plain numbers: `torch.load` reads it
         with weights_only=True. The outer optimizer's state is on the shards.
         """
-        state: dict[str, Any] = _with_tensors(self.outer.state_dict(self._local))
+        state: dict[str, Any] = _converted(
+            self.outer.state_dict(self._local), np.ndarray, torch.from_numpy
+        )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -226,7 +223,8 @@ class DiLoCo(Connected):
         Raises:
             ArgumentError: the state is of another family or model, or damaged; names what differs.
         """
-        self._local.update(self.outer.load_state_dict(_with_arrays(state_dict)))
+        state = _converted(state_dict, torch.Tensor, lambda each: each.detach().cpu().numpy())
+        self._local.update(self.outer.load_state_dict(state))
 
     def close(self) -> None:
         """Takes the hooks off the optimizer, and ends open offers. The client stays open."""
@@ -255,20 +253,15 @@ class DiLoCo(Connected):
             return
         if optimizer is not self._optimizers[-1]:
             return
-        with self._leave.ending_after_step():
+        with self._model.step(lambda: self.outer.is_draining):
             self._local.note()  # what happens next may fail
             if self.outer.is_offer_due:
-                self._check_model()
+                self._model.check()
             self.outer.after_step(self._local, self.sample_count, into=self._local)
-            self._leave.has_come |= self.outer.is_draining
 
     def _check_untouched(self) -> None:
-        """Refuses a model whose tensors something else has changed.
-
-        Raises:
-            ArgumentError: one was.
-        """
-        for name, tensor in self._tensors.items():
+        """Refuses a model whose tensors something else has changed."""
+        for name, tensor in self._model.tensors.items():
             version, address, shape = self._local.seen[name]
             if tensor.shape != shape:
                 raise ArgumentError(
@@ -288,51 +281,26 @@ class DiLoCo(Connected):
                     "watches_model=False, if training writes to it on purpose"
                 )
 
-    def _check_model(self) -> None:
-        """Refuses a model that is not the one that all agreed on.
-
-        Raises:
-            ArgumentError: a parameter came, went, was frozen, unfrozen or replaced.
-        """
-        now = self._names.of(self._model.named_parameters())
-        for name, tensor in self._tensors.items():
-            if now.get(name) is not tensor:
-                state = "gone from" if name not in now else "replaced in"
-                raise ArgumentError(
-                    f"tensor {name!r} is {state} the model since the start; {_ANEW}"
-                )
-        for name, tensor in now.items():
-            if tensor.requires_grad and name not in self._tensors:
-                raise ArgumentError(
-                    f"tensor {name!r} was added to the model, or unfrozen, after the start; {_ANEW}"
-                )
-
     def _close_earlier(self) -> None:
         """Closes a DiLoCo of the same optimizer, as after a notebook's cell ran twice."""
-        hooks = [hook for each in self._optimizers for hook in _post_hooks(each)]
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        for owner in {id(each): each for each in owners}.values():
-            if isinstance(owner, DiLoCo):
-                if owner.outer.name == self.outer.name:  # whose parameters are the same objects
-                    owner._unhook()
-                else:
-                    owner.close()
-                _LOG.warning(
-                    "the DiLoCo of %r was closed: another one, of %r, trains with the same "
-                    "optimizer from now on",
-                    owner.outer.name,
-                    self.outer.name,
-                )
+
+        def close(owner: DiLoCo) -> None:
+            owner._unhook()
+            if owner.outer.name != self.outer.name:  # else its parameters are the same objects
+                owner.outer.close()
+            _LOG.warning(
+                "the DiLoCo of %r was closed: another one, of %r, trains with the same optimizer "
+                "from now on",
+                owner.outer.name,
+                self.outer.name,
+            )
+
+        hooks = [getattr(each, "_optimizer_step_post_hooks", {}) for each in self._optimizers]
+        close_earlier((hook for of in hooks for hook in of.values()), DiLoCo, close)
 
     def _unhook(self) -> None:
-        self._leave.close()
+        self._model.close()
         self._backward.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-_ANEW = "close() this DiLoCo, and make another, with another name"
 
 
 class _LocalWeights(MutableMapping[str, Any]):
@@ -387,11 +355,7 @@ class _LocalWeights(MutableMapping[str, Any]):
 
 
 def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """The parameters that require gradients.
-
-    Raises:
-        ArgumentError: there is none, or one can't be trained.
-    """
+    """The parameters that require gradients."""
     found = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     if not found:
         raise ArgumentError("the model has no parameter that requires a gradient")
@@ -403,21 +367,12 @@ def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Para
 def _optimizers(
     given: Any, tensors: Mapping[str, torch.nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """The inner optimizers, without wrappers of frameworks.
-
-    Raises:
-        ArgumentError: one is none of torch's, or trains nothing of the model.
-    """
+    """The inner optimizers, without wrappers of frameworks."""
     listed = list(given) if isinstance(given, list | tuple) else [given]
     ids = {id(tensor) for tensor in tensors.values()}
     found = []
     for each in listed:
-        inner = getattr(each, "optimizer", each)  # Accelerate's and Lightning's have it
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ArgumentError(
-                "inner_optimizer must be an optimizer of torch, such as "
-                f"torch.optim.AdamW(model.parameters()); got {described(each)}"
-            )
+        inner = torch_optimizer("inner_optimizer", each)
         trained = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
         if not trained & ids:
             raise ArgumentError(
@@ -430,23 +385,10 @@ def _optimizers(
     return found
 
 
-def _post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
-
-
-def _with_tensors(value: Any) -> Any:
-    """The same with torch's tensors in place of arrays."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, dict):
-        return {key: _with_tensors(each) for key, each in value.items()}
-    return [_with_tensors(each) for each in value] if isinstance(value, list) else value
-
-
-def _with_arrays(value: Any) -> Any:
-    """The same with arrays in place of torch's tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
+def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Returns a state with all values of a kind converted."""
+    if isinstance(value, kind):
+        return convert(value)
     if isinstance(value, Mapping):
-        return {key: _with_arrays(each) for key, each in value.items()}
-    return [_with_arrays(each) for each in value] if isinstance(value, list) else value
+        return {key: _converted(each, kind, convert) for key, each in value.items()}
+    return [_converted(each, kind, convert) for each in value] if isinstance(value, list) else value

@@ -38,7 +38,7 @@ BagModeName = Literal["sum", "mean", "max"]
 
 
 class _Part(NamedTuple):
-    """What a pass has brought for one lookup."""
+    """Gradients that a pass has brought for one lookup."""
 
     ids: Ids
     gradients: torch.Tensor
@@ -70,7 +70,7 @@ _PASS_COUNT_MAX = 16
 
 
 class _Passes:
-    """What backward passes have brought, by torch's number of each, and by layer."""
+    """Gradients of backward passes, by torch's number of each, and by layer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ nothing more there, so that all layers' ends must be one."""
 
 
 class TableModule(Connected, torch.nn.Module):
-    """What looks rows up in a table and pushes their gradients.
+    """A layer that looks rows up in a table and pushes their gradients.
 
     Args:
         table: Made by `Client.table`. It stays the caller's to close.
@@ -152,7 +152,7 @@ class TableModule(Connected, torch.nn.Module):
         self.timeout_s: float | None = None
         """Bound of each pass's call, which may be set; None: the client's."""
         self.is_read_only = False
-        """Whether it is a copy of another layer, which alone trains the rows."""
+        """True if it is a copy of another layer, which alone trains the rows."""
         self._start()
 
     def _start(self) -> None:
@@ -205,9 +205,6 @@ class TableModule(Connected, torch.nn.Module):
 
         Args:
             ids: Ids of the next batch; see `forward`.
-
-        Raises:
-            ArgumentError: the ids can't be used.
         """
         self._next_ids = self._batch(ids)[0].distinct.ids
         if not self._is_looked_up:
@@ -218,11 +215,6 @@ class TableModule(Connected, torch.nn.Module):
 
         A backward pass does it. It is for what does not: after `no_sync`, after an error, and for a
         step in which this worker has looked up nothing, but others wait for it.
-
-        Raises:
-            ArgumentError: it is a copy of another layer, which is the one that pushes.
-            ShardwellError: as `Table.put_row_gradients`. The step is still open: the next call, or
-                the next pass, sends the same again, which counts once.
         """
         self._check_trains()
         with self._lock:
@@ -293,11 +285,7 @@ class TableModule(Connected, torch.nn.Module):
     # Gradients out.
 
     def _check_trains(self) -> None:
-        """Refuses to push for a copy.
-
-        Raises:
-            ArgumentError: it is one.
-        """
+        """Refuses to push for a copy."""
         if self.is_read_only:
             raise ArgumentError(
                 f"this layer is a copy of one over table {self.table.name!r}, and only reads its "

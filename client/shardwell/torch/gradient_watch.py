@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and `step`, and whether a backward pass made them.
+"""Gradients between backward and `step`: their changes, and the backward pass that made them.
 
 It decides nothing: `ServerOptimizer` does, with overlap="auto", and so do the hooks of optimizers.
 """
@@ -37,7 +37,7 @@ class BackwardWatch:
             self._made = weakref.ref(tensor), weakref.ref(tensor.grad)
 
     def makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step only makes an optimizer's state: rate 0, and zeros that were put there."""
+        """True if a step only makes an optimizer's state: rate 0, and zeros that were put there."""
         if any(float(group.get("lr", 0.0)) for group in optimizer.param_groups):
             return False
         tensor, gradient = (each() for each in self._made) if self._made else (None, None)
@@ -65,7 +65,7 @@ class GradientWatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no backward pass has run in it."""
+        """True if no backward pass has run in it."""
         return not self._seen
 
     def begin_anew(self) -> None:
@@ -95,7 +95,7 @@ class GradientWatch:
     def change(
         self, gradients: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> str | None:
-        """What has changed since backward, in words; None: nothing.
+        """The change since backward, in words; None: there is none.
 
         Args:
             gradients: The gradients that the tensors have now, by number.

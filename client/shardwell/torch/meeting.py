@@ -1,4 +1,4 @@
-"""How the ranks of a process group meet: by torch's store, which may hold what earlier ranks wrote.
+"""The meeting of a process group's ranks by torch's store, which may hold what earlier ranks wrote.
 
 Torchrun's agent keeps its store when it starts ranks again, and a `file://` store outlives its
 program. So what a rank finds there may be of a process that has ended, and counts only when the
@@ -45,7 +45,7 @@ ResultT = TypeVar("ResultT")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.005, 0.25
 """Between two looks at the store."""
 _LOOK = timedelta(milliseconds=20)
-"""How long a store is waited for that can't say whether it has a key."""
+"""The wait for a store that can't say whether it has a key."""
 _VALUE_LENGTH_MAX = 65536
 """Of what is read from the store; a roster of 256 ranks has 9 KB."""
 _LOCALHOST = "127.0.0.1"
@@ -56,7 +56,7 @@ _MEETING_VARIABLE = "MASTER_ADDR"
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """What all ranks have agreed on."""
+    """The agreement of all ranks."""
 
     name: str
     """Name of the group; no other attempt has it."""
@@ -69,7 +69,7 @@ class Place:
     """Where a rank's process runs."""
 
     machine: str
-    """The same for processes that have one loopback interface in common."""
+    """One value for all processes that share a loopback interface."""
     hosts: tuple[str, ...]
     """Addresses at which other machines may reach it, the likeliest first."""
 
@@ -103,15 +103,7 @@ class StoreMeeting:
         """Rank 0: the one that it has written; other ranks: the last that has their id."""
 
     def meet(self) -> Met:
-        """Blocks until all ranks have agreed on a roster.
-
-        Raises:
-            WorkersMissingError: some rank did not come, or did not agree, in time.
-            ArgumentError: the ranks are on several machines, and rank 0 knows no address of its
-                own that they could reach.
-            RankTakenError: another process has come as this rank.
-            ShardUnavailableError: torch's store fails.
-        """
+        """Blocks until all ranks have agreed on a roster."""
         deadline_s = time.monotonic() + self._timeout_s
         notices, pause_s = WaitingNotices(), _PAUSE_S_MIN
         self._set(f"rank/{self._rank}", {"id": self._id, "machine": self._place.machine})
@@ -223,7 +215,7 @@ class StoreMeeting:
         self._asked(lambda: self._store.set(f"shardwell/{key}", text))
 
     def _read_text(self, key: str) -> str:
-        """What the store has, and "" where it has nothing; does not wait for it."""
+        """The store's value, "" where it has none; does not wait for it."""
         name = f"shardwell/{key}"
         found = self._asked(lambda: self._store.get(name) if self._has(name) else b"")
         if len(found) > _VALUE_LENGTH_MAX:
@@ -231,7 +223,7 @@ class StoreMeeting:
         return bytes(found).decode(errors="replace")
 
     def _has(self, name: str) -> bool:
-        """Whether the store has a value for a key."""
+        """True if the store has a value for a key."""
         if hasattr(self._store, "check"):
             return bool(self._store.check([name]))
         try:  # earlier versions of torch
@@ -260,11 +252,7 @@ class StoreMeeting:
 
 
 def _checked(roster: dict[str, Any]) -> dict[str, Any]:
-    """The same roster.
-
-    Raises:
-        ShardwellError: it lacks what a roster has.
-    """
+    """Returns a roster that is whole."""
     is_whole = isinstance(roster.get("id"), str) and isinstance(roster.get("name"), str)
     address = roster.get("address")
     if not is_whole or not (

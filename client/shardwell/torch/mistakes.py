@@ -29,9 +29,6 @@ def check_call(kind: type, line: str, args: Sequence[Any], options: Mapping[str,
         line: A call of it that is right, for the message.
         args: Those of the call, without `self`.
         options: Its keywords.
-
-    Raises:
-        ArgumentError: one is missing, or there is one too many; says where it belongs.
     """
     signature = inspect.signature(kind.__init__)  # type: ignore[misc]
     try:
@@ -55,11 +52,7 @@ def _place_of(name: str, known: Iterable[str]) -> str:
 
 
 def check_model(model: object, line: str) -> None:
-    """Refuses what is no model, such as its parameters.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Refuses what is no model, such as its parameters."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(
             "model must be the torch.nn.Module, whose parameters have their names on the cluster; "
@@ -74,3 +67,14 @@ def described(value: object) -> str:
     if name.startswith("shardwell.specs."):  # whose public names are shardwell's
         name = f"shardwell.{kind.__qualname__}"
     return f"the class {name}" if kind is value else name
+
+
+def torch_optimizer(what: str, given: Any) -> torch.optim.Optimizer:
+    """Returns an optimizer of torch's, without a framework's wrapper around it."""
+    inner = getattr(given, "optimizer", given)  # Accelerate's and Lightning's have it
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"{what} must be an optimizer of torch, such as "
+            f"torch.optim.AdamW(model.parameters()); got {described(given)}"
+        )
+    return inner

@@ -1,24 +1,41 @@
-"""What a state_dict of `ServerOptimizer` has beside torch's: which training it is of, and where.
+"""The state_dict of a `ServerOptimizer`, and values that go from workers to the shards with it.
 
 The optimizer's arrays are on the shards. So a state goes on where the cluster is at the same
 version of the same training, or where it has the values; never with arrays that begin anew.
+
+Values that all workers put on the cluster on purpose replace the parameter, which is deleted and
+made again (docs/adr/0025-pushed-weights.md): steps never lead back, so no gradient, tenure or
+stream of the old one can count in the new one. Workers meet twice: before the deletion, where all
+show that they push the same, and after it, so that no worker deletes what another one has made
+again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from shardwell.errors import ArgumentError
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceReader
+from shardwell.client import Client
+from shardwell.errors import ArgumentError, StepOrderError, UnknownParameterError
+from shardwell.numerics.codec import Float32
+from shardwell.parameter.parameter import Parameter
+from shardwell.parameter.values import NamedArrays
+from shardwell.specs.optimizers import Average
+from shardwell.specs.parameter import ParameterSpec
 
 KEY = "shardwell"
 """Of a state_dict, beside torch's "state" and "param_groups"."""
 VALUES_KEY = "shardwell_values"
-"""The same, where `saves_values` is set."""
+"""A second key, where `saves_values` is set."""
 _WHERE_ARRAYS_ARE = (
     "the optimizer's arrays are on the shards and in their checkpoints: call "
     "client.restore_checkpoint() before the ServerOptimizer is made"
@@ -37,16 +54,12 @@ class TrainingState:
     """Digest of the weights at that version, as workers have them."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """The form that `of` reads."""
         return asdict(self)
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> TrainingState:
-        """Reads a state_dict.
-
-        Raises:
-            ArgumentError: it is another optimizer's, or damaged.
-        """
+        """Reads a state_dict."""
         if not isinstance(state, Mapping) or KEY not in state:
             raise ArgumentError(
                 f"load_state_dict: {_foreign(state)}, which a ServerOptimizer can't go on with; "
@@ -69,16 +82,13 @@ class TrainingState:
     def check_goes_on(
         self, now: TrainingState, *, is_sync: bool, may_go_on_alone: bool = False
     ) -> None:
-        """Returns if the cluster is where the state was saved.
+        """Refuses to go on where the cluster is elsewhere; says what to do.
 
         Args:
             now: Where it is.
             is_sync: Whether its versions are steps that all workers make together.
             may_go_on_alone: Whether such a step may close without a worker: a state of any earlier
                 step is good then, and weights of a worker may be of two versions.
-
-        Raises:
-            ArgumentError: it is elsewhere; says what to do.
         """
         if self.name != now.name:
             raise ArgumentError(
@@ -134,3 +144,159 @@ def _foreign(state: Any) -> str:
         names = sorted(map(str, first)) if isinstance(first, Mapping) else []
         return f"this is another optimizer's state, of {len(own)} tensors with {names!r:.120}"
     return f"this is no state of a ServerOptimizer, having no {KEY!r} beside {sorted(state)!r:.120}"
+
+
+@dataclass(frozen=True)
+class PushedValues:
+    """The values to put in place of a parameter's.
+
+    Args:
+        arrays: By name: "weights", and the update rule's arrays, all of them or none: (size,), in
+            the order of the parameter's layout.
+        version: Steps that they have seen.
+    """
+
+    arrays: Mapping[str, Float32]
+    version: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that tell these values from any others."""
+        found = hashlib.sha256(f"{self.version}".encode())
+        for name, array in self.arrays.items():
+            found.update(name.encode())
+            found.update(array.data.cast("B"))
+        return found.digest()
+
+    @staticmethod
+    def of(saved: Any, spec: ParameterSpec, version: int) -> PushedValues:
+        """The values of a state_dict, whose tensors may have been saved in another order."""
+        assert spec.layout is not None
+        names = (WEIGHTS_NAME, *spec.optimizer.slot_names)
+        if not isinstance(saved, Mapping) or set(saved) != set(names):
+            found = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+            raise ArgumentError(
+                f"load_state_dict: values of {found!r:.200}; expected {list(names)} of "
+                f"{type(spec.optimizer).__name__}"
+            )
+        arrays = {}
+        for name in names:
+            tensors, flat = saved[name], np.empty(spec.size, np.float32)
+            for tensor in spec.layout:
+                given = tensors.get(tensor.name) if isinstance(tensors, Mapping) else None
+                if not isinstance(given, torch.Tensor) or tuple(given.shape) != tensor.shape:
+                    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else None
+                    raise ArgumentError(
+                        f"load_state_dict: {name!r} of tensor {tensor.name!r} has shape {shape}, "
+                        f"expected {tensor.shape}"
+                    )
+                values = given.detach().to("cpu", torch.float32).reshape(-1).numpy()
+                flat[tensor.offset : tensor.stop] = values
+            arrays[name] = flat
+        return PushedValues(arrays, version)
+
+
+def saved_values(client: Client, parameter: Parameter[NamedArrays], version: int) -> dict[str, Any]:
+    """Weights and the update rule's arrays by tensor, as the shards have them. Blocks.
+
+    They come through files in a temporary directory, one at a time.
+    """
+    layout = parameter.spec.layout
+    assert layout is not None
+    with tempfile.TemporaryDirectory(prefix="shardwell-") as directory:
+        path = Path(directory, "values")
+        (entry,) = client.save_checkpoint(path, [parameter.name]).parameters
+        if entry.version != version:
+            raise ArgumentError(
+                f"state_dict: parameter {parameter.name!r} is at version {entry.version}, expected "
+                f"{version}; other workers went on under this worker's name"
+            )
+        arrays = {name: np.empty(entry.size, np.float32) for name in entry.tensor_names}
+        for file in entry.files:
+            with SliceReader(path / file.path, entry.tensor_names, file.size) as reader:
+                for index, array in enumerate(arrays.values()):
+                    array[file.offset : file.offset + file.size] = reader.read(index, 0, file.size)
+    return {
+        name: {
+            tensor.name: torch.from_numpy(array[tensor.offset : tensor.stop]).view(tensor.shape)
+            for tensor in layout
+        }
+        for name, array in arrays.items()
+    }
+
+
+def replace(
+    client: Client,
+    old: Parameter[NamedArrays],
+    values: PushedValues,
+    meeting: Meeting,
+    opened: Callable[[], Parameter[NamedArrays]],
+    *,
+    timeout_s: float | None,
+) -> Parameter[NamedArrays]:
+    """Makes a parameter again with other values. All its workers call it; blocks until all do.
+
+    Args:
+        client: The worker's.
+        old: The parameter as it is; closed, if all agree.
+        values: What it gets.
+        meeting: Meeting of its workers.
+        opened: Opens it as it was at first.
+        timeout_s: Bound of each wait; default: the client's.
+    """
+    name, digest = old.name, values.digest
+    if not meeting.agrees(digest, timeout_s):
+        raise ArgumentError(
+            f"workers push different values for parameter {name!r}, or not at the same time; "
+            "nothing was changed; load the same weights on all workers, and push again"
+        )
+    old.close()
+    with contextlib.suppress(UnknownParameterError):  # which another worker has deleted
+        client.delete(name, kind="parameter", force=True, timeout_s=timeout_s)
+    if not meeting.agrees(hashlib.sha256(digest).digest(), timeout_s):
+        raise ArgumentError(
+            f"a worker was started again while values for parameter {name!r} were pushed, and the "
+            "parameter was deleted before; start all workers again, and push once more"
+        )
+    new = opened()
+    new.restore(
+        *(_named(new, array) for array in values.arrays.values()),
+        version=values.version,
+        load_id=int.from_bytes(digest[:8], "little") >> 1 or 1,
+        timeout_s=timeout_s,
+    )
+    return new
+
+
+def _named(parameter: Parameter[NamedArrays], array: Float32) -> NamedArrays:
+    layout = parameter.spec.layout
+    assert layout is not None
+    return {t.name: array[t.offset : t.stop].reshape(t.shape) for t in layout}
+
+
+class Meeting:
+    """Where all workers of a parameter compare 32 bytes: the mean of theirs, `NAME.pushed`.
+
+    One for each worker: a comparison that failed for want of another worker is gone on with by the
+    next one, as its first bytes are counted.
+
+    Args:
+        client: The worker's.
+        name: Name of the parameter.
+        worker_count: Its workers.
+    """
+
+    def __init__(self, client: Client, name: str, worker_count: int) -> None:
+        self._mean = client.parameter(
+            f"{name}.pushed", size=32, optimizer=Average(), worker_count=worker_count, codec="fp32"
+        )
+
+    def agrees(self, own: bytes, timeout_s: float | None) -> bool:
+        """True if all workers bring the same. Blocks until all have come."""
+        given = np.frombuffer(own, np.uint8).astype(np.float32)  # sums of which are exact
+        try:
+            mean = self._mean.exchange(given, timeout_s=timeout_s)
+        except StepOrderError:  # other bytes were counted, and their step is over for this worker
+            self._mean.reopen()
+            mean = self._mean.exchange(given, timeout_s=timeout_s)
+        return bool((mean == given).all())

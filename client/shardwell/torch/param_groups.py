@@ -14,7 +14,7 @@ from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, GroupedRate
 from shardwell.specs.optimizers import Adam, AdamW, Optimizer, check_learning_rate
 
 _RATE_TOLERANCE = 1e-6
-"""How far rates of groups may differ from their ratios; schedulers round."""
+"""The difference that rates of groups may have from their ratios; schedulers round."""
 OPTIONS = (
     *("weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered"),
     *("amsgrad", "maximize", "lr_decay", "initial_accumulator_value", "decoupled_weight_decay"),
@@ -24,7 +24,7 @@ are the user's, or say how something is computed."""
 
 
 class GroupRates:
-    """What the shards know of an optimizer's groups: rates, and options that stay.
+    """An optimizer's groups as the shards know them: rates, and options that stay.
 
     Args:
         optimizer: The update rule, whose rate the ratios are to.
@@ -33,7 +33,7 @@ class GroupRates:
 
     def __init__(self, optimizer: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self._factors = [_factor_of(optimizer, group) for group in param_groups]
-        """What each group's rate is of the parameter's, as long as no schedule changes that."""
+        """The ratio of each group's rate to the parameter's, as long as no schedule changes it."""
         self._options = [_fixed_options(group) for group in param_groups]
         self._numbers = list(range(1, len(param_groups) + 1))
         if len(param_groups) == 1 or len(param_groups) > RATE_GROUP_COUNT_MAX:
@@ -48,10 +48,10 @@ class GroupRates:
                 param_groups, self._factors, self._numbers, strict=True
             )
         ]
-        """How each group's tensors differ from the rest."""
+        """The options by which each group's tensors differ from the rest."""
 
     def tensor_groups(self, names: Sequence[Sequence[str]]) -> list[TensorGroup]:
-        """The same as a parameter takes it; `names` are those of each group's tensors.
+        """The groups as a parameter takes them; `names` are those of each group's tensors.
 
         Groups without a tensor have no number.
         """
@@ -70,10 +70,6 @@ class GroupRates:
 
         Returns:
             One number where all groups have the ratios that they began with, else a GroupedRate.
-
-        Raises:
-            ArgumentError: a group has other options, or a rate that can't be; or there are too
-                many groups for rates that change apart.
         """
         rate = 0.0
         own_rates = []
@@ -117,11 +113,7 @@ def groups_of(
     param_groups: Iterable[Any] | None,
     optimizer: Optimizer,
 ) -> list[dict[str, Any]]:
-    """Torch's groups of a model.
-
-    Raises:
-        ArgumentError: they are none, or a group has an option that the shards can't have.
-    """
+    """Torch's groups of a model."""
     if param_groups is None:
         return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
     given = list(param_groups)
@@ -172,7 +164,7 @@ def torch_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _factor_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """What a group's rate is of the optimizer's at the start; 1 where there is no ratio."""
+    """The ratio of a group's rate to the optimizer's at the start; 1 where there is none."""
     base = rate_of(optimizer)
     own = check_learning_rate("lr of a group", float(group["lr"]))
     return own / base if own and base and own != base else 1.0

@@ -37,11 +37,7 @@ class PlainNames:
         return known
 
     def of(self, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        """What a model's method has named, under plain names.
-
-        Raises:
-            ArgumentError: two tensors would have one name; names both.
-        """
+        """The objects that a model's method has named, under plain names."""
         found: dict[str, Any] = {}
         given: dict[str, str] = {}
         for name, value in named:
@@ -67,7 +63,7 @@ class PlainNames:
 
 
 def _wraps(module: torch.nn.Module, child: str) -> bool:
-    """Whether a child of a module is the model that the module wraps."""
+    """True if a child of a module is the model that the module wraps."""
     if child in _WRAPPED:
         return True
     if child != "module":

@@ -24,8 +24,8 @@ from shardwell.group.group import Group
 from shardwell.group.join import join_group
 from shardwell.numerics.reduction import ReductionName
 from shardwell.process.environment import variable
+from shardwell.torch.buffers import put_back, word_count, words_of
 from shardwell.torch.meeting import StoreMeeting
-from shardwell.torch.words import put_back, word_count, words_of
 
 BACKEND_NAME = "shardwell"
 _NO_MESSAGES = (
@@ -39,7 +39,7 @@ _LATEST_COUNT = 4
 _TELLING_COUNT_MAX = 64
 """Futures whose callbacks run at once: as many as a group has calls under way."""
 CODEC_VARIABLE = "SHARDWELL_CODEC"
-"""How what is reduced travels: fp32 (default), fp16 or bf16."""
+"""The codec of values that are reduced: fp32 (default), fp16 or bf16."""
 STRATEGY_VARIABLE = "SHARDWELL_STRATEGY"
 """ring (default), tree, tree(arity=3) or centralized."""
 _AS_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
@@ -103,7 +103,7 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._ended.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -121,7 +121,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def __init__(self, group: Group) -> None:
         super().__init__(group.rank, group.size)
         self.group = group
-        """What does the work."""
+        """The group that does the work."""
         # C++ callers hold no reference to what Python adds to a Work: it is kept until it has
         # ended, and they have asked for its future.
         self._under_way: set[_Work] = set()
@@ -476,7 +476,7 @@ def _put(values: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _done(result: list[torch.Tensor]) -> Any:
-    """What has ended."""
+    """Returns work that has ended."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     make: Any = torch._C._distributed_c10d._create_work_from_future
@@ -484,7 +484,7 @@ def _done(result: list[torch.Tensor]) -> Any:
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellProcessGroup:
-    """What torch calls for each process group."""
+    """Makes a process group, for torch."""
     seconds = timeout.total_seconds()
     met = StoreMeeting(store, rank, size, timeout_s=seconds).meet()
     codec: Any = variable(CODEC_VARIABLE) or "fp32"  # which join_group checks

@@ -50,7 +50,7 @@ def watch_threads(
 
 
 def crowding(worker_count: int, thread_count: int, cores: int) -> str:
-    """What to log of so many workers of a machine, each with so many threads; "": they fit."""
+    """The warning about a machine's workers, each with so many threads; "": they fit."""
     if worker_count < 2 or thread_count < 2 or worker_count * thread_count <= cores:
         return ""
     share = max(cores // worker_count, 1)

@@ -1,4 +1,4 @@
-"""What a model has beside what is trained: buffers, and parameters that are frozen.
+"""Tensors of a model that are not trained: buffers, and parameters that are frozen.
 
 Buffers, and tensors that something else trains, are the first worker's at the start: float32 as it
 is, all else as its bytes, bit for bit. Then they are each worker's own, until all make those of
@@ -13,7 +13,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,10 +31,16 @@ from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.specs.optimizers import SGD, Average
-from shardwell.specs.parameter import ModeName
-from shardwell.torch.buffers import as_float32, check_readable
+from shardwell.torch.buffers import (
+    as_float32,
+    check_readable,
+    pieces,
+    put_back,
+    word_count,
+    words_of,
+)
 from shardwell.torch.plain_names import PlainNames
-from shardwell.torch.words import put_back, word_count, words_of
+from shardwell.torch.trained_model import TrainedModel, Training
 
 _NO_UPDATE = SGD(learning_rate=0.0)
 """Of what is only handed from the first worker to the others."""
@@ -53,59 +59,35 @@ _PAUSE_S = 0.05
 
 
 class Untrained:
-    """One model's, beside the parameter `name`.
+    """One model's, beside the parameter of those that are trained.
 
-    Args:
-        model: The model.
-        names: The plain names of its tensors.
-        trained: Its tensors that are trained, by name.
-        client: The worker's.
-        name: Name of the parameter that has those.
-        worker_count: Its workers; None: they come and go, and never meet.
-        mode: Its mode.
-        broadcast_frozen: Whether workers without the first worker's frozen tensors get them.
-        timeout_s: How long a worker waits for another that has them; None: the client's.
-
-    Raises:
-        SpecMismatchError: another worker has other tensors, or other values of a frozen one.
-        ArgumentError: a tensor has no values.
-        ShardwellError: as `Client.parameter` and `Parameter.init`.
+    With `broadcast_frozen`, workers without the first worker's frozen tensors get them.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        names: PlainNames,
-        trained: Mapping[str, torch.Tensor],
-        client: Client,
-        name: str,
-        *,
-        worker_count: int | None,
-        mode: ModeName,
-        broadcast_frozen: bool = False,
-        timeout_s: float | None = None,
+        self, trained: TrainedModel, training: Training, *, broadcast_frozen: bool = False
     ) -> None:
-        self._model = model
-        self._names = names
-        self._mode = mode
-        self._is_elastic = worker_count is None
+        self._model = trained.model
+        self._names = trained.names
+        self._options = training.options
         self._buffer_mean: Parameter[NamedArrays] | None = None
-        frozen = _frozen_of(model, names)
-        shared = _shared_of(model, names, {**trained, **frozen})
+        client, name = training.client, training.name
+        frozen = _frozen_of(self._model, self._names)
+        shared = _shared_of(self._model, self._names, {**trained.tensors, **frozen})
         if frozen:
-            _agree_on_frozen(client, name, frozen, broadcast=broadcast_frozen, timeout_s=timeout_s)
+            _agree_on_frozen(training, frozen, broadcast=broadcast_frozen)
         if shared:
-            _hand_over(client, f"{name}.first", shared, timeout_s)
+            _hand_over(client, f"{name}.first", shared, training.timeout_s)
         means = self._means()
-        if means and mode == "sync" and worker_count is not None:
+        if means and self._options["mode"] == "sync" and "members" not in self._options:
             self._buffer_mean = client.parameter(
                 f"{name}.buffers",
                 tensors=means,
                 optimizer=Average(),
                 codec="fp32",
                 allow_non_finite=True,
-                worker_count=worker_count,
-                mode=mode,
+                worker_count=self._options.get("worker_count", 1),
+                mode="sync",
             )
             last = self._buffer_mean.get_weights()
             if self._buffer_mean.version:  # it starts again: those that were averaged last
@@ -113,7 +95,7 @@ class Untrained:
 
     def average(self, timeout_s: float | None) -> None:
         """Averages the buffers, as `ServerOptimizer.average_buffers` says."""
-        if self._is_elastic and self._means():
+        if "members" in self._options and self._means():
             raise ArgumentError(
                 "average_buffers() waits until all workers call it, and with members= these are "
                 "not known: a worker that was late for a step would miss it; evaluate one "
@@ -121,7 +103,7 @@ class Untrained:
                 "statistics, such as GroupNorm"
             )
         if self._buffer_mean is None:
-            if self._mode == "async":
+            if self._options["mode"] == "async":
                 raise ArgumentError("buffers are averaged in mode='sync' alone")
             return
         own = {name: as_float32(name, buffer) for name, buffer in self._means().items()}
@@ -158,7 +140,7 @@ def _frozen_of(model: torch.nn.Module, names: PlainNames) -> dict[str, torch.Ten
 def _shared_of(
     model: torch.nn.Module, names: PlainNames, others: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model has besides other tensors of it."""
+    """The tensors in a checkpoint of the model, without some others."""
     state = names.of(model.state_dict(keep_vars=True).items())
     ids = {id(tensor) for tensor in others.values()}
     return {
@@ -169,12 +151,7 @@ def _shared_of(
 
 
 def hand_over_model(client: Client, name: str, model: torch.nn.Module) -> None:
-    """Gives a model the first worker's parameters and buffers, bit for bit.
-
-    Raises:
-        SpecMismatchError: the first worker has another model.
-        ShardwellError: as `Client.parameter`.
-    """
+    """Gives a model the first worker's parameters and buffers, bit for bit."""
     tensors = _shared_of(model, PlainNames(model), {})
     if tensors:
         _hand_over(client, name, tensors, None)
@@ -194,7 +171,7 @@ def _hand_over(
 
 
 def _title(name: str, tensor: torch.Tensor) -> str:
-    """What a tensor that is handed over is called on the cluster.
+    """The name on the cluster of a tensor that is handed over.
 
     Of a float32 tensor its name, under which an export has it. Others are there as their bytes, and
     say what these are: a worker whose tensor has another type or shape gets an error that names it.
@@ -231,21 +208,14 @@ def _decode(values: Float32, tensor: torch.Tensor) -> None:
 
 
 def _agree_on_frozen(
-    client: Client,
-    name: str,
-    frozen: Mapping[str, torch.Tensor],
-    *,
-    broadcast: bool,
-    timeout_s: float | None,
+    training: Training, frozen: Mapping[str, torch.Tensor], *, broadcast: bool
 ) -> None:
     """Compares frozen tensors with the first worker's, or takes those.
 
     The digests decide whose values count: the first worker's. With `broadcast`, a worker whose
     tensors have these digests sends the bytes, and one whose tensors have others waits for them.
-
-    Raises:
-        SpecMismatchError: they differ.
     """
+    client, name, timeout_s = training.client, training.name, training.timeout_s
     titles = {key: f"{key} ({_kind(tensor)}, digest)" for key, tensor in frozen.items()}
     own = dict(zip(titles.values(), _digests(frozen), strict=True))
     agreed = client.parameter(f"{name}.frozen", tensors=own, **_HANDED_OVER)
@@ -253,24 +223,22 @@ def _agree_on_frozen(
     expected = agreed.get_weights(timeout_s=timeout_s)
     agreed.close()
 
-    def others() -> list[str]:
-        now = dict(zip(titles.values(), _digests(frozen), strict=True))
+    def others(now: Mapping[str, Float32]) -> list[str]:
         return [
             key for key, title in titles.items() if not np.array_equal(now[title], expected[title])
         ]
 
-    differ = [
-        key for key, title in titles.items() if not np.array_equal(own[title], expected[title])
-    ]
+    differ = others(own)
     if broadcast:
         deadline_s = time.monotonic() + (client.timeout_s if timeout_s is None else timeout_s)
-        for number, piece in enumerate(_pieces(frozen)):
+        for number, piece in enumerate(pieces(frozen, _PIECE_WORD_COUNT)):
             part = f"{name}.frozen.{number}"
             if differ:
                 _fetch(client, part, piece, deadline_s)
             else:
                 _send(client, part, piece, timeout_s)
-        differ = others() if differ else []
+        if differ:
+            differ = others(dict(zip(titles.values(), _digests(frozen), strict=True)))
     if differ:
         more = f", and {len(differ) - 1} more tensors" if len(differ) > 1 else ""
         raise SpecMismatchError(
@@ -296,21 +264,6 @@ def _digest(tensor: torch.Tensor) -> Float32:
     digest = hashlib.blake2b(flat.data, digest_size=_DIGEST_BYTES).digest()
     words: Float32 = np.frombuffer(digest, "<u2").astype(np.float32)
     return words
-
-
-def _pieces(frozen: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """As many tensors at a time as fit into a piece, one at least."""
-    piece: dict[str, torch.Tensor] = {}
-    count = 0
-    for name, tensor in frozen.items():
-        size = word_count([tensor])
-        if piece and count + size > _PIECE_WORD_COUNT:
-            yield piece
-            piece, count = {}, 0
-        piece[name] = tensor
-        count += size
-    if piece:
-        yield piece
 
 
 def _send(

@@ -66,7 +66,7 @@ def late(client: shardwell.Client, model: Any, **options: Any) -> tuple[Any, Lat
     options = {"codec": "fp32", "overlap": True, **options}
     optimizer = shardwell.torch.ServerOptimizer(model, client, SGD, **options)
     copier = LateCopier()
-    optimizer._copies = DeviceCopies(copier)
+    optimizer._step.copies = DeviceCopies(copier)
     return optimizer, copier
 
 
@@ -94,7 +94,7 @@ def test_gradients_leave_when_their_copies_are_there(client) -> None:
         copier.may_copy.clear()
         loss_of(model, step).backward()
         assert copier.count == 20 * (step + 1)
-        assert not optimizer._begun.has_left
+        assert optimizer._step.state == "announced"
         copier.may_copy.set()
         eventually("pieces are counted", lambda before=before: counted(client) > before)
         assert optimizer.next_step == step

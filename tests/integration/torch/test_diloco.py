@@ -345,7 +345,7 @@ def test_ctrl_c_loses_nothing_that_diloco_moved(cluster, connect) -> None:
                 step(0.0)
             (found,) = {*values(model)["weight"].flat, *values(model)["bias"].flat}
             assert {*diloco.outer.image()["weight"].flat} == {found}, interrupt.place
-            is_certain = interrupt.place.startswith("outer.py") or is_over
+            is_certain = interrupt.place.startswith(("outer.py", "fragment.py")) or is_over
             assert found in ({moved + 1} if is_certain else {moved, moved + 1}), interrupt.place
             moved = found
             if is_over:
@@ -368,7 +368,9 @@ def test_a_model_with_other_tensors_is_refused(cluster, connect) -> None:
             train(model, optimizer, 2)
         model[2].bias.requires_grad_(False)
         model[0] = torch.nn.Linear(6, 8)
-        with pytest.raises(shardwell.ArgumentError, match=r"tensor '0\.weight' is replaced in"):
+        with pytest.raises(
+            shardwell.ArgumentError, match=r"tensor '0\.weight' of the model was replaced"
+        ):
             train(model, optimizer, 2)
 
 

@@ -20,7 +20,7 @@ from harness.threads import in_background, together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
-from shardwell.torch.pushed_values import Meeting, PushedValues  # noqa: E402
+from shardwell.torch.optimizer_state import Meeting, PushedValues  # noqa: E402
 
 ADAM = shardwell.Adam(learning_rate=0.05)
 
@@ -245,7 +245,10 @@ def test_a_worker_that_starts_again_in_the_middle_of_a_push(cluster, connect) ->
     for model in models:
         model.load_state_dict(pushed)
     weights = np.concatenate(
-        [models[1].get_parameter(t.name).detach().reshape(-1) for t in optimizers[1]._layout]
+        [
+            models[1].get_parameter(t.name).detach().reshape(-1)
+            for t in optimizers[1].parameter.spec.layout
+        ]
     )
     meeting = Meeting(clients[1], "model", 2)
     first = in_background(optimizers[0].push_weights)
@@ -305,8 +308,9 @@ def test_states_of_other_trainings_are_refused_by_name(cluster, connect) -> None
     (other(torch.ones(2, 6)).sum()).backward()
     theirs.step()
     groups = [{**state["param_groups"][0], "betas": (0.5, 0.5)}]
-    elsewhere = made(net(seed=2), connect(cluster(2), "w0"))
-    train(elsewhere._model, elsewhere, 0, 3)
+    another = net(seed=2)
+    elsewhere = made(another, connect(cluster(2), "w0"))
+    train(another, elsewhere, 0, 3)
     for to, found, words in (
         (optimizer, theirs.state_dict(), r"another optimizer's state, of 2 tensors with \['exp_av"),
         (optimizer, plain.state_dict(), "no state of a ServerOptimizer|another optimizer's state"),

@@ -63,7 +63,7 @@ def test_wrapped_models_and_plain_ones_train_together(
     shardwell.torch.ServerOptimizer(
         plain(), connect(running, "w1"), SGD, name="net", mode="async", codec="fp32"
     )
-    sum(p.sum() for p in optimizer._model.parameters() if p.requires_grad).backward()
+    sum(p.sum() for p in optimizer._model.model.parameters() if p.requires_grad).backward()
     optimizer.step()
     client.save_checkpoint(tmp_path / "one", ["net"])
     shardwell.export_checkpoint(tmp_path / "one", tmp_path / "net.safetensors")

@@ -31,7 +31,8 @@ from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import BLOCK_SIZES, SAMPLE_COUNT_MAX, CodecName
 from shardwell.torch.buffers import check_tensor, copy_all
 from shardwell.torch.gradient_watch import BackwardWatch
-from shardwell.torch.mistakes import described
+from shardwell.torch.mistakes import described, torch_optimizer
+from shardwell.torch.trained_model import close_earlier, scale_back
 from shardwell.training.gradient_sync import GradientSync, GroupSync, ServerSync
 
 _EXTRA_COUNT = 2
@@ -130,12 +131,7 @@ class MeanGradients(Connected):
         sync_of: Callable[[int], GradientSync],
         clip_norm: float = 0.0,
     ) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's and Lightning's
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentError(
-                "optimizer must be an optimizer of torch, such as "
-                f"torch.optim.AdamW(model.parameters()); got {described(optimizer)}"
-            )
+        optimizer = torch_optimizer("optimizer", optimizer)
         self.optimizer = optimizer
         """The user's."""
         self.sample_count = 1
@@ -145,12 +141,13 @@ class MeanGradients(Connected):
         self._tensors = _trained(optimizer)
         self._flat = _zeros(self._tensors)
         self.sync = sync_of(self._flat.numel())
-        """What averages."""
+        """The object that averages."""
         self._is_synchronized = False
-        """Whether the gradients are means already."""
+        """True if the gradients are means already."""
         self._non_finite = False
-        """Whether they were not, because one worker's were not finite."""
-        self._close_earlier()
+        """True if they were not, because one worker's were not finite."""
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        close_earlier(list(hooks.values()), MeanGradients, MeanGradients.close)
         self._backward = BackwardWatch(self._tensors)
         self._is_native = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # A GradScaler then calls `step` always, and leaves scaling back to it: a step that it skips
@@ -192,13 +189,6 @@ class MeanGradients(Connected):
     def __exit__(self, *reason: object) -> None:
         self.close()
 
-    def _close_earlier(self) -> None:
-        """Closes one of the same optimizer, as after a notebook's cell ran twice."""
-        for hook in list(getattr(self.optimizer, "_optimizer_step_pre_hooks", {}).values()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, MeanGradients):
-                owner.close()
-
     # Hooks of the optimizer.
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -211,7 +201,7 @@ class MeanGradients(Connected):
         scale = getattr(optimizer, "grad_scale", None)
         if not self._is_synchronized:
             if scale is not None:
-                self._scale_back(scale)
+                scale_back(self._tensors, scale)
             self._average(None)
         if found_inf is not None:
             optimizer.grad_scale = optimizer.found_inf = None  # both are settled, for all workers
@@ -243,14 +233,6 @@ class MeanGradients(Connected):
             "a worker's gradient is NaN or infinite, and no step was made; all workers get this "
             "error: zero_grad() and go on with another batch, or lower the learning rate"
         )
-
-    @torch.no_grad()
-    def _scale_back(self, scale: torch.Tensor) -> None:
-        """Divides gradients by a GradScaler's scale."""
-        inverse = scale.double().reciprocal().float()
-        for tensor in self._tensors:
-            if tensor.grad is not None:
-                tensor.grad.mul_(inverse.to(tensor.grad.device))
 
     # The mean.
 
@@ -307,11 +289,7 @@ def _closure(optimizer: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's tensors that require gradients.
-
-    Raises:
-        ArgumentError: there are none, or one can't be averaged.
-    """
+    """The optimizer's tensors that require gradients."""
     found = [t for group in optimizer.param_groups for t in group["params"] if t.requires_grad]
     if not found:
         raise ArgumentError("the optimizer has no tensor that requires a gradient")
@@ -338,12 +316,7 @@ def _places(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tenso
 def _sync_of(
     through: Any, size: int, timeout_s: float | None, options: dict[str, Any]
 ) -> GradientSync:
-    """What averages vectors of that size.
-
-    Raises:
-        ArgumentError: nothing does.
-        ShardwellError: as `Client.parameter`.
-    """
+    """Returns an object that averages vectors of that size."""
     if isinstance(through, Group):
         return GroupSync(through, timeout_s)
     if isinstance(through, Client):

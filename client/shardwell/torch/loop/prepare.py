@@ -37,7 +37,7 @@ _OF_MEANS = frozenset({"name", "worker_count", "codec", "clip_norm", "timeout_s"
 
 
 class _Counter(Protocol):
-    """What has the parameter of the steps, which `push_weights` may replace."""
+    """An object with the parameter of the steps, which `push_weights` may replace."""
 
     @property
     def parameter(self) -> Parameter[Any]: ...
@@ -149,12 +149,7 @@ def _prepared(
     client: Client | None,
     options: dict[str, Any],
 ) -> tuple[Any, _Counter]:
-    """The optimizer that makes the steps, and what counts them.
-
-    Raises:
-        ArgumentError: the optimizer or an option can't be used.
-        ShardwellError: see `prepare`.
-    """
+    """The optimizer that makes the steps, and what counts them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer must be an optimizer of torch, such as "
@@ -198,12 +193,7 @@ def _on_workers(
     why: str,
     options: dict[str, Any],
 ) -> tuple[Any, _Counter]:
-    """The optimizer itself, which steps with means; the model gets the first worker's weights.
-
-    Raises:
-        ArgumentError: the cluster has a training behind it, whose weights nothing has kept.
-        ShardwellError: see `prepare`.
-    """
+    """The optimizer itself, which steps with means; the model gets the first worker's weights."""
     name = str(options.pop("name", _NAME))
     means = mean_gradients(optimizer, client, name=name, **options)
     sync: Any = means.sync
@@ -231,11 +221,7 @@ def _on_workers(
 
 
 def _crew(options: dict[str, Any]) -> int | None:
-    """How many workers make a step; None: they come and go, or no worker waits for another.
-
-    Raises:
-        ArgumentError: the launcher has started another number.
-    """
+    """The number of workers that make a step; None: they come and go, or none waits for another."""
     given = options.get("worker_count")
     if options.get("members") is not None or options.get("mode") == "async":
         return given  # ServerOptimizer refuses both
@@ -251,12 +237,7 @@ def _crew(options: dict[str, Any]) -> int | None:
 
 
 def _connected(name: str, crew: int | None) -> Client:
-    """A client for the rest of the program.
-
-    Raises:
-        ArgumentError: a worker that is started again would be another one.
-        ShardwellError: as `connect`.
-    """
+    """A client for the rest of the program."""
     worker_id = variable(WORKER_ID_VARIABLE)
     if not worker_id:
         launcher = known_launcher(os.environ)
@@ -278,7 +259,7 @@ def _connected(name: str, crew: int | None) -> Client:
 
 @functools.cache
 def _own_id() -> str:
-    """The same in all of this process, so that a cell of a notebook may be run again."""
+    """One id for all of this process, so that a cell of a notebook may be run again."""
     return unique_worker_id()
 
 

@@ -1,4 +1,4 @@
-"""What callbacks of frameworks do after each step of a ServerOptimizer: report, save, leave."""
+"""The work of frameworks' callbacks after each step of a ServerOptimizer: report, save, leave."""
 
 from __future__ import annotations
 
@@ -56,11 +56,7 @@ class StepProgress:
         """Samples a second of the last step, until they are reported."""
 
     def begin(self, optimizers: Iterable[Any]) -> None:
-        """Training begins, with one of these.
-
-        Raises:
-            ArgumentError: none of them is a ServerOptimizer; or the cluster is at max_steps.
-        """
+        """Training begins, with one of these."""
         # Accelerate's and Lightning's wrappers have the optimizer.
         given = [getattr(each, "optimizer", each) for each in optimizers]
         for each in given:
@@ -132,15 +128,11 @@ class StepProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether this worker is to end its training after the step."""
+        """True if this worker is to end its training after the step."""
         return self._begun.is_leaving or self._is_done
 
     def end(self) -> None:
-        """Training ends.
-
-        Raises:
-            SystemExit: because this worker leaves; 143, so that it is started again where it is to.
-        """
+        """Training ends."""
         if self._begun.is_leaving:
             raise SystemExit(EXIT_CODE)
 

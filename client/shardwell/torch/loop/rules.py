@@ -19,7 +19,7 @@ _OF_GROUPS = ("lr", "weight_decay")
 
 
 class _Kind(NamedTuple):
-    """How an optimizer of torch is called on the shards."""
+    """An optimizer of torch as the shards call it."""
 
     rule: Callable[..., Optimizer]
     options: Mapping[str, str]
@@ -55,11 +55,7 @@ class ShardsRule(NamedTuple):
 
 
 def shards_rule(optimizer: torch.optim.Optimizer) -> ShardsRule | str:
-    """The update rule of an optimizer; or, in words, why the shards have none.
-
-    Raises:
-        ArgumentError: a hyperparameter can't be.
-    """
+    """The update rule of an optimizer; or, in words, why the shards have none."""
     name = type(optimizer).__name__
     kind = _KINDS.get(type(optimizer))
     if kind is None:

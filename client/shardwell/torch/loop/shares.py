@@ -45,7 +45,7 @@ _BY_HAND = (
 
 
 class Share:
-    """Which part of the data a worker takes.
+    """The part of the data that a worker takes.
 
     Args:
         next_step: Returns the step that the worker's next gradient joins.
@@ -185,7 +185,7 @@ class _Batches(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
         self.epoch = self.first = 0
         self.count: int | None = None
-        """How many an epoch has; None: as many as there are."""
+        """Batches of an epoch; None: as many as there are."""
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
@@ -231,11 +231,7 @@ class _OwnOrder(Sampler[int]):
 
 
 def check_loader(loader: Any, seed: int = 0) -> tuple[bool, int]:
-    """Whether a loader shuffles, and by which seed.
-
-    Raises:
-        ArgumentError: its data can't be shared.
-    """
+    """True if a loader shuffles, and by which seed."""
     if not isinstance(loader, DataLoader):
         raise ArgumentError(
             f"loader must be a torch.utils.data.DataLoader; got {type(loader).__name__}; {_BY_HAND}"
