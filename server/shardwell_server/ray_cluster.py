@@ -249,7 +249,7 @@ class _Coordinator:
 
 
 class RayCluster(Closing):
-    """Made by `shardwell.ray.start_shards`. A context manager, which stops all shards on exit.
+    """A cluster that `shardwell.ray.start_shards` made. A context manager, which stops all shards.
 
     It may be sent to Ray's tasks, actors and Train's workers, by `train_loop_config` for example:
     there it says where the shards are, and `close` does nothing.
@@ -303,7 +303,7 @@ class RayCluster(Closing):
 
     @property
     def addresses(self) -> list[str]:
-        """HOST:PORT of each shard, by index; as `target`."""
+        """The HOST:PORT of each shard, by index; as `target`."""
         deadline_s = time.monotonic() + self._timeout_s
         found: list[str] = _answer(
             lambda: self._coordinator.addresses.remote(self._timeout_s),

@@ -1,4 +1,4 @@
-"""Why no shard answers at an address: its host is unknown, nothing listens there, or another does.
+"""The reason why no shard answers at an address: an unknown host, no listener, or another server.
 
 gRPC says of all of these that it could not connect, or that the deadline passed.
 """

@@ -1,4 +1,4 @@
-"""What a client proves itself with: certificates, and a token that its calls bring.
+"""The proof of a client's identity: certificates, and a token that its calls bring.
 
 The token is a secret, so it goes over TLS alone, or to this machine. It is read from a file, again
 whenever that has changed. See docs/security.md.

@@ -1,4 +1,4 @@
-"""How the handlers of a service end: with an answer, or with the status of an error.
+"""The end of a service's handlers: an answer, or the status of an error.
 
 Whatever a handler raises reaches the caller as one of Shardwell's errors; any other exception is a
 defect, and is logged.
@@ -24,7 +24,7 @@ from shardwell.wire import checksum
 
 
 class Handlers:
-    """Handlers of one service, and of the errors that they raise. Any thread may use them.
+    """The handlers of one service, and of the errors that they raise. Any thread may use them.
 
     `place` names the process whose log has the details of a defect, for the caller.
     """

@@ -1,4 +1,4 @@
-"""How all connections behave: when a dead one is noticed, and a new one is tried."""
+"""The behaviour of all connections: when a dead one is noticed, and a new one is tried."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ KEEPALIVE_S = 30.0
 def server_options(
     keepalive_s: float = KEEPALIVE_S, connection_age_s: float | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """Options of a gRPC server, which notices a vanished client's machine within `keepalive_s`.
+    """The options of a gRPC server, which notices a vanished client's machine within `keepalive_s`.
 
     After `connection_age_s` a connection takes no more calls, so that its client makes another.
     """

@@ -54,7 +54,7 @@ VARIABLES = (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, SERVER_NAME_VARIABLE)
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """What one side of its connections proves itself with, and believes of the other side.
+    """The files with which one side proves itself, and believes the other side.
 
     All files are PEM, and may be replaced while they are in use: see docs/security.md.
 
@@ -93,7 +93,7 @@ class Tls:
 
     @staticmethod
     def from_environment() -> Tls | None:
-        """$SHARDWELL_TLS_CA, _CERT, _KEY and _SERVER_NAME; None: none of the files is named."""
+        """Reads $SHARDWELL_TLS_CA, _CERT, _KEY and _SERVER_NAME; None: none of them is named."""
         ca, cert, key, name = (variable(each) or None for each in VARIABLES)
         return Tls(ca=ca, cert=cert, key=key, server_name=name) if ca or cert or key else None
 
@@ -129,11 +129,11 @@ class TlsFiles:
         return self._files.last
 
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
-        """Credentials of a client's connections."""
+        """The credentials of a client's connections."""
         return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a server's connections: the files' contents when each of them comes."""
+        """The credentials of a server's connections: the files' contents when each comes."""
         if self.tls.cert is None:
             raise ArgumentError(
                 "a server needs a certificate and its key: give both, or set "

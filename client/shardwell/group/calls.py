@@ -82,7 +82,7 @@ class Started(Protocol):
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """For each of `ranks`, True if it has the group's state."""
+        """The answers of `ranks`: True of one that has the group's state."""
 
 
 class CallMaker:

@@ -95,7 +95,7 @@ class PendingCall:
 
     @property
     def have_state(self) -> tuple[bool, ...]:
-        """For each of `ranks`, True if it has the group's state."""
+        """The answers of `ranks`: True of one that has the group's state."""
         return self.made.have_state
 
     def restore(self) -> None:
@@ -105,7 +105,7 @@ class PendingCall:
 
 
 class ElasticGroup(Group):
-    """Made by `join_group(elastic=True)`: workers come, leave and are lost while calls go on.
+    """A group of `join_group(elastic=True)`: workers come, leave and are lost while calls go on.
 
     A call returns on all members that live, or on none. If a rank was lost before a call, or left,
     the call goes on with the others. If it is lost in the middle of a call, an `all_reduce` with

@@ -63,7 +63,7 @@ TELLING_S = 2.0
 
 
 class Generation:
-    """Made when all members have reached one another. Any thread may call it."""
+    """A generation, made when all members have reached one another. Any thread may call it."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """The number of members."""
         return len(self.members)
 
     @property
@@ -213,7 +213,7 @@ class Generation:
         self.end(failure)
 
     def close(self) -> None:
-        """Leaves: what was called before is finished, then all streams end.
+        """Leaves the group: what was called before is finished, then all streams end.
 
         Blocks at the most until the calls' deadlines, and a minute for what this rank sent.
         """
@@ -342,7 +342,7 @@ class Generation:
         self._mailbox.put_arrival(Arrival(rank, *received), waits=waits)
 
     def _link_failed(self, rank: int, what: str) -> None:
-        """Rank 0 decides which rank is lost; its report is slower than a socket's end."""
+        """Leaves the decision to rank 0, whose report is slower than a socket's end."""
 
         def give_up() -> None:
             self._mailbox.await_end(_WORD_S)
@@ -375,7 +375,7 @@ class Membership(Protocol):
 
     @property
     def waiting_count(self) -> int:
-        """Workers that wait for the next generation."""
+        """The workers that wait for the next generation."""
 
     def leave(self) -> None:
         """Ends the generation when the calls that were made are done, and then `close`."""

@@ -64,7 +64,7 @@ class Greeting:
 
     @property
     def unreachable(self) -> list[group_pb2.UnreachableMember] | None:
-        """Members that can't be reached, once one is found or all have answered; else None."""
+        """The members that can't be reached, once one is found or all have answered; else None."""
         if not self._known.is_set():
             return None
         with self._lock:

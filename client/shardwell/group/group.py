@@ -54,7 +54,7 @@ def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
 
 
 class Group(Connected):
-    """Made by `join_group`. A context manager; any thread may call it.
+    """A group that `join_group` has made. A context manager; any thread may call it.
 
     All ranks make the same calls in the same order. Each call first agrees on what is called, which
     takes a message to rank 0 and back; if the ranks differ, every one of them gets the same error
@@ -125,22 +125,22 @@ class Group(Connected):
 
     @property
     def size(self) -> int:
-        """Number of members; `rebuild`, and calls of an elastic group, may change it."""
+        """The number of members; `rebuild`, and calls of an elastic group, may change it."""
         return self._generation.size
 
     @property
     def generation(self) -> int:
-        """Number of the generation: it grows whenever members change."""
+        """The number of the generation: it grows whenever members change."""
         return self._generation.number
 
     @property
     def addresses(self) -> list[str]:
-        """HOST:PORT where the other members reach each rank, by rank."""
+        """The HOST:PORT where the other members reach each rank, by rank."""
         return [member.address for member in self._generation.members]
 
     @property
     def waiting_count(self) -> int:
-        """Workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them.
+        """The workers that wait to come in, as of a moment ago: `rebuild` on all ranks takes them.
 
         In an elastic group the next `broadcast_state` does.
         """

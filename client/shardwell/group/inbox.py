@@ -85,7 +85,7 @@ class Inbox:
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Within it, only the engine reads, if the inbox was open before."""
+        """Lets only the engine read in its block, if the inbox was open before."""
         self.is_taken = bool(self._files)
         if self.is_taken:
             self._wake(1)

@@ -307,7 +307,7 @@ def _arguments(
 
 
 def listening_address(address: str) -> str:
-    """HOST:PORT to listen on to be found at `address`: a name may stand for any interface."""
+    """The HOST:PORT to listen on to be found at `address`: a name may be of any interface."""
     host, _, port = address.rpartition(":")
     if host == "localhost":
         return address

@@ -146,7 +146,7 @@ class Mailbox:
         return arrival
 
     def come(self, call_index: int) -> Arrival | None:
-        """As `take`, of what has come; None: nothing has."""
+        """Takes what has come, as `take` does; None: nothing has."""
         arrivals = self._arrivals_of(call_index)
         if arrivals.empty() and self.inbox.is_taken:
             self.inbox.read(0.0)

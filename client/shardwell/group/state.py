@@ -37,7 +37,7 @@ class SharedState:
         return np.frombuffer(self._digest, "<u2").astype(np.float32)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of what each call moves."""
+        """The begin and end of what each call moves."""
         for start in range(0, self.size_bytes, _PIECE_SIZE_BYTES):
             yield start, min(start + _PIECE_SIZE_BYTES, self.size_bytes)
 
@@ -49,7 +49,7 @@ class SharedState:
         return found.view("<u2").astype(np.float32)
 
     def staged(self) -> StagedState:
-        """Memory for the state of another member."""
+        """The memory for the state of another member."""
         return StagedState(self)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:

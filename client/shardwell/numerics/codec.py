@@ -59,7 +59,7 @@ GROUP_BLOCK_SIZE = 256
 
 
 class NonFiniteValueError(ArithmeticError):
-    """Not finite, and not allowed; `index` is the first such element's."""
+    """A value that is not finite, and not allowed; `index` is the first such element's."""
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value}")
@@ -68,7 +68,7 @@ class NonFiniteValueError(ArithmeticError):
 
 
 class Computed(NamedTuple):
-    """Values that are computed in the pass that writes them, and so need not lie anywhere."""
+    """The values that are computed in the pass that writes them, and so need not lie anywhere."""
 
     operations: Operations
     """The operations that leave them in place 0."""
@@ -99,7 +99,7 @@ class Codec:
     _copy: Operation
 
     def encoded_bytes(self, count: int) -> int:
-        """Bytes of the payload of so many elements."""
+        """The bytes of the payload of so many elements."""
         return count * self.item_size
 
     def in_blocks_of(self, block_size: int) -> Codec:
@@ -112,7 +112,7 @@ class Codec:
         return self
 
     def element_count(self, size_bytes: int) -> int:
-        """Elements of a payload; -1 where no payload has that size."""
+        """The elements of a payload; -1 where no payload has that size."""
         count, rest = divmod(size_bytes, self.item_size)
         return -1 if rest else count
 
@@ -166,7 +166,7 @@ class Codec:
         return run_checked(operations, arrays, 0, values.size, crc)[1]
 
     def decode_looked(self, payload: Bytes, values: Float32, crc: int) -> tuple[int, int]:
-        """`decode`, and in the same pass what `take` returns of a payload that does not change."""
+        """Decodes a payload that does not change, and returns what `take` does, in one pass."""
         operations = self._checks + self._looks + self.reads(_VALUES, _PAYLOAD, 1.0)
         return run_checked(operations, (values, payload), 0, values.size, crc)
 
@@ -232,7 +232,7 @@ class Codec:
         run(operations, (None if in_place else out, payload, total), 0, total.size)
 
     def peak(self, payload: Bytes) -> float:
-        """Largest magnitude of the values once decoded; infinity if one is not finite."""
+        """The largest magnitude of the values once decoded; infinity if one is not finite."""
         count = self.element_count(payload.size)
         return self.peak_of_bits(run(self._looks, (None, payload), 0, count))
 
@@ -241,7 +241,7 @@ class Codec:
         return math.inf if bits >= self._infinity else float_of(bits)
 
     def first_non_finite(self, payload: Bytes) -> int | None:
-        """Index of the first value that is not finite once decoded; None if all are finite."""
+        """The index of the first value that is not finite once decoded; None if all are finite."""
         if self.peak(payload) < math.inf:
             return None
         values = np.empty(self.element_count(payload.size), np.float32)
@@ -250,7 +250,7 @@ class Codec:
 
 
 class Fp32(Codec):
-    """IEEE 754 binary32: exact."""
+    """The format IEEE 754 binary32: exact."""
 
     name = "fp32"
     item_size = 4
@@ -262,7 +262,7 @@ class Fp32(Codec):
 
 
 class Fp16(Codec):
-    """IEEE 754 binary16, rounded to nearest even, with a power-of-two scale per block."""
+    """The format IEEE 754 binary16, rounded to nearest even, with a power of two per block."""
 
     name = "fp16"
     item_size = 2
@@ -315,7 +315,7 @@ _fp16 = functools.lru_cache(maxsize=None)(Fp16)
 
 
 class Bf16(Codec):
-    """bfloat16, rounded to nearest even; the largest finite value instead of an overflow."""
+    """The format bfloat16, rounded to nearest even; the largest finite value for an overflow."""
 
     name = "bf16"
     item_size = 2
@@ -412,10 +412,10 @@ class BlockArithmetic(Protocol):
     BLOCK_SIZE: int
 
     def encoded_bytes(self, count: int, /) -> int:
-        """Bytes of the payload of so many elements."""
+        """The bytes of the payload of so many elements."""
 
     def element_count(self, size_bytes: int, /) -> int:
-        """Elements of a payload; -1 where no payload has that size."""
+        """The elements of a payload; -1 where no payload has that size."""
 
     def quantize(self, values: Float32, payload: Bytes, start: int = 0, /) -> float:
         """Writes values from an element on; returns the largest magnitude."""

@@ -39,7 +39,7 @@ _NEARLY_INFINITE = 0x7F7F8000
 
 
 def blocks(count: int, start: int = 0) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the blocks of elements [start, count)."""
+    """Yields (start, stop) of the blocks of elements [start, count)."""
     for first in range(start, count, BLOCK_ELEMENT_COUNT):
         yield first, min(first + BLOCK_ELEMENT_COUNT, count)
 
@@ -194,12 +194,12 @@ def _packed_one(operation: Operation) -> bytes:
 
 
 def half_bytes(count: int, block_size: int) -> int:
-    """Bytes of a payload of fp16 of so many elements."""
+    """The bytes of a payload of fp16 of so many elements."""
     return 2 * count + -(-count // block_size)
 
 
 def half_count(size_bytes: int, block_size: int) -> int:
-    """Elements of a payload of fp16; -1 where none has that size."""
+    """The elements of a payload of fp16; -1 where none has that size."""
     count = (size_bytes + -size_bytes // (2 * block_size + 1)) // 2
     return count if half_bytes(count, block_size) == size_bytes else -1
 

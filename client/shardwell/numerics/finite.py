@@ -18,7 +18,7 @@ _BLOCK_ELEMENT_COUNT = 256 * 1024
 
 
 def first_non_finite(values: npt.NDArray[Any]) -> int | None:
-    """Index of the first of (n,) values that is no finite float32; None if all are."""
+    """The index of the first of (n,) values that is no finite float32; None if all are."""
     if is_plain(values) and math.isfinite(peak_of(values)):
         return None
     for first in range(0, values.size, _BLOCK_ELEMENT_COUNT):

@@ -81,7 +81,7 @@ def _shuffle(words: Words, bits: Words32, shifted: Words32) -> None:
 
 
 def _inverse_normal(u: Float64, r: Float64, z: Float64) -> Float64:
-    """U is at least 2^-25 from 0 and 1, so the algorithm's third case, r above 5, has no use."""
+    """Returns z; u is at least 2^-25 from 0 and 1, so the third case, r above 5, has no use."""
     q = np.subtract(u, 0.5, out=u)
     in_tail = np.flatnonzero(np.abs(q, out=z) > _CENTRE)
     tail = np.take(q, in_tail)

@@ -23,7 +23,7 @@ _LINE_ELEMENT_COUNT = 16
 
 
 def part_of(element_count: int, part_count: int, index: int) -> tuple[int, int]:
-    """(start, stop) of one part of an array that is cut evenly, at cache lines; may be empty."""
+    """Returns (start, stop) of a part of an array that is cut evenly, at cache lines."""
     line_count = -(-element_count // _LINE_ELEMENT_COUNT)
     size = -(-line_count // part_count) * _LINE_ELEMENT_COUNT
     return min(index * size, element_count), min((index + 1) * size, element_count)

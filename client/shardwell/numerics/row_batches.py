@@ -94,7 +94,7 @@ def _sort_ids_by_numpy(ids: Ids, placement: RowPlacement) -> SortedIds:
 
 
 def stable_order(ids: Ids) -> Ids:
-    """(n,): places of the ids, ascending, equal ones by place; radix sorts of 16-bit digits."""
+    """The places of the ids, (n,), ascending, equal ones by place: radix sorts of 16-bit digits."""
     low = ids.min()
     digit_count = -(-(int(ids.max()) - int(low)).bit_length() // _DIGIT_BITS)
     if ids.size < (_RADIX_COUNT_MIN if digit_count <= 2 else _RADIX_COUNT_MIN_OF_WIDE):
@@ -152,7 +152,7 @@ def gather(array: Array, places: Ids, into: Array, *, may_wait: bool = False) ->
 
 
 def scatter(array: Array, places: Ids, rows: Array) -> None:
-    """array[places] = rows, of (n, width) and without repeats, each row as one item."""
+    """Sets array[places] = rows, of (n, width) and without repeats, each row as one item."""
     library = native.LIBRARY
     if library is not None:
         _checked(library.scatter(array, array.strides[0], places, rows, 0))

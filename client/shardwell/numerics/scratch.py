@@ -14,7 +14,7 @@ benchmarks/codec.py: a fifth faster than 256 KiB, and 1 MiB adds little."""
 
 
 class Scratch:
-    """Working memory for one thread: float32 blocks, reused from call to call."""
+    """The working memory for one thread: float32 blocks, reused from call to call."""
 
     def __init__(self) -> None:
         self.values = np.empty(BLOCK_ELEMENT_COUNT, np.float32)
@@ -29,7 +29,7 @@ class Scratch:
         return self._temporaries[place]
 
     def payload(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory for a copy of a payload, until the next one is taken."""
+        """The memory for a copy of a payload, until the next one is taken."""
         if self._payload.size < size_bytes:
             self._payload = np.empty(size_bytes, np.uint8)
         return self._payload[:size_bytes]

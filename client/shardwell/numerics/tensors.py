@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbours among tensors: a large one, or small ones."""
+    """The neighbours among tensors: a large one, or small ones."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Tensors:
-    """Tensors of these shapes that are one vector. Any thread may use it."""
+    """The tensors of these shapes that are one vector. Any thread may use it."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.sizes = [math.prod(shape) for shape in shapes]
@@ -105,7 +105,7 @@ class Tensors:
         return Found(None, are_adjacent, are_writable, are_aligned)
 
     def as_one(self, arrays: Sequence[npt.NDArray[Any]], found: Found) -> Float32 | None:
-        """(size,) float32: a view of the arrays where they are one array's; None: they are not."""
+        """Returns a (size,) view of the arrays where they are one array's; None: they are not."""
         if not found.are_adjacent:
             return None
         nonempty = list(itertools.compress(arrays, self.sizes))

@@ -88,5 +88,5 @@ class ReadyChunks:
 
     @property
     def ready_counts(self) -> tuple[int, int]:
-        """Chunks that are ready, and all."""
+        """The chunks that are ready, and all."""
         return sum(self._ready), sum(map(len, self._slices))

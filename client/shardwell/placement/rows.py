@@ -34,7 +34,7 @@ class RowPlacement:
         self.shard_count = shard_count
 
     def shards_of(self, ids: Ids) -> Ids:
-        """(n,) int64: the shard of each id, which is in range."""
+        """Returns (n,) int64: the shard of each id, which is in range."""
         words = ids.view(np.uint64)
         count = np.uint64(self.shard_count)
         if self.row_count is None:
@@ -44,7 +44,7 @@ class RowPlacement:
         return _remainder(turned, count).view(np.int64)
 
     def local_rows(self, ids: Ids) -> Ids:
-        """(n,) int64: each id's number among the rows of its shard; with `row_count` only."""
+        """Returns (n,) int64: each id's number among its shard's rows; with `row_count` only."""
         return ids // self.shard_count
 
     def local_row_count(self) -> int:

@@ -29,7 +29,7 @@ class Slice:
         return self.offset + self.size
 
     def chunk_count(self, chunk_element_count: int) -> int:
-        """Into how many chunks of at most `chunk_element_count` elements it is cut."""
+        """The number of chunks of at most `chunk_element_count` elements into which it is cut."""
         return -(-self.size // chunk_element_count)
 
     def chunk(self, chunk_index: int, chunk_element_count: int) -> Slice:

@@ -54,7 +54,7 @@ def split_batch(batch: Any, worker_count: int) -> list[Any]:
 
 
 def share_of(batch: Any, worker_count: int, rank: int) -> Any:
-    """`split_batch(batch, worker_count)[rank]`, without the others."""
+    """Returns `split_batch(batch, worker_count)[rank]`, without the others."""
     check_integer("rank", rank, 0, worker_count - 1)
     count_samples(batch)
     return _cut(batch, slice(rank, None, worker_count))
@@ -131,7 +131,7 @@ def merge_updates(updates: Sequence[Update]) -> Update:
 
 
 class Merging:
-    """`merge_updates`, one update at a time: keeps their sum, and not the updates."""
+    """A `merge_updates` of one update at a time: keeps their sum, and not the updates."""
 
     def __init__(self) -> None:
         self._gradient: npt.NDArray[np.float64] = np.zeros(0)

@@ -50,7 +50,7 @@ class GradientSync(Protocol):
 
     @property
     def worker_count(self) -> int:
-        """Workers that take part, this one included."""
+        """The workers that take part, this one included."""
         raise NotImplementedError
 
     @property
@@ -117,7 +117,7 @@ class LocalSync(GradientSync):
 
     @property
     def worker_count(self) -> int:
-        """1."""
+        """The worker alone: 1."""
         return 1
 
     def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:

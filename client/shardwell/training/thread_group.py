@@ -208,7 +208,7 @@ class ThreadedSync(GradientSync):
 
     @property
     def worker_count(self) -> int:
-        """Threads that take part."""
+        """The threads that take part."""
         return self._worker_count
 
     @property

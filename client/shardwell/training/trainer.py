@@ -176,7 +176,7 @@ class DataParallelTrainer:
 
     @property
     def next_step(self) -> int:
-        """Number of the next step: how many steps there were."""
+        """The number of the next step: how many steps there were."""
         return self._step
 
     @property
@@ -191,7 +191,7 @@ class DataParallelTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the next step. Set it to the same value on all workers before the same step."""
+        """The rate of the next step. Set it to one value on all workers before one step."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -200,7 +200,7 @@ class DataParallelTrainer:
 
     @property
     def rank(self) -> int:
-        """Number of this worker's share of a batch.
+        """The number of this worker's share of a batch.
 
         Raises:
             ArgumentError: the sync has no rank and none was given, or it has another.

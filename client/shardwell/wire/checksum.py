@@ -1,4 +1,4 @@
-"""What the CRC32C of a message covers: its payload, and all that gives the payload a meaning. Pure.
+"""The CRC32C of a message: of its payload, and all that gives the payload a meaning. Pure.
 
 types.proto defines it, at `Chunk.crc32c`, from values alone, so that any language can compute it:
 
@@ -248,28 +248,28 @@ _CONTROL_CONTEXT = extended(0, Kind.GRADIENT_CONTROL)
 
 @functools.lru_cache(maxsize=1024)
 def gradient_context(parameter: str, worker_id: str) -> int:
-    """Context of PutGradient, and of Exchange's requests."""
+    """The context of PutGradient, and of Exchange's requests."""
     return extended(0, Kind.GRADIENT, parameter, worker_id)
 
 
 def weights_context(parameter: str) -> int:
-    """Context of answers of GetWeights and Exchange, which all workers share."""
+    """The context of answers of GetWeights and Exchange, which all workers share."""
     return extended(0, Kind.WEIGHTS, parameter)
 
 
 @functools.lru_cache(maxsize=1024)
 def outcome_context(parameter: str) -> int:
-    """Context of outcomes of steps."""
+    """The context of outcomes of steps."""
     return extended(0, Kind.OUTCOME, parameter)
 
 
 def weights_fetch_context(parameter: str) -> int:
-    """Context of Exchange's requests for weights."""
+    """The context of Exchange's requests for weights."""
     return extended(0, Kind.WEIGHTS_FETCH, parameter)
 
 
 def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> int:
-    """Context of InitWeights, whose first message is `opening`."""
+    """The context of InitWeights, whose first message is `opening`."""
     rate = opening.learning_rate if opening.HasField("learning_rate") else None
     return extended(
         0,
@@ -284,44 +284,44 @@ def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> i
 
 
 def snapshot_context(parameter: str) -> int:
-    """Context of answers of Snapshot."""
+    """The context of answers of Snapshot."""
     return extended(0, Kind.SNAPSHOT, parameter)
 
 
 @functools.lru_cache(maxsize=1024)
 def row_gradients_context(table: str, worker_id: str) -> int:
-    """Context of gradients in ExchangeRows."""
+    """The context of gradients in ExchangeRows."""
     return extended(0, Kind.ROW_GRADIENTS, table, worker_id)
 
 
 def rows_fetch_context(table: str) -> int:
-    """Context of ExchangeRows' requests for rows."""
+    """The context of ExchangeRows' requests for rows."""
     return extended(0, Kind.ROWS_FETCH, table)
 
 
 def rows_answer_context(table: str) -> int:
-    """Context of rows that ExchangeRows answers; see `rows_answer`."""
+    """The context of rows that ExchangeRows answers; see `rows_answer`."""
     return extended(0, Kind.ROWS_ANSWER, table)
 
 
 def rows_counted_context(table: str) -> int:
-    """Context of ExchangeRows' answer to the end of a step."""
+    """The context of ExchangeRows' answer to the end of a step."""
     return extended(0, Kind.ROWS_COUNTED, table)
 
 
 @functools.lru_cache(maxsize=1024)
 def rows_outcome_context(table: str) -> int:
-    """Context of outcomes of steps of rows."""
+    """The context of outcomes of steps of rows."""
     return extended(0, Kind.ROWS_OUTCOME, table)
 
 
 def rows_scan_context(table: str, content: int) -> int:
-    """Context of answers of ScanRows."""
+    """The context of answers of ScanRows."""
     return extended(0, Kind.ROWS_SCAN, table, content)
 
 
 def rows_load_context(opening: table_pb2.LoadRowsRequest) -> int:
-    """Context of LoadRows, whose first message is `opening`."""
+    """The context of LoadRows, whose first message is `opening`."""
     rate = opening.learning_rate if opening.HasField("learning_rate") else None
     return extended(
         0,
@@ -377,7 +377,7 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
 
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:
-    """CRC of a gradient chunk's control fields, which may differ when it is sent again."""
+    """The CRC of a gradient chunk's control fields, which may differ when it is sent again."""
     crc = _with_numbers(
         _CONTROL_CONTEXT, header.end_of_step, header.counts_only, header.wait_timeout_ms
     )

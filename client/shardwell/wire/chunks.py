@@ -128,7 +128,7 @@ class ChunkCodec:
     def check(
         self, chunk: types_pb2.Chunk, payload: Bytes, start: int, scratch: Scratch
     ) -> IntactChunk:
-        """`check_chunk`, which also looks at the values, all in one pass over memory.
+        """Does what `check_chunk` does, and looks at the values, all in one pass over memory.
 
         A copy that has to be made lies in `scratch`, until its next one.
         """
@@ -185,13 +185,13 @@ class ChunkCodec:
         return payload
 
     def peak(self, intact: IntactChunk, opened: Bytes) -> float:
-        """Largest magnitude of the values, which `open` returned; infinity if one is not finite."""
+        """The largest magnitude of the opened values; infinity if one is not finite."""
         if intact.peak_bits is None:
             return self.codec.peak(opened)
         return self.codec.peak_of_bits(intact.peak_bits)
 
     def first_non_finite(self, payload: Bytes) -> int | None:
-        """Index in the chunk of the first value that the spec refuses; None if there is none."""
+        """The index of the first value in the chunk that the spec refuses; None if none is."""
         return None if self._allow_non_finite else self.codec.first_non_finite(payload)
 
     def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:

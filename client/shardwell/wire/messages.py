@@ -151,7 +151,7 @@ BATCH_COUNT_MAX = 64
 
 
 def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[HeaderT, Bytes, int]]:
-    """`parse` of a message, or of each one that is in it, with its size in bytes."""
+    """Parses a message, or each one that is in it, and gives its size in bytes."""
     header, payload = parse(header_type, message)
     if not getattr(header, "batch", None):
         yield header, payload, len(message)
@@ -188,7 +188,7 @@ def joined(header_type: Any, messages: Sequence[bytes]) -> bytes:
 
 
 class Batch:
-    """Messages that are to leave as one, of at most `count`."""
+    """The messages that are to leave as one, of at most `count`."""
 
     def __init__(self, header_type: Any, count: int) -> None:
         self._header_type = header_type

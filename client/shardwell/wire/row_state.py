@@ -26,7 +26,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class RowState(NamedTuple):
-    """Rows; the arrays have one entry a row."""
+    """A number of rows; the arrays have one entry a row."""
 
     ids: Ids
     """(n,)."""
@@ -60,7 +60,7 @@ class RowState(NamedTuple):
 
 
 def empty_state(spec: TableSpec, row_count: int) -> RowState:
-    """Room for so many rows."""
+    """The room for so many rows."""
     return RowState(
         np.empty(row_count, np.int64),
         np.empty((row_count, spec.dim), np.float32),

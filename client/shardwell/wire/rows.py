@@ -33,13 +33,13 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 
 
 def rows_per_message_max(spec: TableSpec) -> int:
-    """Rows that a message of a gradient, a fetch or its answer can have, compressed or not."""
+    """The rows that a message of a gradient, a fetch or its answer can have, compressed or not."""
     value_size = CODECS[spec.codec_name].in_blocks_of(spec.dim).encoded_bytes(spec.dim)
     return _fitting(ID_SIZE_BYTES + value_size)
 
 
 def rows_per_scan_message_max(spec: TableSpec) -> int:
-    """Rows that any message of ScanRows or LoadRows can have: with state, counts and steps."""
+    """The rows that any message of ScanRows or LoadRows can have: with state, counts and steps."""
     return _fitting(3 * ID_SIZE_BYTES + 4 * (spec.dim + sum(spec.slot_widths)))
 
 
@@ -261,11 +261,11 @@ class RowCodec:
             canonical_nans(values)
 
     def peak(self, opened: OpenedRows) -> float:
-        """Largest magnitude of the values; infinity if one is not finite."""
+        """The largest magnitude of the values; infinity if one is not finite."""
         return self.codec.peak(opened.values) if opened.values.size else 0.0
 
     def first_non_finite(self, opened: OpenedRows) -> int | None:
-        """Place, row * dim + column, of the first value that the spec refuses; None: none is."""
+        """The place, row * dim + column, of the first value that the spec refuses, or None."""
         if self._allow_non_finite or not opened.values.size:
             return None
         return self.codec.first_non_finite(opened.values)

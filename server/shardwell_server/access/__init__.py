@@ -1,1 +1,1 @@
-"""Who may do what: tokens and their rights, and the log of who did."""
+"""The rights of callers: tokens and what they may do, and the log of it."""

@@ -1,4 +1,4 @@
-"""Who is let in: every call brings a token, once there is a file of them or of keys.
+"""The way in: every call brings a token, once there is a file of them or of keys.
 
 Files are read again when they change, so that tokens come, end and are revoked without a restart;
 a call that is open is looked at again then.

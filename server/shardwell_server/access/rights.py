@@ -1,4 +1,4 @@
-"""What a token may do: rights on names, each on those that begin with a prefix. Pure.
+"""The rights of a token to names, each to those that begin with a prefix. Pure.
 
 Rights are steps of one ladder: a token that has one has those below it.
 

@@ -126,7 +126,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> bytes:
-    """SHA-256 of a secret: all of it that is kept. It needs no salt, as it is drawn at random."""
+    """Returns the SHA-256 of a secret, all that is kept; drawn at random, it needs no salt."""
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -34,7 +34,7 @@ _RATE_MAX = float(np.finfo(np.float32).max)
 
 
 class MmapGradientAccumulator(Closing):
-    """Sums of gradients by row, in a file that survives kill -9. A context manager.
+    """The sums of gradients by row, in a file that survives kill -9. A context manager.
 
     Any thread may call anything. A call on rows waits only for calls on the same stripes:
     `rows_per_lock` neighbouring rows have one reader-writer lock, waiting is in the order of
@@ -162,12 +162,12 @@ class MmapGradientAccumulator(Closing):
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
+        """The values of a row."""
         return self._layout.dim
 
     @property
     def row_count(self) -> int:
-        """Rows that there are, with a gradient or without: `max_rows`."""
+        """The rows that there are, with a gradient or without: `max_rows`."""
         return self._layout.row_count
 
     @property
@@ -307,7 +307,7 @@ class MmapGradientAccumulator(Closing):
             return self._open_sums().get(row)
 
     def touched_rows(self) -> Rows:
-        """(n,) int64, ascending, a copy: the rows that have a sum.
+        """Returns the rows that have a sum: (n,) int64, ascending, a copy.
 
         Raises:
             ClosedError: the accumulator is closed.

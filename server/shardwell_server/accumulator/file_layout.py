@@ -70,7 +70,7 @@ class SumLayout:
 
 
 class State(enum.IntEnum):
-    """State of the file. Numbers are those in it."""
+    """The state of the file. Numbers are those in it."""
 
     CLOSED = 1
     """The disk has everything, as the summary says."""
@@ -156,7 +156,7 @@ class FileState:
 
     @property
     def boot_id(self) -> str:
-        """Id of the machine's start that opened the file last; "": unknown."""
+        """The id of the machine's start that opened the file last; "": unknown."""
         found: bytes = self._checked(_BOOT, _BOOT_OFFSET, "what opened it")[0]
         return found.rstrip(b"\0").decode()
 

@@ -67,7 +67,7 @@ class StripeLocks:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait now."""
+        """The requests that wait now."""
         with self._mutex:  # one that is granted at once is among them for a moment
             return len(self._waiting)
 

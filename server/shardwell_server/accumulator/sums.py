@@ -41,7 +41,7 @@ _NUMBERS = (0, 1)
 
 
 class SumMemory(MappedFile):
-    """Plain memory, of which only what is written costs something; gone with the process."""
+    """A piece of memory, of which only what is written costs something; gone with the process."""
 
     def __init__(self, size_bytes: int) -> None:
         self.path = Path("memory")
@@ -51,7 +51,7 @@ class SumMemory(MappedFile):
         """Makes room; bytes that it has stay as they are. StorageError: nothing changed."""
 
     def ranges(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """Offset and size of each part that may hold what another process has written."""
+        """The offset and size of each part that may hold what another process has written."""
         return iter(())
 
 
@@ -71,7 +71,7 @@ class TouchedRows:
         self._of_stripes: npt.NDArray[np.bool_] = lazy_zeros(shape[:1], np.bool_)
 
     def stripes_of(self, rows: Rows) -> Stripes:
-        """Ascending, without repeats: the stripes of rows that ascend."""
+        """Returns the stripes of rows that ascend: ascending, without repeats."""
         stripes = rows // self._rows_per_stripe
         if stripes.size > 1:
             is_first = stripes[1:] != stripes[:-1]
@@ -90,11 +90,11 @@ class TouchedRows:
         self._of_stripes[self.stripes() if stripes is None else stripes] = False
 
     def stripes(self) -> Stripes:
-        """Ascending: the stripes that may have touched rows; all of these that no call holds."""
+        """Returns the stripes that may have touched rows; all of them that no call holds."""
         return np.flatnonzero(self._of_stripes)
 
     def rows_of(self, stripes: Stripes | None) -> Rows:
-        """Ascending: the touched rows of stripes, which ascend; None: of all."""
+        """Returns the touched rows of stripes, which ascend; None: of all."""
         if stripes is None:
             return np.flatnonzero(self._of_rows.reshape(-1))
         flags = np.flatnonzero(self._of_rows[stripes].reshape(-1))
@@ -189,7 +189,7 @@ class StoredSums:
         return rows if np.count_nonzero(words) == rows.size else rows[words != 0]
 
     def get(self, row: int) -> Float32:
-        """(dim,) float32, a copy: the sum of a row, or zeros."""
+        """Returns (dim,) float32, a copy: the sum of a row, or zeros."""
         found = np.zeros(self._layout.dim, np.float32)
         if self._is_reserved[row // self._rows_per_extent] and self._words[row]:
             np.copyto(found, self._sums[row])
@@ -207,7 +207,7 @@ class StoredSums:
         self._reached("words cleared")
 
     def summary(self, rows: Rows) -> Summary:
-        """Summary of rows that are all that have a sum."""
+        """The summary of rows that are all that have a sum."""
         return Summary(rows.size, int(self._words[rows].sum(dtype=np.uint64)))
 
     def take_back(self) -> int:
@@ -227,7 +227,7 @@ class StoredSums:
         return len(pending)
 
     def find(self) -> Rows:
-        """Ascending: the rows that have a sum in memory that another process has left."""
+        """Finds the rows that have a sum in memory that another process has left, ascending."""
         found = [np.arange(0)]
         size = 8 * self._layout.row_count
         for offset, length in self._memory.ranges(self._layout.words_offset, size):

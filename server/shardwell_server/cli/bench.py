@@ -349,7 +349,7 @@ class LockSamples:
 
     @property
     def share(self) -> float:
-        """Part of the samples in the blocks at which the lock was held; 0 without any."""
+        """The part of the samples in the blocks at which the lock was held; 0 without any."""
         if not self._busy or len(self._rest) < _LOCK_REST_COUNT_MIN:
             return 0.0
         usual_s = statistics.quantiles(self._rest, n=20, method="inclusive")[-1]

@@ -50,12 +50,12 @@ def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
 
 
 def steps_option(default: int | None, what: str) -> Decorator:
-    """--steps, as `step_count`."""
+    """An option --steps, as `step_count`."""
     return _setting("--steps", what, click.IntRange(min=1), default=default, name="step_count")
 
 
 def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
-    """--codec, with a default and how it is shown."""
+    """An option --codec, with a default and how it is shown."""
     kind = click.Choice(get_args(CodecName))
     return _setting(
         "--codec", "How gradients and weights travel.", kind, default=default, show_default=shown

@@ -31,7 +31,7 @@ class Ending(Protocol):
     """The callback for the end of the generation; any thread may call it."""
 
     def __call__(self, failure: pb.Failure) -> None:
-        """With what all calls fail."""
+        """The failure of all calls."""
 
 
 class Agreement(Protocol):
@@ -86,7 +86,7 @@ def rebuilding(rank: int) -> pb.Failure:
 
 
 class Coordinator(Agreement):
-    """Rank 0's side: its own, and what answers the other ranks' streams."""
+    """The side of rank 0: its own, and what answers the other ranks' streams."""
 
     def __init__(
         self, size: int, mailbox: Mailbox, on_end: Ending, *, is_elastic: bool = False

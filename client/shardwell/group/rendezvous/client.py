@@ -61,11 +61,11 @@ at most a quarter of it."""
 
 
 class Greeted(Protocol):
-    """Members that are being greeted: see `greeting.py`."""
+    """The members that are being greeted: see `greeting.py`."""
 
     @property
     def unreachable(self) -> list[pb.UnreachableMember] | None:
-        """Members that can't be reached; None while it is not known."""
+        """The members that can't be reached; None while it is not known."""
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until `unreachable` is known, at most so long."""
@@ -88,7 +88,7 @@ class Formed:
 
 
 class WaitingNotices:
-    """Log lines about a wait: one after 2 s, and others at pauses that double, up to a minute."""
+    """A wait's log lines: one after 2 s, and others at pauses that double, up to a minute."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -175,7 +175,7 @@ class Rendezvous(Closing):
         greet: Greet,
         greetings: contextlib.ExitStack,
     ) -> Formed:
-        """Closing `greetings` ends what it has begun."""
+        """Asks until the generation is ready; closing `greetings` ends what it has begun."""
         greeting: Greeted | None = None
         greeted_generation = 0
         while (remaining_s := waiting.remaining_s) > 0:

@@ -29,7 +29,7 @@ class Lease:
         self._is_spared = False
 
     def renew(self, duration_s: float, now_s: float) -> None:
-        """There was a word of it."""
+        """Notes that there was a word of it."""
         self.duration_s, self.end_s, self.heard_s = duration_s, now_s + duration_s, now_s
         self._is_spared = False
 
@@ -104,7 +104,7 @@ class Seat:
 
 @dataclass(slots=True, kw_only=True)
 class Roster:
-    """Members that have reached one another, until all of them are gone."""
+    """The members that have reached one another, until all of them are gone."""
 
     number: int
     seats: list[Seat]
@@ -163,7 +163,7 @@ class Verdict:
     rank: int
 
     def error(self) -> ShardwellError:
-        """To raise."""
+        """The error to raise."""
         return self.kind(self.message, rank=self.rank)
 
 
@@ -205,7 +205,7 @@ class Forming:
         )
 
     def unchecked_ranks(self) -> list[int]:
-        """Ranks that have not said that they reached all."""
+        """The ranks that have not said that they reached all."""
         return [
             rank
             for rank, applicant in enumerate(self.applicants)
@@ -214,7 +214,7 @@ class Forming:
 
 
 class GenerationNumbers:
-    """Numbers of generations, of all groups: a count, and below it the server's incarnation.
+    """The numbers of generations, of all groups: a count, and below it the server's incarnation.
 
     The incarnation makes numbers of two lives of a server differ.
     """
@@ -238,7 +238,7 @@ class GenerationNumbers:
         return self._count << INCARNATION_BITS | self._incarnation
 
     def note(self, number: int) -> None:
-        """There has been this one, so that later ones are larger."""
+        """Notes a number, so that later ones are larger."""
         self._count = max(self._count, number >> INCARNATION_BITS)
 
 

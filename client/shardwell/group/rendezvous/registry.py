@@ -48,7 +48,7 @@ class Meetings:
 
     @property
     def group_count(self) -> int:
-        """Groups that are held."""
+        """The groups that are held."""
         return len(self._gatherings)
 
     def describe(self, now_s: float) -> list[GroupState]:

@@ -53,7 +53,7 @@ class Seating:
         )
 
     def member_ids(self, now_s: float) -> set[str]:
-        """Ids of all that wait, or are members, and whose leases have not ended."""
+        """The ids of all that wait, or are members, and whose leases have not ended."""
         seats = [(seat.member, seat.lease) for seat in self.living()]
         waiting = [(one.member, one.lease) for one in self.applicants.values()]
         return {
@@ -63,7 +63,7 @@ class Seating:
         }
 
     def placed(self) -> dict[int, Applicant]:
-        """Applicants that would take part, by the ranks they want; others contend for them."""
+        """The applicants that would take part, by the ranks they want; others contend for them."""
         if self.is_elastic:
             return self._placed_by_age()
         placed: dict[int, Applicant] = {}
@@ -74,7 +74,7 @@ class Seating:
         return placed
 
     def _placed_by_age(self) -> dict[int, Applicant]:
-        """Returning members have the ranks that they had, newcomers the free ones."""
+        """Gives returning members the ranks that they had, and newcomers the free ones."""
         agreeing = self.agreeing()
         placed = {one.rank: one for one in agreeing if not one.is_newcomer}
         taken = placed.keys() | {seat.rank for seat in self.living()}
@@ -92,7 +92,7 @@ class Seating:
         return self.spec.min_size > 0
 
     def agreeing(self) -> list[Applicant]:
-        """Applicants that ask for the group as it is."""
+        """The applicants that ask for the group as it is."""
         return [one for one in self.applicants.values() if one.spec == self.spec]
 
     def drop_those_left_behind(self) -> None:
@@ -138,7 +138,7 @@ class Seating:
         return [] if self.generation is None else self.generation.living()
 
     def leases(self) -> list[Lease]:
-        """Leases of all that live, as members or applicants."""
+        """The leases of all that live, as members or applicants."""
         waiting = [applicant.lease for applicant in self.applicants.values()]
         return waiting + [seat.lease for seat in self.living()]
 

@@ -25,7 +25,7 @@ _STRATEGY = re.compile(r"[a-z][a-z0-9_]*(\([a-z0-9_=., -]*\))?")
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingLimits:
-    """Bounds of what one rendezvous will hold; going over one is a `LimitError` that names it."""
+    """The bounds of one rendezvous; going over one is a `LimitError` that names it."""
 
     group_count_max: int = 1024
     group_size_max: int = 256

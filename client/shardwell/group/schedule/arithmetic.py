@@ -42,7 +42,7 @@ class Reduction(enum.Enum):
 
 
 def chunk_element_count(codec_name: str) -> int:
-    """Elements of a chunk of a collective."""
+    """The elements of a chunk of a collective."""
     return PAYLOAD_SIZE_MAX_BYTES // CODECS[codec_name].item_size
 
 
@@ -76,7 +76,7 @@ class ChunkArithmetic:
         """Encoded bytes, before they go to shared memory, where they may change."""
 
     def payload_bytes(self, where: Slice) -> int:
-        """Payload bytes of a message for a range."""
+        """The payload bytes of a message for a range."""
         return self._codec.codec.encoded_bytes(where.size)
 
     def contribution(self, index: int, where: Slice, room: Room | None = None) -> bytes:

@@ -19,7 +19,7 @@ from shardwell.placement.slices import Slice, slice_of
 
 
 class Operation(enum.Enum):
-    """Collectives that move chunks."""
+    """The collectives that move chunks."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -68,14 +68,14 @@ class Role:
 
     @cached_property
     def receivers(self) -> tuple[int, ...]:
-        """Ranks that get a chunk when this rank has added its part."""
+        """The ranks that get a chunk when this rank has added its part."""
         if self.inflow is not None and self.inflow.target is not None:
             return (self.inflow.target,)
         return () if self.outflow is None else self.outflow.targets
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """Ranks that send a message for a chunk; twice where a rank does so on both ways."""
+        """The ranks that send a message for a chunk; twice where a rank does so on both ways."""
         senders = () if self.inflow is None else self.inflow.sources
         if self.outflow is not None and self.outflow.source is not None:
             senders += (self.outflow.source,)
@@ -110,7 +110,7 @@ class Plan:
 
     @cached_property
     def chunks(self) -> tuple[tuple[Slice, int, int], ...]:
-        """(range, segment, row) of each chunk, in the order of their elements."""
+        """The (range, segment, row) of each chunk, in the order of their elements."""
         return tuple(
             (segment.chunk(row, self.chunk_element_count), index, row)
             for index, segment in enumerate(self.segments)
@@ -119,12 +119,12 @@ class Plan:
 
     @cached_property
     def row_count(self) -> int:
-        """Rows of the longest segment."""
+        """The rows of the longest segment."""
         return max(segment.chunk_count(self.chunk_element_count) for segment in self.segments)
 
     @cached_property
     def entering(self) -> tuple[int, ...]:
-        """Chunks that enter at this rank, row by row: the order in which they do."""
+        """The chunks that enter at this rank, row by row: the order in which they do."""
         own = [i for i, (_, segment, _) in enumerate(self.chunks) if self.roles[segment].enters]
         return tuple(sorted(own, key=lambda index: self.chunks[index][2]))
 
@@ -135,7 +135,7 @@ class Plan:
 
     @cached_property
     def targets(self) -> frozenset[int]:
-        """Ranks that this one sends to."""
+        """The ranks that this one sends to."""
         found: set[int] = set()
         for role in self.roles:
             if role.inflow is not None and role.inflow.target is not None:
@@ -146,7 +146,7 @@ class Plan:
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """Ranks that send to this one."""
+        """The ranks that send to this one."""
         return frozenset(rank for role in self.roles for rank in role.senders)
 
     @property

@@ -125,7 +125,7 @@ class Link:
             return not self._is_over
 
     def note_end(self) -> None:
-        """It has ended, as far as the kernel knows."""
+        """Returns True if it has ended, as far as the kernel knows."""
         with self._lock:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, []

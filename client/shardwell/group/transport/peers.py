@@ -228,12 +228,12 @@ class Outgoing:
         self._written_count = self._taken_count
 
     def finish(self) -> None:
-        """Nothing more is sent; does not block."""
+        """Ends sending; does not block."""
         self._is_finished = True
         self._messages.put(None)
 
     def await_received(self, timeout_s: float) -> None:
-        """After `finish`: waits until all has been received, at most so long; ends the stream."""
+        """Waits after `finish` until all has been received, at most so long; ends the stream."""
         if self._is_open or self._queued_count > self._taken_count:
             self._has_ended.wait(timeout_s)
         self.cut()

@@ -86,7 +86,7 @@ class Chaos:
 
     @property
     def rest_count(self) -> int:
-        """Events that did not happen, where the training ended before."""
+        """The events that did not happen, where the training ended before."""
         return len(self._plan)
 
     @property

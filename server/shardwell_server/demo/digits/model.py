@@ -26,11 +26,11 @@ class Perceptron:
 
     @property
     def size(self) -> int:
-        """Elements of the flat vector."""
+        """The elements of the flat vector."""
         return (self.input_size + 1) * self.hidden_size + (self.hidden_size + 1) * self.class_count
 
     def tensors(self, flat: FloatArray) -> dict[str, FloatArray]:
-        """Views of a (size,) vector, by name, in its order."""
+        """The views of a (size,) vector, by name, in its order."""
         shapes = {
             "hidden.weights": (self.input_size, self.hidden_size),
             "hidden.bias": (self.hidden_size,),
@@ -57,7 +57,7 @@ class Perceptron:
     def loss_and_gradient(
         self, flat: FloatArray, images: FloatArray, labels: npt.NDArray[np.int64]
     ) -> tuple[float, FloatArray]:
-        """Mean cross-entropy of a batch, and its gradient by the flat vector, (size,), new."""
+        """The mean cross-entropy of a batch, and its gradient by the flat vector, (size,), new."""
         weights = self.tensors(flat)
         gradient_flat = np.empty_like(flat)
         gradient = self.tensors(gradient_flat)

@@ -102,14 +102,14 @@ class DemoConfig:
 
     @property
     def started_shard_count(self) -> int:
-        """Shards that the demo starts: a group needs one to meet at, threads none."""
+        """The shards that the demo starts: a group needs one to meet at, threads none."""
         if self.target is not None or self.sync == "threads":
             return 0
         return self.shard_count if self.sync == "server" else 1
 
     @property
     def process_count(self) -> int:
-        """Processes that train."""
+        """The processes that train."""
         return 1 if self.sync == "threads" else self.worker_count
 
     def tasks(self, target: str) -> list[Task]:

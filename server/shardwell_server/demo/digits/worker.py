@@ -57,7 +57,7 @@ _STRATEGIES: dict[str, shardwell.Strategy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OuterPlan:
-    """Outer training: how often, and in how many parts, a worker sends what it has learnt."""
+    """A plan of outer training: how often, and in how many parts, a worker sends its weights."""
 
     sync_every: int = 50
     """Inner steps of an outer step."""
@@ -250,7 +250,7 @@ class Training:
         next_step: Callable[[], int],
         traffic: shardwell.Traffic,
     ) -> None:
-        """`step` returns its loss, and what else is reported."""
+        """Makes all steps by `step`, which returns its loss, and what else is reported."""
         batches = Batches(
             self.digits.training,
             worker_index=self.task.worker_index,
