@@ -193,11 +193,8 @@ class Feedback:
     def end(self, step: int, sent: Pieces | None, own: Pieces | None, ended: Ended) -> None:
         """Goes on behind a step.
 
-        Args:
-            step: The step.
-            sent: The gradient as it was sent; None: a contribution without values.
-            own: The gradient without what was added to it; None: nothing was.
-            ended: What became of it.
+        `sent` is the gradient as it was sent; None: a contribution without values. `own` is the
+        gradient without what was added to it; None: nothing was.
         """
         tried = self._tried if step == self.tried_step else {}
         uncounted = self._uncounted if step == self._ended_step else None

@@ -101,9 +101,6 @@ class FirstWeights:
         """Blocks until this client's values or another's stand; returns the version.
 
         Safe to repeat: another claim is granted to the worker that has the last one.
-
-        Raises:
-            DeadlineError: another client claimed to set them and did not finish in time.
         """
         pause_s = 0.02
         while True:
@@ -180,7 +177,7 @@ class FirstWeights:
         return version
 
     def _ended_by_failure(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """The same; values that can't be read end the stream, which no shard then believes."""
+        """Values that can't be read end the stream, which no shard then believes."""
         try:
             yield from messages
         except ShardwellError as error:
@@ -227,14 +224,8 @@ def confirm(
 ) -> None:
     """Has all shards but shard 0 commit the first weights of the epoch that shard 0 committed.
 
-    Safe to repeat, by any client: the one that set them may have died before it could.
-
-    Args:
-        name: The parameter's.
-        channels: All shards, in order.
-        epoch: The epoch that shard 0 committed; 0: there is nothing to commit.
-        attempts: Bounds the calls.
-        incarnation: Incarnation of the parameter that is meant; 0: whatever has the name.
+    Safe to repeat, by any client: the one that set them may have died before it could. With the
+    epoch 0 nothing is to be committed; an incarnation of 0 means whatever has the name.
     """
     if epoch == 0:
         return

@@ -62,20 +62,9 @@ class Image:
     ) -> int:
         """Takes a chunk that came, and fills `out` with it, or with a later version that is here.
 
-        Returns:
-            The version of what `out` has.
-
-        Args:
-            number: The chunk's in the parameter.
-            where: Its range.
-            header: The message's header.
-            payload: The message's payload.
-            out: (where.size,), filled; undefined after an error.
-
-        Raises:
-            CorruptChunkError: it was damaged, or does not go on from what is held; a repeated call
-                has all of it.
-            ArgumentError: it is not that chunk, or of no form.
+        Returns the version of what `out` has. CorruptChunkError: it was damaged, or does not go on
+        from what is held; a repeated call has all of it. ArgumentError: it is not that chunk, or of
+        no form.
         """
         form = header.image.form
         if form in (pb.IMAGE_FORM_CHANGE, pb.IMAGE_FORM_SAME):

@@ -35,12 +35,7 @@ from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 
 def find_spec(name: str, channels: list[ShardChannel], attempts: Attempts) -> ParameterSpec | None:
-    """The spec of a parameter that a shard holds; None if none does.
-
-    Raises:
-        ArgumentError: no parameter can have that name, or its spec can't be read.
-        WrongShardError: another shard answers at an address.
-    """
+    """The spec of a parameter that a shard holds; None if none does."""
     check_name("parameter name", name)
     for channel in channels:
         for found in _status(channel, name, attempts).parameters:
@@ -188,11 +183,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         return max(newest, next_step)
 
     def check_first_weights(self, load_id: int, attempts: Attempts) -> None:
-        """Refuses first weights of another `restore`.
-
-        Raises:
-            ArgumentError: a shard has other ones.
-        """
+        """Refuses first weights of another `restore`."""
         ask = partial(_status, name=self.spec.name)
         found = ask_all(self._channels, lambda channel: ask(channel, attempts=attempts.beside()))
         if any(each.load_id != load_id for status in found for each in status.parameters):
@@ -205,11 +196,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     def contributions(
         self, parts: Sequence[ShardSlice], step: int, attempts: Attempts
     ) -> list[tuple[Slice, tuple[str, ...]]]:
-        """Ranges that have closed a step, in order, each with its workers.
-
-        Raises:
-            StepOrderError: no shard knows the step.
-        """
+        """Ranges that have closed a step, in order, each with its workers."""
         ask = partial(self._contributions, step=step)
         found: list[tuple[Slice, tuple[str, ...]]] = []
         of_parts = ask_all(parts, lambda part: ask(part, attempts=attempts.beside()))

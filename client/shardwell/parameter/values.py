@@ -61,12 +61,9 @@ class Pieces:
     def to_read(
         arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
     ) -> Pieces:
-        """Makes pieces of tensors to read; small neighbours are copied into one piece.
+        """Pieces of tensors to read, of any strides; small neighbours are copied into one piece.
 
-        Args:
-            arrays: Arrays of the tensors' shapes, floating point of any strides.
-            tensors: What they are.
-            found: What `tensors.look_over` has found of them.
+        `found` is what `tensors.look_over` has found of the arrays.
         """
         parts: list[npt.NDArray[Any]] = []
         large: list[npt.NDArray[Any]] = []
@@ -82,13 +79,7 @@ class Pieces:
 
     @staticmethod
     def to_write(arrays: Sequence[Float32], tensors: Tensors, found: Found) -> Pieces:
-        """Makes pieces of tensors that are written in place.
-
-        Args:
-            arrays: Arrays of the tensors' shapes, writable.
-            tensors: What they are.
-            found: What `tensors.look_over` has found of them.
-        """
+        """Pieces of writable tensors that are written in place; see `to_read`."""
         pieces = Pieces()
         pieces._arrays = pieces._given = tuple(arrays)
         pieces._stops = tensors.stops
@@ -185,24 +176,15 @@ class Values(ABC, Generic[ValuesT]):
 
     @abstractmethod
     def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
-        """What the caller passed, as (size,) floating point, where it lies.
+        """The values that the caller passed, as (size,) floating point, where they lie.
 
-        Args:
-            what: What it is, for messages ("gradient of 'model'").
-            values: What he passed.
-            in_place: Whether it must be one piece of float32, and no copy.
-
-        Raises:
-            ArgumentError: it can't be used.
+        `what` names them in messages ("gradient of 'model'"). With `in_place` they must be one
+        piece of float32, and no copy. ArgumentError: they can't be used.
         """
 
     @abstractmethod
     def room(self, out: Any) -> tuple[Pieces, ValuesT]:
-        """Memory for weights, of `out` or new for None, and what the caller gets, which has it.
-
-        Raises:
-            ArgumentError: `out` can't be written.
-        """
+        """Memory for weights, of `out` or new for None, and what the caller gets, which has it."""
 
 
 class TensorViews(dict[str, Float32]):
@@ -325,11 +307,7 @@ class TensorValues(Values[NamedArrays]):
             return None
 
     def _converted(self, what: str, values: Any) -> list[npt.NDArray[Any]]:
-        """The tensors in the order of the layout, as floating point.
-
-        Raises:
-            ArgumentError: one can't be used.
-        """
+        """The tensors in the order of the layout, as floating point."""
         arrays = []
         for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
             if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
@@ -340,11 +318,7 @@ class TensorValues(Values[NamedArrays]):
         return arrays
 
     def _outputs(self, out: Any) -> list[Float32]:
-        """The tensors in the order of the layout, as what can be written.
-
-        Raises:
-            ArgumentError: one can't be.
-        """
+        """The tensors in the order of the layout, as what can be written."""
         arrays = []
         for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
             flat = as_output(each, None, f"out: tensor {tensor.name!r}")
@@ -354,11 +328,7 @@ class TensorValues(Values[NamedArrays]):
         return arrays
 
     def _checked(self, what: str, values: Any) -> list[Any]:
-        """The tensors in the order of the layout.
-
-        Raises:
-            ArgumentError: it is no mapping of exactly these names.
-        """
+        """The tensors in the order of the layout, if a mapping has exactly these names."""
         if not isinstance(values, Mapping):
             raise ArgumentError(
                 f"{what} must map the names of the parameter's {len(self._layout)} tensors to "
@@ -399,5 +369,5 @@ def zeros(size: int) -> Pieces:
 
 
 def values_of(spec: ParameterSpec) -> Values[Any]:
-    """How a parameter's values look."""
+    """The look of a parameter's values."""
     return VectorValues(spec.size) if spec.layout is None else TensorValues(spec.layout)

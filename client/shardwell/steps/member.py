@@ -87,11 +87,7 @@ class Member:
         return self._has_tenure
 
     def join(self, attempts: Attempts) -> None:
-        """Takes a seat on all shards, and agrees with them from which step on it is awaited.
-
-        Raises:
-            ShardwellError: see `Opening.join_members`.
-        """
+        """Takes a seat on all shards, and agrees with them from which step on it is awaited."""
         self.forget()
         self.first_step = self._opening.join_members(attempts)
         self._has_tenure = True
@@ -100,16 +96,8 @@ class Member:
     def read_first(self, read: Callable[[int, Attempts], int], attempts: Attempts) -> int | None:
         """Reads what its first step is to be computed on, waiting for the steps before.
 
-        Args:
-            read: Makes one attempt to read what has seen so many steps; returns how many it has.
-            attempts: The call's deadline.
-
-        Returns:
-            The version that was read; None: it has that already.
-
-        Raises:
-            WorkersMissingError: the steps before did not close in time.
-            ShardwellError: as `read` does.
+        `read` makes one attempt to read what has seen so many steps, and returns how many it has.
+        Returns the version that was read; None: it has that already.
         """
         version: int | None = None
         while self.first_step is not None:

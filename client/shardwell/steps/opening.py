@@ -118,18 +118,8 @@ class Opening(Generic[SpecT, AnswerT]):
     ) -> list[AnswerT]:
         """Creates or joins it on shard 0, then on all others at once: one attempt.
 
-        Args:
-            attempts: Bounds the calls.
-            tenure: The worker takes its seat, for that tenure; 0: it takes none.
-            begins_anew: See CreateParameterRequest.
-            from_step: See CreateParameterRequest.
-            incarnation: Incarnation of the one that is meant, which must exist; 0: whatever has the
-                name.
-
-        Raises:
-            OtherIncarnationError: a shard lost its memory.
-            UnknownParameterError, UnknownTableError: the one that is meant was deleted.
-            ShardwellError: a shard refuses.
+        With a `tenure` above 0 the worker takes its seat for that tenure. An `incarnation` above 0
+        is that of the one that is meant, which must exist. CreateParameterRequest says the rest.
         """
         method, request_type, response_type = self.calls.join
         takes_seat = tenure > 0
@@ -173,12 +163,7 @@ class Opening(Generic[SpecT, AnswerT]):
     def rank(self, attempts: Attempts, *, takes_seat: bool) -> Ranking:
         """This worker's rank on shard 0. Beside other calls: it changes nothing of the worker.
 
-        Args:
-            attempts: Bounds the calls.
-            takes_seat: Whether the rank is that of a seat that is kept for good, and taken now.
-
-        Raises:
-            SeatsTakenError, WorkerIdInUseError, NotInitializedError: see the errors.
+        With `takes_seat` the rank is that of a seat that is kept for good, and taken now.
         """
         ask = partial(self.join_all, attempts, incarnation=self.incarnation)
         if takes_seat:
@@ -189,12 +174,7 @@ class Opening(Generic[SpecT, AnswerT]):
         return Ranking(answers[0].rank, answers[0].ranked_count)
 
     def _seated(self, attempts: Attempts) -> list[AnswerT]:
-        """The answers to taking this worker's seat: shard 0 decides, the others follow.
-
-        Raises:
-            SeatsTakenError, WorkerIdInUseError, NotInitializedError: see the errors.
-            ShardwellError: see `join_all`.
-        """
+        """The answers to taking this worker's seat: shard 0 decides, the others follow."""
         tenure = secrets.randbits(63) + 1
         take = partial(self.join_all, attempts, tenure=tenure, incarnation=self.incarnation)
         answers = claim_seat(attempts, take)
@@ -205,17 +185,8 @@ class Opening(Generic[SpecT, AnswerT]):
     def join_members(self, attempts: Attempts, from_step: int | None = None) -> int:
         """Has all shards await this elastic member from one step on; returns the step.
 
-        Where it has a tenure that goes on, the step is agreed on anew: a lower one, if a shard has
-        an open step that needs it.
-
-        Args:
-            attempts: Bounds the calls.
-            from_step: On which they agreed before; None: it has no tenure yet.
-
-        Raises:
-            SeatsTakenError: max_count others are members.
-            WorkerIdInUseError, NotInitializedError, LimitError: see the errors.
-            DeadlineError: the shards did not agree in time.
+        Where it has a tenure that goes on, it was to be awaited from `from_step`, and the step is
+        agreed on anew: a lower one, if a shard has an open step that needs it.
         """
         ahead, tenure = 1, self.tenure
         while True:
@@ -269,13 +240,8 @@ class Opening(Generic[SpecT, AnswerT]):
         """The first step from `next_step` on that no shard has passed.
 
         That is this worker's next step, or, when that was interrupted and some shards closed it,
-        the one after it. A worker that takes part is never further behind.
-
-        Raises:
-            StepOrderError: a shard is further on.
-            OtherIncarnationError: shard 0 lost its memory and has another one.
-            UnknownParameterError, UnknownTableError: what was opened was deleted, or a shard lost
-                it.
+        the one after it. A worker that takes part is never further behind; StepOrderError says that
+        it is.
         """
 
     def set_learning_rate(
@@ -303,7 +269,7 @@ class Opening(Generic[SpecT, AnswerT]):
         response_type: type[ResponseT],
         attempts: Attempts,
     ) -> list[ResponseT]:
-        """The answers of all shards to a call, in order; where one refuses, no later is asked."""
+        """The answers of all shards, in order; where one refuses, no later is asked."""
 
         def tell(channel: ShardChannel) -> ResponseT:
             return channel.call(

@@ -172,16 +172,9 @@ class StepTransfer(ABC, Generic[PartT]):
         step: int,
         take: Callable[[Line[PartT], int, Answer], None],
     ) -> None:
-        """Reads every answer of every line, in turns.
+        """Reads every answer of every line, in turns, from unit `first` on.
 
-        Args:
-            lines: What to read, in the order of the shards.
-            first: The unit to begin with.
-            step: The step that is answered.
-            take: Takes the answer for a unit, on another thread where this one has more to do.
-
-        Raises:
-            ShardwellError: a stream failed, or an answer can't be believed.
+        `take` gets the answer for a unit, on another thread where this one has more to do.
         """
         stop = max((line.stop for line in lines), default=0)
         spread = None
@@ -213,8 +206,7 @@ class StepTransfer(ABC, Generic[PartT]):
     def _next(self, line: Line[PartT], step: int = 0, unit: int | None = None) -> Answer:
         """The next answer of a shard; blocks. With `unit`, a wait is noted as a span.
 
-        Raises:
-            ShardwellError: what ended the attempt, which may be another shard's error.
+        The error that ends the attempt may be another shard's.
         """
         while True:
             if line.answers:

@@ -27,18 +27,11 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 
 
 def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
-    """Ids that a caller passed, as one dimension, and the shape that they had.
+    """Ids that a caller passed, as (n,) int64, copied only where it must be, and their shape.
 
-    Args:
-        ids: An array of any integer dtype, shape and layout, what offers one, an integer, or a
-            list of integers. Unsigned ones from 2^63 on stand for the signed ones of the same bits.
-        row_count: Rows of the table; None: any 64-bit integer is a key.
-
-    Returns:
-        (n,) int64, copied only where it must be.
-
-    Raises:
-        ArgumentError: another dtype, or an id that is out of range; names the first.
+    They are an array of any integer dtype, shape and layout, what offers one, an integer, or a list
+    of integers. Unsigned ones from 2^63 on stand for the signed ones of the same bits.
+    ArgumentError names the first that is out of range.
     """
     array = ids if type(ids) is np.ndarray else _as_array(ids)
     if array.dtype.kind not in "iu":
@@ -67,14 +60,7 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
 def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -> Float32:
     """Gradients that a caller passed for ids of `shape`, as (n, dim) float32, C-contiguous.
 
-    Args:
-        gradients: (*shape, dim) float32, or float64 or float16, which are converted.
-        shape: Shape of the ids.
-        dim: Elements of a row.
-        table: Its name, for messages.
-
-    Raises:
-        ArgumentError: another type, dtype or shape.
+    float64 and float16 are converted; `table` is a name for messages.
     """
     what = f"gradients of rows of {table!r}"
     array = as_floats(what, gradients)
@@ -88,11 +74,7 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
 
 
 def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
-    """The caller's `out=` for rows, or a new array if it is None.
-
-    Raises:
-        ArgumentError: no writable C-contiguous float32 array of that shape.
-    """
+    """The caller's `out=` for rows, checked, or a new array if it is None."""
     if out is None:
         return np.empty(shape, np.float32)
     as_output(out, math.prod(shape))
@@ -102,7 +84,6 @@ def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
 
 
 def _as_array(ids: Any) -> npt.NDArray[Any]:
-    """Converts what is no plain array to one."""
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise ArgumentError("ids have masked elements; leave them out with .compressed()")
     if isinstance(ids, (list, tuple)) and not ids:

@@ -60,11 +60,7 @@ class Joined(NamedTuple):
 def find_table_spec(
     name: str, channels: list[ShardChannel], attempts: Attempts
 ) -> TableSpec | None:
-    """The spec of a table that a shard holds; None if none does.
-
-    Raises:
-        ArgumentError: no table can have that name, or its spec can't be read.
-    """
+    """The spec of a table that a shard holds; None if none does."""
     check_name("table name", name)
     for channel in channels:
         with contextlib.suppress(UnknownTableError):
@@ -89,13 +85,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     )
 
     def open(self, attempts: Attempts) -> Joined:
-        """Creates or joins the table on all shards.
-
-        Raises:
-            SpecMismatchError, LimitError: a shard refuses.
-            OtherIncarnationError: the shards do not have the same past: one lost its memory.
-            CorruptChunkError: a shard has messages of a size that can't be.
-        """
+        """Creates or joins the table on all shards, which must have one past."""
         joined = self._joined(
             attempts.run(partial(self.join_all, attempts)), attempts, takes_seat=False
         )
@@ -105,17 +95,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     def take_seat(self, opened_at: int, attempts: Attempts) -> Joined:
         """Takes this worker's place among worker_count: shard 0 decides, the others follow.
 
-        Args:
-            opened_at: The step at which the worker was to go on when it opened the table.
-            attempts: Those of the call.
-
-        Raises:
-            SeatsTakenError: worker_count other workers have one.
-            WorkerIdInUseError: another process has this worker's.
-            OtherIncarnationError: the shards do not have the same past.
-            StepOrderError: an earlier process of this worker went on since, or its seat was given
-                to another one.
-            UnknownTableError: the table that was opened was deleted.
+        The worker was to go on at the step `opened_at` when it opened the table.
         """
         joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
         check_next_step(
@@ -131,7 +111,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     def _joined(
         self, answers: list[pb.OpenTableResponse], attempts: Attempts, *, takes_seat: bool
     ) -> Joined:
-        """What the answers of all shards come to, once they were checked."""
+        """Checks the answers of all shards and says what they come to."""
         incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self.spec)

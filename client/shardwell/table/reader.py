@@ -53,23 +53,15 @@ class Prefetches:
         self._entries: list[_Entry] = []
 
     def keep(self, ids: Ids, call_count: int, future: Future[Prefetched]) -> None:
-        """Keeps a fetch that has begun.
-
-        Args:
-            ids: The ids, which do not change.
-            call_count: Calls of the table so far.
-            future: What comes of it.
-        """
+        """Keeps a fetch that has begun for `ids`, which do not change."""
         with self._lock:
             self._entries.append(_Entry(ids, future, call_count))
             self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
 
     def take(self, ids: Ids, call_count: int) -> Future[Prefetched] | None:
-        """The oldest result of a fetch for the same ids in the same order; None: there is none.
+        """The oldest result of a fetch for these ids in this order; None: no such fetch.
 
-        Args:
-            ids: The ids.
-            call_count: Calls of the table before the one that takes.
+        `call_count` are the calls of the table before the one that takes.
         """
         with self._lock:
             self._drop_old(call_count)
@@ -126,8 +118,7 @@ class RowReading:
     ) -> int | None:
         """Fills `out`, (n, dim), with the rows of a batch, as the shards have them or as kept.
 
-        Returns:
-            Steps that all of the rows have seen; None if there are none.
+        Returns the steps that all of the rows have seen; None without rows.
         """
         if min_version or not self._view.keeps:
             return self._read_anew(batch, out, min_version, attempts)
@@ -188,14 +179,11 @@ class RowReading:
         self._prefetches.keep(ids, call_count, self._calls.start(fetch))
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
-        """The rows prefetched for the same ids, once they have come; None: read them.
+        """The rows prefetched for these ids, once they have come; None: read them.
 
         To be called once by each `get_rows`. One that failed, or has not come before the deadline,
-        is none: the read, in the moment that is left to any attempt, finds out which shard does
-        not answer.
-
-        Raises:
-            ClosedError: the table or the client was closed.
+        is none: the read, in the moment that is left to any attempt, finds out which shard does not
+        answer.
         """
         future = self._prefetches.take(ids, self._view.begin_get())
         if future is None:
@@ -227,7 +215,6 @@ class RowReading:
         min_version: int,
         attempts: Attempts,
     ) -> int | None:
-        """Fills `out` with rows of the shards."""
         ids = batch.distinct
         if not ids.ids.size:
             return None
@@ -246,10 +233,7 @@ class RowReading:
         min_version: int,
         attempts: Attempts,
     ) -> int:
-        """Fetches rows, at least one, and keeps them; returns the version they all have seen.
-
-        See `_asking`; a view that keeps rows has them in the order of the ids.
-        """
+        """Fetches rows, at least one, and keeps them; returns the version they all have seen."""
         asked = self._view.moment()
         fetch = self._asking(
             ids, rows, batch, min_version=min_version, known_version=self._view.known_version

@@ -133,11 +133,7 @@ class TableSteps:
         self._view.resume(self._view.next_step - 1, is_begun=False, has_seat=True)
 
     def join(self, member: Member, attempts: Attempts) -> None:
-        """Takes part as an elastic member, if it does not: nothing that it has begun goes on.
-
-        Raises:
-            ShardwellError: see `Member.join`.
-        """
+        """Takes part as an elastic member, if it does not: nothing that it has begun goes on."""
         if not member.takes_part:
             member.join(attempts)
             self._begun, self.is_begun = None, False
@@ -147,9 +143,6 @@ class TableSteps:
         """Waits until every shard is at the first step that awaits this member; its version.
 
         None: it had waited before.
-
-        Raises:
-            ShardwellError: see `Member.read_first`.
         """
 
         def read(step: int, part: Attempts) -> int:
@@ -181,18 +174,9 @@ class TableSteps:
     ) -> int:
         """Ends the next step with a gradient, then fetches rows; returns which step it was.
 
-        Args:
-            ids: The rows' ids.
-            sums: The rows' gradients.
-            sample_count: See `Table.put_row_gradients`.
-            fetch: The rows that are wanted then.
-            attempts: The call's deadline.
-            take: Called when all has come. When it fails, or anything else here, the step has not
-                ended for the caller, who makes the same call again.
-
-        Raises:
-            DivergedError: the step has ended, and the rows are not finite.
-            ShardwellError: see `Table.put_row_gradients`.
+        `take` is called when all has come. When it fails, or anything else here, the step has not
+        ended for the caller, who makes the same call again. But a DivergedError ends it: the rows
+        are not finite.
         """
         if self._member is not None:
             self.join(self._member, attempts)

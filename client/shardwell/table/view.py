@@ -102,15 +102,10 @@ class TableView:
             return Moment(self._clock, self._era)
 
     def find(self, ids: Ids, rows: Float32) -> tuple[Ids, int | None] | None:
-        """Copies the rows that are kept and new enough.
+        """Copies the rows that are kept and new enough into `rows`, (u, dim).
 
-        Args:
-            ids: (u,) int64, without repeats.
-            rows: (u, dim); those that are found are written.
-
-        Returns:
-            The places in `ids` of those that are missing, ascending, and the version that the
-            others have seen; None if no rows are kept at all.
+        `ids` are (u,) int64, without repeats. Returns the places of those that are missing,
+        ascending, and the version that the others have seen; None if no rows are kept at all.
         """
         if self._cache is None:
             return None
@@ -118,13 +113,9 @@ class TableView:
             return self._cache.find(ids, self._clock, rows)
 
     def keep(self, ids: Ids, rows: Float32, version: int, asked: Moment) -> None:
-        """Keeps rows that were fetched, if they may still be used.
+        """Keeps a copy of rows that were fetched, if they may still be used.
 
-        Args:
-            ids: (u,) int64, without repeats.
-            rows: (u, dim); copied.
-            version: Steps that all of them have seen.
-            asked: What `moment` returned before they were asked for.
+        All have seen `version`; `asked` is what `moment` returned before they were asked for.
         """
         if self._cache is None:
             return
@@ -145,10 +136,8 @@ class TableView:
     def resume(self, next_step: int, *, is_begun: bool, has_seat: bool) -> None:
         """Goes on at another step.
 
-        Args:
-            next_step: The step.
-            is_begun: Whether a call of this worker has begun it, and failed.
-            has_seat: Whether this worker has contributed before, in whichever process.
+        A call of this worker has begun it, and failed, if `is_begun`. With `has_seat` this worker
+        has contributed before, in whichever process.
         """
         with self._lock:
             self.next_step = next_step
@@ -158,8 +147,7 @@ class TableView:
     def begin_step(self, ids: Ids | None) -> Moment:
         """To be called before anything of the next step is sent; `end_step` takes the result.
 
-        Args:
-            ids: The rows that it has gradients for; None: unknown.
+        `ids` are the rows that it has gradients for; None: unknown.
         """
         with self._lock:
             self._is_sending = True
@@ -188,12 +176,8 @@ class TableView:
     ) -> None:
         """To be called when all shards have counted the step.
 
-        Args:
-            begun: What `begin_step` returned.
-            ids: (u,) int64, of rows that were fetched after it, without repeats.
-            rows: (u, dim), the same; copied.
-            version: Steps that all of them have seen.
-            next_step: The one that follows; None: the next.
+        Rows that were fetched after it, without repeats, are kept as copies, with the version that
+        all of them have seen. `next_step` None: the next.
         """
         with self._lock:
             if self._cache is not None and ids is not None and begun.era == self._era:
@@ -207,11 +191,9 @@ class TableView:
             self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:
-        """To be called when a step did not end.
+        """To be called when a step did not end, and is the next one still.
 
-        Args:
-            step: The step, which is the next one still.
-            is_begun: Whether shards may have counted some of it, or may yet.
+        Shards may have counted some of it, or may yet, if `is_begun`.
         """
         with self._lock:
             self.next_step = step
