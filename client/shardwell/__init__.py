@@ -26,14 +26,13 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # error; of those that are waited for Shardwell tells.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from shardwell.checkpoint.export import TableExport
+from shardwell.checkpoint.export import ModelExport, TableExport, export_checkpoint
 from shardwell.checkpoint.format import (
     Checkpoint,
     CheckpointFamily,
     CheckpointParameter,
     CheckpointTable,
 )
-from shardwell.checkpoint.model_export import ModelExport, export_checkpoint
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.client import Client, connect
 from shardwell.connection.tls import Tls

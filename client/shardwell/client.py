@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
-from shardwell.checkpoint.export import TableExport
+from shardwell.checkpoint.cluster import Cluster
+from shardwell.checkpoint.export import TableExport, export_table
 from shardwell.checkpoint.format import Checkpoint
-from shardwell.checkpoint.saving import Checkpointing
+from shardwell.checkpoint.restore import restore
+from shardwell.checkpoint.save import save
 from shardwell.connection.credentials import Credentials, TokenFileArgument
 from shardwell.connection.tls import TlsArgument
 from shardwell.errors import (
@@ -36,8 +38,8 @@ from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import connect_shards
 from shardwell.rpc.cluster_status import ClusterStatus, merged_members
+from shardwell.rpc.deletion import Deletion, delete_family
 from shardwell.rpc.members import ask_members, end_tenures, find_family
-from shardwell.rpc.name_change import NameChange, delete_family
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
@@ -620,7 +622,7 @@ class Client(Connected, Closing):
         by: dict[str, Any] = {"worker_id": self.worker_id, "force": force}
         channels, names = self._shards.channels, [name]
         of_kind = None if kind == "family" else kind
-        deletion = NameChange(name, of_kind, channels, **by)
+        deletion = Deletion(name, of_kind, channels, **by)
 
         def delete(attempts: Attempts) -> int:
             if kind != "family":
@@ -645,61 +647,6 @@ class Client(Connected, Closing):
             for handle in self._close_handles(each, of_kind):
                 handle.forget_membership()
         return freed_bytes
-
-    def rename(
-        self,
-        name: str,
-        new_name: str,
-        *,
-        kind: str | None = None,
-        force: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Gives a parameter or table another name on all shards; its own is free then.
-
-        Weights, optimizer state, version, learning rates and what each worker has contributed stay:
-        a worker that opens the new name goes on where it was. A renaming that was cut off, by the
-        end of this process or of a shard, is finished by the same call, from any client; until then
-        no client can open either name. Other workers of it get UnknownParameterError or
-        UnknownTableError, which has the new name. Objects of this client for it are closed. It
-        needs the right to delete the name, and `create` for the new one.
-
-        Args:
-            name: Name of the parameter or table.
-            new_name: Free on all shards.
-            kind: "parameter" or "table", where an older version gave both the same name.
-            force: Although workers are connected that use it. Default: they are an error, except
-                this client itself.
-            timeout_s: Bound of all of it; default: the client's.
-
-        Raises:
-            UnknownParameterError, UnknownTableError: no shard has it.
-            ArgumentError: it is a family, or a fragment of one, which keep their names.
-            SpecMismatchError: the new name is taken. Nothing was renamed.
-            MembersAliveError: workers use it; they are named. Nothing was renamed.
-            AccessDeniedError: the token has no right to it.
-            ShardUnavailableError, DeadlineError: a shard did not come back in time; call again.
-            StorageError: a shard can't note it; call again when its disk is well.
-        """
-        renaming = NameChange(
-            name, kind, self._shards.channels, worker_id=self.worker_id, force=force, to=new_name
-        )
-
-        def rename(attempts: Attempts) -> None:
-            try:
-                renaming.run(attempts)
-            except UnknownParameterError:
-                if kind is None and find_family(name, self._shards.channels, attempts) is not None:
-                    raise ArgumentError(
-                        f"{name!r} is a family, by whose name its fragments are called; nothing "
-                        "was renamed; to have it under another name, begin a family of that name "
-                        "with weights of a checkpoint (shardwell checkpoint export)",
-                        parameter=name,
-                    ) from None
-                raise
-
-        self._calls.run(rename, timeout_s)
-        self._close_handles(name, kind)
 
     def members(self, name: str, *, timeout_s: float | None = None) -> tuple[MemberStatus, ...]:
         """The workers with seats in a parameter, table or family, as all shards have them together.
@@ -817,8 +764,8 @@ class Client(Connected, Closing):
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
-        return self._checkpointing(
-            lambda one: one.save(path, parameters, tables, keep=keep), timeout_s
+        return self._with_cluster(
+            lambda cluster: save(cluster, path, parameters, tables, keep=keep), timeout_s
         )
 
     def restore_checkpoint(
@@ -827,6 +774,7 @@ class Client(Connected, Closing):
         parameters: Sequence[str] | None = None,
         tables: Sequence[str] | None = None,
         *,
+        names: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Checkpoint:
         """Creates what a checkpoint has; the cluster may have any number of shards.
@@ -840,18 +788,28 @@ class Client(Connected, Closing):
 
         Args:
             path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
-            parameters: Names, of families too; default: all, if no tables are named.
-            tables: Names; default: all, if no parameters are named.
+            parameters: Names in the checkpoint, of families too; default: all, if no tables are
+                named.
+            tables: Names in the checkpoint; default: all, if no parameters are named.
+            names: New names, `{"old": "new"}`, of parameters, tables and families of these. Nothing
+                may have a new name yet. Default: all keep their names.
             timeout_s: Bound of all of it; default: the client's.
+
+        Returns:
+            The checkpoint as it is on the disk, with the names that it has there.
 
         Raises:
             StorageError: the checkpoint is damaged or incomplete; nothing was sent.
             ArgumentError: a parameter has first weights, or a table has other rows, already; or
-                there is none in the checkpoint, or a fragment of its family is missing there.
-            SpecMismatchError: a parameter or table exists with another spec.
+                there is none in the checkpoint, or a fragment of its family is missing there; or
+                `names` names what is not restored, or gives one name to two.
+            SpecMismatchError: a parameter or table exists with another spec, or something of
+                another kind has its name.
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """
-        return self._checkpointing(lambda one: one.restore(path, parameters, tables), timeout_s)
+        return self._with_cluster(
+            lambda cluster: restore(cluster, path, parameters, tables, names), timeout_s
+        )
 
     def export_table(
         self, name: str, path: str | os.PathLike[str], *, timeout_s: float | None = None
@@ -873,7 +831,7 @@ class Client(Connected, Closing):
             WorkersMissingError, DeadlineError, ShardUnavailableError, StorageError: as with
                 `save_checkpoint`.
         """
-        return self._checkpointing(lambda one: one.export_table(name, path), timeout_s)
+        return self._with_cluster(lambda cluster: export_table(cluster, name, path), timeout_s)
 
     def _neighbour(self, name: str) -> str:
         """See `neighbour`: among all that the shards hold, if they say so."""
@@ -884,13 +842,11 @@ class Client(Connected, Closing):
                 held += [table.spec.name for table in shard.tables]
         return neighbour(name, held)
 
-    def _checkpointing(
-        self, do: Callable[[Checkpointing], ResultT], timeout_s: float | None
-    ) -> ResultT:
+    def _with_cluster(self, do: Callable[[Cluster], ResultT], timeout_s: float | None) -> ResultT:
         def body(attempts: Attempts) -> ResultT:
             return do(
-                Checkpointing(
-                    self._shards.channels,
+                Cluster(
+                    channels=self._shards.channels,
                     worker_id=self.worker_id,
                     traffic=self.traffic,
                     attempts=attempts,

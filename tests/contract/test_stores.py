@@ -174,37 +174,6 @@ class StoreContract:
         np.testing.assert_array_equal(again.weights, np.zeros(9))
         np.testing.assert_array_equal(kept.weights, 1.0)
 
-    def test_a_renamed_store_keeps_everything(self, store: Store) -> None:
-        asked = layout("m", 1300, slot_count=1, with_sum=True)
-        old = store.create(asked)
-        add_seat(old, "w0")
-        add_seat(old, "w1")
-        first = change(old, 2, Transition.FIRST, 5, total_factor=1.0, seat_index=1, step=4)
-        closed = change(old, 1, Transition.CLOSE, 9, version=1, step=2)
-        old.settle(0, ChunkRecord(7))
-        old.log({"kind": "learning_rate", "from_step": 3})
-        new = store.rename("m", dataclasses.replace(asked, name="n"))
-        old.is_retired = True
-        assert (new.layout.name, new.is_retired) == ("n", False)
-        assert new.records() == [ChunkRecord(7), closed, first]
-        assert new.last_steps() == [[-1, 2, -1], [-1, -1, 4]]
-        assert [event["kind"] for event in new.events()] == ["seat", "seat", "learning_rate"]
-        for before, after in zip(arrays_of(old), arrays_of(new), strict=True):
-            assert np.shares_memory(before, after)
-        for refused in (
-            lambda: change(old, 2, Transition.ADD, 7, total_factor=1.0),
-            lambda: old.log({"kind": "seat"}),
-            lambda: old.settle(0, ChunkRecord(8)),
-        ):
-            with pytest.raises(StorageError, match="'m' has another name since"):
-                refused()
-        change(new, 2, Transition.ADD, 8, total_factor=1.0, step=5)
-        assert new.last_steps()[0] == [-1, 2, 5]
-        store.create(asked)  # the name is free
-        with pytest.raises(ValueError, match="exists"):
-            store.create(dataclasses.replace(asked, name="n"))
-        store.remove("n")
-
     def test_what_became_of_names(self, store: Store) -> None:
         assert [*store.name_events()] == []
         first, second = {"kind": "marked", "name": "m"}, {"kind": "deleted", "name": "m"}
@@ -312,6 +281,37 @@ class TestMmapStore(StoreContract):
         for chunk_index in range(len(storage.records())):
             storage.verify(chunk_index)
         return storage
+
+    def test_storage_under_its_old_name_keeps_everything(self, store: Store) -> None:
+        asked = layout("m", 1300, slot_count=1, with_sum=True)
+        old = store.create(asked)
+        add_seat(old, "w0")
+        add_seat(old, "w1")
+        first = change(old, 2, Transition.FIRST, 5, total_factor=1.0, seat_index=1, step=4)
+        closed = change(old, 1, Transition.CLOSE, 9, version=1, step=2)
+        old.settle(0, ChunkRecord(7))
+        old.log({"kind": "learning_rate", "from_step": 3})
+        new = store.rename("m", dataclasses.replace(asked, name="n"))
+        old.is_retired = True
+        assert (new.layout.name, new.is_retired) == ("n", False)
+        assert new.records() == [ChunkRecord(7), closed, first]
+        assert new.last_steps() == [[-1, 2, -1], [-1, -1, 4]]
+        assert [event["kind"] for event in new.events()] == ["seat", "seat", "learning_rate"]
+        for before, after in zip(arrays_of(old), arrays_of(new), strict=True):
+            assert np.shares_memory(before, after)
+        for refused in (
+            lambda: change(old, 2, Transition.ADD, 7, total_factor=1.0),
+            lambda: old.log({"kind": "seat"}),
+            lambda: old.settle(0, ChunkRecord(8)),
+        ):
+            with pytest.raises(StorageError, match="'m' was given up meanwhile"):
+                refused()
+        change(new, 2, Transition.ADD, 8, total_factor=1.0, step=5)
+        assert new.last_steps()[0] == [-1, 2, 5]
+        store.create(asked)  # the name is free
+        with pytest.raises(ValueError, match="exists"):
+            store.create(dataclasses.replace(asked, name="n"))
+        store.remove("n")
 
     @pytest.mark.parametrize("slice_size", [0, 1, 512, 1300])
     @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])

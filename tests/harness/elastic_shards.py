@@ -24,7 +24,7 @@ from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.name_changes import NameChanges
+from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.registry import Parameters
@@ -156,7 +156,7 @@ class ElasticShard:
             self.living,
             Usages(),
             Spans(),
-            NameChanges(store),
+            Deletions(store),
             None,
             self.timer,
             lambda closed: self.lines.append((closed.step, closed.chunk_index, closed.worker_ids)),

@@ -1,9 +1,10 @@
 """Takes a checkpoint of a cluster: each parameter and table at one version, while training goes on.
 
-Of each, all shards begin a snapshot at one version (consistent_version.py). A snapshot that has
-begun everywhere can be read at leisure: a parameter's slices in pieces of 1 MiB, each into its
-file. Rows of a table come in no order and in unknown number, so a shard's are gathered until they
-fill a file.
+Of each, all shards begin a snapshot at one version: the newest V of any shard; when one is past it,
+a little later, at V + 1, V + 2, V + 4, ...; when training paused, so that a later version was not
+reached soon, the newest again. A snapshot that has begun everywhere can be read at leisure: a
+parameter's slices in pieces of 1 MiB, each into its file. Rows of a table come in no order and in
+unknown number, so a shard's are gathered until they fill a file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import grpc
 import numpy as np
 
-from shardwell.checkpoint.consistent_version import at_one_version
+from shardwell.checkpoint.cluster import Cluster
 from shardwell.checkpoint.format import (
     CheckpointParameter,
     CheckpointTable,
@@ -28,12 +29,18 @@ from shardwell.checkpoint.format import (
     slice_path,
 )
 from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter, write_rows
-from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, ShardwellError
+from shardwell.errors import (
+    ArgumentError,
+    CorruptChunkError,
+    DeadlineError,
+    LimitError,
+    ShardwellError,
+    StepOrderError,
+    WorkersMissingError,
+)
 from shardwell.numerics.codec import CODECS
 from shardwell.numerics.finite import canonical_nans
 from shardwell.placement.slices import Slice, slice_of
-from shardwell.process.spans import Traffic
-from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
@@ -48,6 +55,11 @@ from shardwell.wire.row_state import RowState, RowStateCodec
 
 FILE_SIZE_BYTES = 32 * 2**20
 """About that much of a shard's rows goes to a file, and is in memory before."""
+_FIRST_WAIT_S = 1.0
+"""How long the first wait for a version lasts, which training may never reach; doubled each
+time."""
+_LIMIT_PAUSE_S = 0.25
+_AHEAD_MAX = 2**20
 # The shards refuse weights that the spec refuses.
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
@@ -70,12 +82,10 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
 
     Args:
         spec: What it is.
-        channels: The shards that have some of it.
-        newest_version: Asks for the newest version of any of it.
+        cluster: Has it.
+        known_version: The newest version of any of it, as it was asked a moment ago.
         directory: The checkpoint's directory.
         number: Its place there.
-        traffic: Counts what comes.
-        attempts: Attempts of the call that it is part of.
     """
 
     _kind: ClassVar[str]
@@ -84,23 +94,16 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
     """How shards call what they are asked for: "snapshot" or "scan"."""
 
     def __init__(
-        self,
-        spec: SpecT,
-        channels: Sequence[ShardChannel],
-        newest_version: Callable[[], int],
-        directory: Path,
-        *,
-        number: int,
-        traffic: Traffic,
-        attempts: Attempts,
+        self, spec: SpecT, cluster: Cluster, known_version: int, directory: Path, number: int
     ) -> None:
         self._spec: SpecT = spec
-        self._channels = channels
-        self._newest_version = newest_version
+        self._cluster = cluster
+        self._channels: Sequence[ShardChannel] = cluster.channels
+        self._known_version: int | None = known_version
         self._directory = directory
         self._number = number
-        self._traffic = traffic
-        self._attempts = attempts
+        self._traffic = cluster.traffic
+        self._attempts = cluster.attempts.beside()
         self._where: dict[str, Any] = {self._kind: spec.name}
         """What errors carry of it."""
 
@@ -121,13 +124,30 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         """Blocks until all files are on the disk.
 
         Raises:
-            WorkersMissingError: some of it waits for workers; names them.
+            WorkersMissingError: some of the newest version waits for workers; names them.
             DeadlineError: training was too fast, or the deadline too near.
             ShardwellError: a shard refuses, or a file can't be written.
         """
-        return at_one_version(
-            self._attempt, self._newest_version, self._remaining_s, self._attempts
-        )
+        ahead, later, wait_s = 0, 1, _FIRST_WAIT_S
+        while True:
+            version = self._newest_version() + ahead
+            left_s = self._remaining_s()
+            try:
+                return self._attempt(version, min(wait_s, left_s / 2) if ahead else left_s)
+            except StepOrderError:  # too late
+                ahead, later = later, min(2 * later, _AHEAD_MAX)
+            except WorkersMissingError:  # perhaps too early: training has ended
+                if not ahead:
+                    raise
+                ahead, wait_s = 0, 2 * wait_s
+            except LimitError:  # perhaps of attempts that the shards have not seen the end of yet
+                if self._remaining_s() <= _LIMIT_PAUSE_S:
+                    raise
+                self._attempts.pause(_LIMIT_PAUSE_S)
+
+    def _newest_version(self) -> int:
+        known, self._known_version = self._known_version, None
+        return self._cluster.newest_version(self._spec) if known is None else known
 
     def _attempt(self, version: int, wait_s: float) -> EntryT:
         with CallGroup() as call_group:
@@ -224,17 +244,11 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
 
     _kind, _verb = "parameter", "snapshot"
 
-    def __init__(
-        self, spec: ParameterSpec, channels: Sequence[ShardChannel], *rest: Any, **fields: Any
-    ) -> None:
-        self._slices = {
-            channel.shard_index: slice_of(
-                spec.size, channel.shard_index, len(channels), spec.slice_unit
-            )
-            for channel in channels
-        }
-        having = [channel for channel in channels if self._slices[channel.shard_index].size]
-        super().__init__(spec, having, *rest, **fields)
+    def __init__(self, spec: ParameterSpec, cluster: Cluster, *rest: Any) -> None:
+        super().__init__(spec, cluster, *rest)
+        count = len(cluster.channels)
+        self._slices = [slice_of(spec.size, i, count, spec.slice_unit) for i in range(count)]
+        self._channels = [e for e in cluster.channels if self._slices[e.shard_index].size]
         self._context = checksum.snapshot_context(spec.name)
         self._names = (WEIGHTS_NAME, *spec.slot_names)
 
@@ -324,8 +338,8 @@ class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
 
     _kind, _verb = "table", "scan"
 
-    def __init__(self, spec: TableSpec, *rest: Any, row_count: int, **fields: Any) -> None:
-        super().__init__(spec, *rest, **fields)
+    def __init__(self, spec: TableSpec, *rest: Any, row_count: int) -> None:
+        super().__init__(spec, *rest)
         self._row_count = row_count
         self._codec = RowStateCodec(spec)
         self._context = checksum.rows_scan_context(

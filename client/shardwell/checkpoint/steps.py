@@ -1,7 +1,9 @@
 """Checkpoints of one training side by side, each named for its step: "ckpt/{step}".
 
 A name with `{step}` means all of them: saving gives the new one its place, reading takes the
-newest that is whole.
+newest that is whole. Only a checkpoint is removed to make place: a directory with a whole manifest,
+and what that names. It gets the name `PATH.removed` first, so that half of it is never met as a
+checkpoint. Its manifest goes last: what a killed process leaves there still proves whose it is.
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwell.checkpoint.directory import MARK_NAME, sync_directory
 from shardwell.checkpoint.format import (
     Checkpoint,
     CheckpointParameter,
     CheckpointTable,
     load_id_of,
 )
-from shardwell.checkpoint.manifest import read_checkpoint
-from shardwell.checkpoint.removal import REMOVED_SUFFIX, finish_removal, remove_checkpoint
+from shardwell.checkpoint.manifest import MANIFEST_NAME, read_checkpoint, read_manifest
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.local_paths import local_path
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
+_REMOVED_SUFFIX = ".removed"
 _ANY_FIELD = re.compile(r"\{[^{}]*\}")
 
 
@@ -147,7 +150,7 @@ class StepPaths:
         except StorageError as error:
             _LOG.warning("replacing a checkpoint that is not whole: %s", error.message)
         try:
-            remove_checkpoint(made.path)
+            _remove_checkpoint(made.path)
         except StorageError as error:
             raise StorageError(
                 f"nothing was saved: {made.path} is not replaced, as a save did not make all of "
@@ -168,7 +171,7 @@ class StepPaths:
                 if step > newest:
                     continue
                 if whole_count == keep:
-                    _or_warn(remove_checkpoint, self.at(step))
+                    _or_warn(_remove_checkpoint, self.at(step))
                     continue
                 try:
                     read_checkpoint(self.at(step))
@@ -181,10 +184,10 @@ class StepPaths:
     def _sweep(self) -> None:
         """Removes what was being removed when its process was killed."""
         for name in self._beside():
-            if name.endswith(REMOVED_SUFFIX) and self._name.fullmatch(
-                name.removesuffix(REMOVED_SUFFIX)
+            if name.endswith(_REMOVED_SUFFIX) and self._name.fullmatch(
+                name.removesuffix(_REMOVED_SUFFIX)
             ):
-                _or_warn(finish_removal, self._path.with_name(name))
+                _or_warn(_finish_removal, self._path.with_name(name))
 
 
 def _or_warn(remove: Callable[[Path], None], path: Path) -> None:
@@ -197,3 +200,99 @@ def _or_warn(remove: Callable[[Path], None], path: Path) -> None:
 def _contents(checkpoint: Checkpoint) -> list[int]:
     entries: list[CheckpointParameter | CheckpointTable] = [*checkpoint.parameters]
     return [load_id_of(entry) for entry in [*entries, *checkpoint.tables]]
+
+
+def _own_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory that holds nothing else; its files may be damaged or missing.
+
+    Raises:
+        StorageError: the directory has no whole manifest, or something that the manifest does not
+            name; the message names it.
+    """
+    if path.is_symlink():
+        raise StorageError(f"{path} is a link, and no checkpoint that a save made")
+    found = read_manifest(path)
+    strange = _unnamed(path, found)
+    if strange is not None:
+        raise StorageError(f"{path} has {strange}, which its manifest does not name")
+    return found
+
+
+def _remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint.
+
+    Raises:
+        StorageError: it is no checkpoint, or has something else in it; nothing was removed. Or the
+            file system failed.
+    """
+    checkpoint = _own_checkpoint(path)
+    gone = path.with_name(path.name + _REMOVED_SUFFIX)
+    _finish_removal(gone)
+    try:
+        path.rename(gone)
+    except OSError as error:
+        raise file_error(path, error, "removing it") from None
+    _remove(gone, checkpoint)
+
+
+def _finish_removal(gone: Path) -> None:
+    """Removes what a killed process left of a removal; an empty directory, too.
+
+    Raises:
+        StorageError: it is something else, and stays as it is; or the file system failed.
+    """
+    if not os.path.lexists(gone):
+        return
+    try:
+        is_empty = not gone.is_symlink() and gone.is_dir() and not os.listdir(gone)
+        if is_empty:
+            gone.rmdir()
+            return
+    except OSError as error:
+        raise file_error(gone, error, "removing it") from None
+    _remove(gone, _own_checkpoint(gone))
+
+
+def _entries(checkpoint: Checkpoint) -> list[CheckpointParameter | CheckpointTable]:
+    """In the order of their numbers."""
+    return [*checkpoint.parameters, *checkpoint.tables]
+
+
+def _unnamed(path: Path, checkpoint: Checkpoint) -> Path | None:
+    """Something in a checkpoint's directory that no save put there."""
+    entries = _entries(checkpoint)
+    files = {path / MANIFEST_NAME, path / MARK_NAME}
+    files.update(path / file.path for entry in entries for file in entry.files)
+    directories = {path / f"{number:06d}-{entry.name}" for number, entry in enumerate(entries, 1)}
+    for top, directory_names, file_names in os.walk(path, onerror=_reraise):
+        for name in directory_names:
+            found = Path(top, name)
+            if found not in directories or found.is_symlink():
+                return found
+        for name in file_names:
+            found = Path(top, name)
+            if found not in files or found.is_symlink():
+                return found
+    return None
+
+
+def _reraise(error: OSError) -> None:
+    raise file_error(Path(str(error.filename)), error, "reading it") from None
+
+
+def _remove(gone: Path, checkpoint: Checkpoint) -> None:
+    """Removes what a manifest names, then the manifest."""
+    entries = _entries(checkpoint)
+    try:
+        for number, entry in enumerate(entries, 1):
+            for file in entry.files:
+                (gone / file.path).unlink(missing_ok=True)
+            directory = gone / f"{number:06d}-{entry.name}"
+            if directory.exists():
+                directory.rmdir()
+        (gone / MARK_NAME).unlink(missing_ok=True)
+        sync_directory(gone)  # so that the manifest goes last
+        (gone / MANIFEST_NAME).unlink()
+        gone.rmdir()
+    except OSError as error:
+        raise file_error(gone, error, "removing it") from None

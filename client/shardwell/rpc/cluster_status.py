@@ -75,8 +75,7 @@ class Row:
     """Whether all workers have left in order."""
     abandoned_for_s: float | None
     marked: bool
-    """Whether it is being deleted or renamed."""
-    new_name: str
+    """Whether it is being deleted."""
     ready: bool
     """Whether it has its first weights, and is not being restored."""
     late: int = 0
@@ -171,7 +170,6 @@ def _row(name: str, parts: Sequence[Status]) -> Row:
         ended=has_ended,
         abandoned_for_s=min(gone, default=None) if is_abandoned else None,
         marked=any(part.marked for part in parts),
-        new_name=next((part.new_name for part in parts if part.new_name), ""),
         **_own_fields(parts),
     )
 

@@ -191,21 +191,20 @@ class ShardChannel(ShardEndpoint):
             response: session_pb2.EndTenureResponse = self.result_of(call)
             return response
 
-    def change_name(
-        self, request: names_pb2.DeleteRequest | names_pb2.RenameRequest, timeout_s: float
-    ) -> names_pb2.DeleteResponse | names_pb2.RenameResponse:
-        """Does a stage of a deletion or renaming; blocks up to `timeout_s`."""
+    def delete(
+        self, request: names_pb2.DeleteRequest, timeout_s: float
+    ) -> names_pb2.DeleteResponse:
+        """Does a stage of a deletion; blocks up to `timeout_s`."""
         request.shard.CopyFrom(self.identity)
-        is_deletion = isinstance(request, names_pb2.DeleteRequest)
         with self.translated():
             call = self.start(
-                "Delete" if is_deletion else "Rename",
+                "Delete",
                 request,
-                names_pb2.DeleteResponse if is_deletion else names_pb2.RenameResponse,
+                names_pb2.DeleteResponse,
                 timeout_s=timeout_s,
                 service=_NAME_SERVICE,
             )
-            response: names_pb2.DeleteResponse | names_pb2.RenameResponse = self.result_of(call)
+            response: names_pb2.DeleteResponse = self.result_of(call)
             return response
 
     def call(

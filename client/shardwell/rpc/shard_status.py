@@ -215,9 +215,7 @@ class ParameterStatus(Record[pb.ParameterStatus]):
     """Seconds for which none of its workers has been connected, though not all left in order; None:
     less than the shard's `abandoned_after_s`. No step waits for them."""
     marked: bool
-    """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
-    new_name: str
-    """The name that it is about to get, where it is marked to be renamed; else empty."""
+    """Whether its deletion was begun and is not finished; shard 0 knows."""
     learners: tuple[LearnerStatus, ...]
     """What learners in outer training said of themselves last, by worker, on shard 0 of their
     family's fragment 0; of very many, some."""
@@ -295,9 +293,7 @@ class TableStatus(Record[table_pb2.TableStatus]):
     """Seconds for which none of its workers has been connected, though not all left in order; None:
     less than the shard's `abandoned_after_s`. No step waits for them."""
     marked: bool
-    """Whether its deletion or renaming was begun and is not finished; shard 0 knows."""
-    new_name: str
-    """The name that it is about to get, where it is marked to be renamed; else empty."""
+    """Whether its deletion was begun and is not finished; shard 0 knows."""
 
     FORMS: ClassVar[Mapping[str, Any]] = {
         "spec": TableSpec,

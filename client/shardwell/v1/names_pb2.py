@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from shardwell.v1 import types_pb2 as shardwell_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/names.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\xe5\x02\n\rDeleteRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0c\n\x04name\x18\x02 \x01(\t\x12$\n\x04kind\x18\x03 \x01(\x0e\x32\x16.shardwell.v1.NameKind\x12\x30\n\x05stage\x18\x04 \x01(\x0e\x32!.shardwell.v1.DeleteRequest.Stage\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x18\n\x10held_incarnation\x18\x06 \x01(\x04\x12\r\n\x05\x66orce\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\x06\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"P\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_LOOK\x10\x01\x12\x0e\n\nSTAGE_MARK\x10\x02\x12\x10\n\x0cSTAGE_REMOVE\x10\x03\"i\n\x0e\x44\x65leteResponse\x12$\n\x04held\x18\x01 \x03(\x0b\x32\x16.shardwell.v1.HeldName\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x92\x01\n\x08HeldName\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.shardwell.v1.NameKind\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06marked\x18\x03 \x01(\x08\x12)\n\x07members\x18\x04 \x03(\x0b\x32\x18.shardwell.v1.NameMember\x12\x10\n\x08new_name\x18\x05 \x01(\t\"b\n\nNameMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x17\n\nfree_in_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_free_in_ms\"\xf5\x02\n\rRenameRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0c\n\x04name\x18\x02 \x01(\t\x12$\n\x04kind\x18\x03 \x01(\x0e\x32\x16.shardwell.v1.NameKind\x12\x30\n\x05stage\x18\x04 \x01(\x0e\x32!.shardwell.v1.RenameRequest.Stage\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x18\n\x10held_incarnation\x18\x06 \x01(\x04\x12\r\n\x05\x66orce\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\x06\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x10\n\x08new_name\x18\n \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"N\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_LOOK\x10\x01\x12\x0e\n\nSTAGE_MARK\x10\x02\x12\x0e\n\nSTAGE_MOVE\x10\x03\"l\n\x0eRenameResponse\x12$\n\x04held\x18\x01 \x03(\x0b\x32\x16.shardwell.v1.HeldName\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x16\n\x0enew_name_taken\x18\x03 \x01(\x08\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07*S\n\x08NameKind\x12\x19\n\x15NAME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13NAME_KIND_PARAMETER\x10\x01\x12\x13\n\x0fNAME_KIND_TABLE\x10\x02\x32\x97\x01\n\x0bNameService\x12\x43\n\x06\x44\x65lete\x12\x1b.shardwell.v1.DeleteRequest\x1a\x1c.shardwell.v1.DeleteResponse\x12\x43\n\x06Rename\x12\x1b.shardwell.v1.RenameRequest\x1a\x1c.shardwell.v1.RenameResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shardwell/v1/names.proto\x12\x0cshardwell.v1\x1a\x18shardwell/v1/types.proto\"\xe5\x02\n\rDeleteRequest\x12*\n\x05shard\x18\x01 \x01(\x0b\x32\x1b.shardwell.v1.ShardIdentity\x12\x0c\n\x04name\x18\x02 \x01(\t\x12$\n\x04kind\x18\x03 \x01(\x0e\x32\x16.shardwell.v1.NameKind\x12\x30\n\x05stage\x18\x04 \x01(\x0e\x32!.shardwell.v1.DeleteRequest.Stage\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x18\n\x10held_incarnation\x18\x06 \x01(\x04\x12\r\n\x05\x66orce\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\x06\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"P\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_LOOK\x10\x01\x12\x0e\n\nSTAGE_MARK\x10\x02\x12\x10\n\x0cSTAGE_REMOVE\x10\x03\"i\n\x0e\x44\x65leteResponse\x12$\n\x04held\x18\x01 \x03(\x0b\x32\x16.shardwell.v1.HeldName\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x0f \x01(\x07\"\x90\x01\n\x08HeldName\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.shardwell.v1.NameKind\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0e\n\x06marked\x18\x03 \x01(\x08\x12)\n\x07members\x18\x04 \x03(\x0b\x32\x18.shardwell.v1.NameMemberJ\x04\x08\x05\x10\x06R\x08new_name\"b\n\nNameMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x17\n\nfree_in_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_free_in_ms*S\n\x08NameKind\x12\x19\n\x15NAME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13NAME_KIND_PARAMETER\x10\x01\x12\x13\n\x0fNAME_KIND_TABLE\x10\x02\x32R\n\x0bNameService\x12\x43\n\x06\x44\x65lete\x12\x1b.shardwell.v1.DeleteRequest\x1a\x1c.shardwell.v1.DeleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shardwell.v1.names_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NAMEKIND']._serialized_start=1270
-  _globals['_NAMEKIND']._serialized_end=1353
+  _globals['_NAMEKIND']._serialized_start=782
+  _globals['_NAMEKIND']._serialized_end=865
   _globals['_DELETEREQUEST']._serialized_start=69
   _globals['_DELETEREQUEST']._serialized_end=426
   _globals['_DELETEREQUEST_STAGE']._serialized_start=346
@@ -41,15 +41,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETERESPONSE']._serialized_start=428
   _globals['_DELETERESPONSE']._serialized_end=533
   _globals['_HELDNAME']._serialized_start=536
-  _globals['_HELDNAME']._serialized_end=682
-  _globals['_NAMEMEMBER']._serialized_start=684
-  _globals['_NAMEMEMBER']._serialized_end=782
-  _globals['_RENAMEREQUEST']._serialized_start=785
-  _globals['_RENAMEREQUEST']._serialized_end=1158
-  _globals['_RENAMEREQUEST_STAGE']._serialized_start=1080
-  _globals['_RENAMEREQUEST_STAGE']._serialized_end=1158
-  _globals['_RENAMERESPONSE']._serialized_start=1160
-  _globals['_RENAMERESPONSE']._serialized_end=1268
-  _globals['_NAMESERVICE']._serialized_start=1356
-  _globals['_NAMESERVICE']._serialized_end=1507
+  _globals['_HELDNAME']._serialized_end=680
+  _globals['_NAMEMEMBER']._serialized_start=682
+  _globals['_NAMEMEMBER']._serialized_end=780
+  _globals['_NAMESERVICE']._serialized_start=867
+  _globals['_NAMESERVICE']._serialized_end=949
 # @@protoc_insertion_point(module_scope)

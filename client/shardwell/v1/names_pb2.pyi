@@ -64,18 +64,16 @@ class DeleteResponse(_message.Message):
     def __init__(self, held: _Optional[_Iterable[_Union[HeldName, _Mapping]]] = ..., done: bool = ..., freed_bytes: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class HeldName(_message.Message):
-    __slots__ = ("kind", "incarnation", "marked", "members", "new_name")
+    __slots__ = ("kind", "incarnation", "marked", "members")
     KIND_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MARKED_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
     kind: NameKind
     incarnation: int
     marked: bool
     members: _containers.RepeatedCompositeFieldContainer[NameMember]
-    new_name: str
-    def __init__(self, kind: _Optional[_Union[NameKind, str]] = ..., incarnation: _Optional[int] = ..., marked: bool = ..., members: _Optional[_Iterable[_Union[NameMember, _Mapping]]] = ..., new_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[NameKind, str]] = ..., incarnation: _Optional[int] = ..., marked: bool = ..., members: _Optional[_Iterable[_Union[NameMember, _Mapping]]] = ...) -> None: ...
 
 class NameMember(_message.Message):
     __slots__ = ("worker_id", "host", "pid", "free_in_ms")
@@ -88,51 +86,3 @@ class NameMember(_message.Message):
     pid: int
     free_in_ms: int
     def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., free_in_ms: _Optional[int] = ...) -> None: ...
-
-class RenameRequest(_message.Message):
-    __slots__ = ("shard", "name", "kind", "stage", "incarnation", "held_incarnation", "force", "session", "worker_id", "new_name", "crc32c")
-    class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-        __slots__ = ()
-        STAGE_UNSPECIFIED: _ClassVar[RenameRequest.Stage]
-        STAGE_LOOK: _ClassVar[RenameRequest.Stage]
-        STAGE_MARK: _ClassVar[RenameRequest.Stage]
-        STAGE_MOVE: _ClassVar[RenameRequest.Stage]
-    STAGE_UNSPECIFIED: RenameRequest.Stage
-    STAGE_LOOK: RenameRequest.Stage
-    STAGE_MARK: RenameRequest.Stage
-    STAGE_MOVE: RenameRequest.Stage
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    HELD_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    FORCE_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
-    CRC32C_FIELD_NUMBER: _ClassVar[int]
-    shard: _types_pb2.ShardIdentity
-    name: str
-    kind: NameKind
-    stage: RenameRequest.Stage
-    incarnation: int
-    held_incarnation: int
-    force: bool
-    session: int
-    worker_id: str
-    new_name: str
-    crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[NameKind, str]] = ..., stage: _Optional[_Union[RenameRequest.Stage, str]] = ..., incarnation: _Optional[int] = ..., held_incarnation: _Optional[int] = ..., force: bool = ..., session: _Optional[int] = ..., worker_id: _Optional[str] = ..., new_name: _Optional[str] = ..., crc32c: _Optional[int] = ...) -> None: ...
-
-class RenameResponse(_message.Message):
-    __slots__ = ("held", "done", "new_name_taken", "crc32c")
-    HELD_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    NEW_NAME_TAKEN_FIELD_NUMBER: _ClassVar[int]
-    CRC32C_FIELD_NUMBER: _ClassVar[int]
-    held: _containers.RepeatedCompositeFieldContainer[HeldName]
-    done: bool
-    new_name_taken: bool
-    crc32c: int
-    def __init__(self, held: _Optional[_Iterable[_Union[HeldName, _Mapping]]] = ..., done: bool = ..., new_name_taken: bool = ..., crc32c: _Optional[int] = ...) -> None: ...

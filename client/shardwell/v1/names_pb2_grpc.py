@@ -40,11 +40,6 @@ class NameServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_names__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_names__pb2.DeleteResponse.FromString,
                 _registered_method=True)
-        self.Rename = channel.unary_unary(
-                '/shardwell.v1.NameService/Rename',
-                request_serializer=shardwell_dot_v1_dot_names__pb2.RenameRequest.SerializeToString,
-                response_deserializer=shardwell_dot_v1_dot_names__pb2.RenameResponse.FromString,
-                _registered_method=True)
 
 
 class NameServiceServicer(object):
@@ -65,21 +60,6 @@ class NameServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Rename(self, request, context):
-        """Does one stage of giving a parameter or table another name on this shard. Weights, optimizer state,
-        versions, seats, what each worker has contributed, and the incarnation stay. Idempotent; the key is
-        (kind, name, new_name, incarnations): a stage about incarnations that are known to have lost the name
-        is done, whatever has the name since.
-
-        It takes the right to delete the name, and the right to create the new one.
-
-        Errors: those of Delete, and FAILED_PRECONDITION with ERROR_CODE_SPEC_MISMATCH (STAGE_MARK: the new
-        name is taken, or reserved for another one).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_NameServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,11 +67,6 @@ def add_NameServiceServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=shardwell_dot_v1_dot_names__pb2.DeleteRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_names__pb2.DeleteResponse.SerializeToString,
-            ),
-            'Rename': grpc.unary_unary_rpc_method_handler(
-                    servicer.Rename,
-                    request_deserializer=shardwell_dot_v1_dot_names__pb2.RenameRequest.FromString,
-                    response_serializer=shardwell_dot_v1_dot_names__pb2.RenameResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -122,33 +97,6 @@ class NameService(object):
             '/shardwell.v1.NameService/Delete',
             shardwell_dot_v1_dot_names__pb2.DeleteRequest.SerializeToString,
             shardwell_dot_v1_dot_names__pb2.DeleteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Rename(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/shardwell.v1.NameService/Rename',
-            shardwell_dot_v1_dot_names__pb2.RenameRequest.SerializeToString,
-            shardwell_dot_v1_dot_names__pb2.RenameResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -387,7 +387,7 @@ class GetTableStatusResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation", "done_worker_ids", "wait", "members", "ended", "abandoned_for_s", "marked", "new_name", "late_part_count", "lost_member_count")
+    __slots__ = ("spec", "row_count", "row_capacity", "stored_bytes", "version", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_row_count", "duplicate_part_count", "learning_rate", "loading", "load_id", "incarnation", "done_worker_ids", "wait", "members", "ended", "abandoned_for_s", "marked", "late_part_count", "lost_member_count")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_CAPACITY_FIELD_NUMBER: _ClassVar[int]
@@ -408,7 +408,6 @@ class TableStatus(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FOR_S_FIELD_NUMBER: _ClassVar[int]
     MARKED_FIELD_NUMBER: _ClassVar[int]
-    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
     LATE_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOST_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
@@ -431,7 +430,6 @@ class TableStatus(_message.Message):
     ended: bool
     abandoned_for_s: float
     marked: bool
-    new_name: str
     late_part_count: int
     lost_member_count: int
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., new_name: _Optional[str] = ..., late_part_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., row_capacity: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., version: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_row_count: _Optional[int] = ..., duplicate_part_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., loading: bool = ..., load_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., late_part_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ...) -> None: ...

@@ -177,7 +177,7 @@ class History:
             known.series["steps_s"].put(place, steps / passed_s)
             known.series["wait_s"].put(place, max(waited_s, 0.0) / waits if waits > 0 else None)
             known.counts = counts
-        for key in gone:  # deleted, or renamed
+        for key in gone:  # deleted
             del self._names[key]
 
     def _forget_idlest(self) -> bool:

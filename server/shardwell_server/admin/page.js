@@ -102,7 +102,7 @@ function curve(name, figure, points) {
 /** Who is in the open step, whom it lacks, and how late each was. */
 function open_step(each) {
   const box = made("span"), add = (text, kind) => box.append(made("span", kind, text), " ");
-  if (each.marked) add(each.new_name ? `being renamed to ${each.new_name}` : "being deleted", "wait");
+  if (each.marked) add("being deleted", "wait");
   if (each.abandoned_for_s !== null) { add(`abandoned: no worker for ${span(each.abandoned_for_s)}`, "dim"); return box; }
   if (each.mode === "async") { add("asynchronous", "dim"); return box; }
   if (!each.ready) add("not initialized, or being restored", "wait");

@@ -23,7 +23,6 @@ _COMMANDS = {
     "health": ("health", "health"),
     "members": ("members", "members"),
     "plan": ("plan", "plan"),
-    "rename": ("names", "rename"),
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
     "status": ("status", "status"),

@@ -81,8 +81,30 @@ def save(
     _print(made)
 
 
+def _names(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, str]:
+    """The new name of each old one."""
+    names: dict[str, str] = {}
+    for each in given:
+        old, is_pair, new = each.partition("=")
+        if not (old and is_pair and new):
+            raise click.BadParameter(f"give OLD=NEW; got {each!r:.140}", context, option)
+        if names.setdefault(old, new) != new:
+            raise click.BadParameter(f"{old!r} can't be both {names[old]!r} and {new!r}", context)
+    return names
+
+
 @checkpoint.command()
 @_DIRECTORY
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="OLD=NEW",
+    callback=_names,
+    help="Another name for a parameter, table or family; may be given several times.",
+)
 @_cluster_options
 def restore(
     *,
@@ -90,27 +112,35 @@ def restore(
     target: str,
     parameters: tuple[str, ...],
     tables: tuple[str, ...],
+    names: dict[str, str],
     timeout_s: float,
 ) -> None:
     """Create parameters and tables as DIRECTORY has them, in a cluster with any number of shards.
 
     Before workers start: a parameter that has weights, or a table that has rows, is refused. The
     whole checkpoint is verified first. With {step} in its name, the newest whole one is taken.
+
+    To rename a parameter, end its workers, save it, restore it with --name, and delete the old one.
     """
     with connected("checkpoint", target, timeout_s) as (client, rest_s):
         chosen = _choice(parameters, tables)
-        made = client.restore_checkpoint(directory, *chosen, timeout_s=rest_s)
+        made = client.restore_checkpoint(directory, *chosen, names=names, timeout_s=rest_s)
         shard_count = client.shard_count
     restored = {entry.name for entry in made.select(chosen[0])}
-    names = sorted(restored - {each.name for f in made.families for each in f.parameters})
-    names += [
-        f"family {family.name} ({versions_words(family.versions)})"
+
+    def called(name: str) -> str:
+        return f"{name} as {names[name]}" if name in names else name
+
+    whole = restored - {each.name for f in made.families for each in f.parameters}
+    lines = sorted(map(called, whole))
+    lines += [
+        f"family {called(family.name)} ({versions_words(family.versions)})"
         for family in made.families
         if restored.issuperset(each.name for each in family.parameters)
     ]
-    names += sorted({f"table {entry.name}" for entry in made.select_tables(chosen[1])})
+    lines += sorted({f"table {called(entry.name)}" for entry in made.select_tables(chosen[1])})
     click.echo(
-        f"restored {', '.join(names) or 'nothing'} from {made.path} into {shard_count} "
+        f"restored {', '.join(lines) or 'nothing'} from {made.path} into {shard_count} "
         f"shards; workers go on at next_step"
     )
 

@@ -1,4 +1,4 @@
-"""Commands on a parameter or table by its name: `shardwell delete`, `rename`, `table`."""
+"""Commands on a parameter or table by its name: `shardwell delete`, `table`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ import click
 
 from shardwell.checkpoint.export import check_format
 from shardwell.errors import ShardwellError
-from shardwell.rpc.name_change import KINDS
+from shardwell.rpc.deletion import KINDS
 from shardwell_server.cli import SuggestingGroup
 from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.operations.cluster_status import size
 
-_force_option = click.option(
-    "--force", is_flag=True, help="Although workers are connected that use it."
-)
-_kind_option = click.option(
-    "--kind",
-    type=click.Choice(list(KINDS)),
-    help="Where a parameter and a table have the same name, as older versions allowed.",
-)
-
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@_force_option
+@click.option("--force", is_flag=True, help="Although workers are connected that use it.")
 @click.option(
     "--kind",
     type=click.Choice([*KINDS, "family"]),
@@ -61,27 +52,6 @@ def delete(
                 click.echo(f"deleted {name}: {few} are free")
     if has_failed:
         raise click.exceptions.Exit(1)
-
-
-@click.command()
-@click.argument("name", metavar="NAME")
-@click.argument("new_name", metavar="NEW_NAME")
-@_force_option
-@_kind_option
-@shards_option
-@click.option("--timeout-s", type=Duration(), default=60.0, show_default=True)
-def rename(
-    *, name: str, new_name: str, force: bool, kind: str | None, target: str, timeout_s: float
-) -> None:
-    """Give a parameter or table another name; workers that open that go on where they were.
-
-    What workers are connected to is refused without --force; with it they get an error that has the
-    new name. A renaming that was cut off, by a shard that was away, say, is finished by the same
-    command.
-    """
-    with connected("rename", target, timeout_s) as (client, _):
-        client.rename(name, new_name, kind=kind, force=force, timeout_s=timeout_s)
-    click.echo(f"renamed {name} to {new_name}")
 
 
 @click.group(cls=SuggestingGroup)

@@ -164,11 +164,9 @@ def _blocker(kind: str, name: str, parts: Sequence[Status]) -> Blocker | None:
 def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     """Parameters and tables that have begun on some shards, and that others do not have."""
     words = []
-    marked = {
-        (each.kind, name) for each in _marked(statuses) for name in (each.name, each.new_name)
-    }
+    marked = {(each.kind, each.name) for each in _marked(statuses)}
     for (kind, name), parts in sorted(_held(statuses).items()):
-        if (kind, name) in marked:  # it is missing where it was deleted or renamed, or not yet
+        if (kind, name) in marked:  # it is missing where it was deleted
             continue
         absent = [s.shard_index for s in statuses if s.shard_index not in parts]
         if absent and any(map(newest_of, parts.values())):
@@ -181,31 +179,26 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
 
 
 class _Marked(NamedTuple):
-    """A parameter or table that is being deleted or renamed."""
+    """A parameter or table that is being deleted."""
 
     kind: str
     name: str
-    new_name: str
-    """Empty: it is being deleted."""
     shards: list[int]
-    """Those that have it under its name still."""
+    """Those that have it still."""
 
     def __str__(self) -> str:
-        doing, command = "deleted", f"delete {self.name}"
-        if self.new_name:
-            doing, command = f"renamed to {self.new_name!r}", f"rename {self.name} {self.new_name}"
         return (
-            f"{self.kind} {self.name!r} is being {doing}, and shard "
+            f"{self.kind} {self.name!r} is being deleted, and shard "
             f"{', '.join(map(str, self.shards))} has it still; if that was cut off, finish it: "
-            f"shardwell {command}"
+            f"shardwell delete {self.name}"
         )
 
 
 def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
     return [
-        _Marked(*key, new_name, list(parts))
+        _Marked(*key, list(parts))
         for key, parts in sorted(_held(statuses).items())
-        for new_name in [part.new_name for part in parts.values() if part.marked][:1]
+        if any(part.marked for part in parts.values())
     ]
 
 
@@ -225,7 +218,7 @@ def reported(rows: Iterable[Row]) -> list[str]:
 def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Deletions and renamings that were cut off, or are under way."""
+    """Deletions that were cut off, or are under way."""
     return [str(each) for each in _marked(statuses) if is_shown(each.name)]
 
 

@@ -1,4 +1,4 @@
-"""NameService: names of parameters and tables are deleted or changed; docs/adr/0029-names.md."""
+"""NameService: names of parameters and tables are deleted; shard/deletions.py has the states."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from shardwell_server.shard.shard import Shard
 _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["NameService"]
 NAME_SERVICE_NAME = _SERVICE.full_name
-_DELETE = pb.DeleteRequest.Stage
-_RENAME = pb.RenameRequest.Stage
+_STAGE = pb.DeleteRequest.Stage
 _MEMBER_COUNT_MAX = 100
 _WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
 
@@ -34,31 +33,34 @@ class NameService:
         self._calls = calls
 
     def handler(self) -> grpc.GenericRpcHandler:
-        handlers = {
-            "Delete": self._calls.unary(self.delete, pb.DeleteRequest),
-            "Rename": self._calls.unary(self.rename, pb.RenameRequest),
-        }
+        handlers = {"Delete": self._calls.unary(self.delete, pb.DeleteRequest)}
         assert set(handlers) == {method.name for method in _SERVICE.methods}
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def delete(self, request: pb.DeleteRequest, call: Call) -> pb.DeleteResponse:
-        name, by, held = self._opened(request, call)
-        response = pb.DeleteResponse()
+        self._shard.check_identity(request.shard)
+        name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
+        # Before the answer says whether the name exists.
+        call.ask(Right.CREATE, _WORDS.get(request.kind, "name"), name)
+        held = self._held(request)
+        for found in held:
+            self._check_may(call, found.kind, name)
+        response = pb.DeleteResponse(held=held)
         match request.stage:
-            case _DELETE.STAGE_LOOK:
-                response.held.extend(held)
-            case _DELETE.STAGE_MARK:
+            case _STAGE.STAGE_LOOK:
+                pass
+            case _STAGE.STAGE_MARK:
                 response.done = self._mark(request, name, by)
+                del response.held[:]
                 response.held.extend(self._held(request))
-            case _DELETE.STAGE_REMOVE:
+            case _STAGE.STAGE_REMOVE:
                 registry, word = self._registry(request.kind)
-                response.held.extend(held)
                 freed_bytes = registry.remove(
                     name,
                     request.incarnation,
                     request.held_incarnation,
                     by,
-                    end_calls=lambda: self._end_calls(word, name, "deleted"),
+                    end_calls=lambda: self._end_calls(word, name),
                 )
                 response.done, response.freed_bytes = True, freed_bytes or 0
                 if freed_bytes is not None:
@@ -69,65 +71,16 @@ class NameService:
         response.crc32c = checksum.of_message(response)
         return response
 
-    def rename(self, request: pb.RenameRequest, call: Call) -> pb.RenameResponse:
-        name, by, held = self._opened(request, call)
-        to = check_name("new_name", request.new_name)
-        call.ask(Right.CREATE, _WORDS.get(request.kind, "name"), to)
-        if to == name:
-            raise ArgumentError(f"new_name must be another name; got {to!r} for both")
-        response = pb.RenameResponse()
-        match request.stage:
-            case _RENAME.STAGE_LOOK:
-                response.held.extend(held)
-                response.new_name_taken = self._shard.parameters.is_taken(to)
-            case _RENAME.STAGE_MARK:
-                response.done = self._mark(request, name, by, to)
-                response.held.extend(self._held(request))
-            case _RENAME.STAGE_MOVE:
-                registry, word = self._registry(request.kind)
-                response.held.extend(held)
-                moved = registry.rename(
-                    name,
-                    to,
-                    request.incarnation,
-                    request.held_incarnation,
-                    by,
-                    end_calls=lambda: self._end_calls(word, name, "renamed"),
-                )
-                response.done = True
-                if moved:
-                    call.note("renamed", kind=word, name=name, to=to)
-                    _LOG.info(f"{word} renamed", extra={word: to, "from": name, "by": by})
-            case _:
-                raise ArgumentError(f"stage must be one of RenameRequest; got {request.stage}")
-        response.crc32c = checksum.of_message(response)
-        return response
-
-    def _opened(
-        self, request: pb.DeleteRequest | pb.RenameRequest, call: Call
-    ) -> tuple[str, str, list[pb.HeldName]]:
-        """The name that a request is about, who asks, and what this shard has of it."""
-        self._shard.check_identity(request.shard)
-        name, by = check_name("name", request.name), check_name("worker_id", request.worker_id)
-        # Before the answer says whether the name exists.
-        call.ask(Right.CREATE, _WORDS.get(request.kind, "name"), name)
-        held = self._held(request)
-        for found in held:
-            self._check_may(call, found.kind, name)
-        return name, by, held
-
-    def _mark(
-        self, request: pb.DeleteRequest | pb.RenameRequest, name: str, by: str, to: str = ""
-    ) -> bool:
-        """Decides a change, unless members are alive; ends calls that use the name."""
+    def _mark(self, request: pb.DeleteRequest, name: str, by: str) -> bool:
+        """Decides a deletion, unless members are alive; ends calls that use the name."""
         if self._shard.config.shard_index != 0:
             raise WrongShardError("STAGE_MARK is done by shard 0 alone; call it there")
         registry, word = self._registry(request.kind)
         is_marked = registry.mark(
-            name, request.incarnation, by, force=request.force, but=request.session, to=to
+            name, request.incarnation, by, force=request.force, but=request.session
         )
         if is_marked:
-            self._end_calls(word, name, "renamed" if to else "deleted")
+            self._end_calls(word, name)
         return is_marked
 
     def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
@@ -136,7 +89,7 @@ class NameService:
         is_parameter = kind == pb.NAME_KIND_PARAMETER
         return self._shard.parameters if is_parameter else self._shard.tables, _WORDS[kind]
 
-    def _held(self, request: pb.DeleteRequest | pb.RenameRequest) -> list[pb.HeldName]:
+    def _held(self, request: pb.DeleteRequest) -> list[pb.HeldName]:
         found = []
         attending = self._shard.sessions.by_worker()
         for kind in _WORDS if request.kind == pb.NAME_KIND_UNSPECIFIED else (request.kind,):
@@ -145,10 +98,9 @@ class NameService:
             if part is None and mark is None:
                 continue
             entry = pb.HeldName(kind=kind, marked=mark is not None)
-            if mark is not None:
-                entry.incarnation, entry.new_name = mark.incarnation, mark.to
-            elif part is not None:
-                entry.incarnation = part.incarnation
+            held = mark or part
+            assert held is not None
+            entry.incarnation = held.incarnation
             living = registry.living_members(request.name, request.session)
             for worker_id, number, alive_for_s in living[:_MEMBER_COUNT_MAX]:
                 member = entry.members.add(worker_id=worker_id)
@@ -168,6 +120,6 @@ class NameService:
         is_owner = owner is None or (owner != "" and owner == call.principal.name)
         call.ask(Right.CREATE if is_owner else Right.ADMIN, word, name)
 
-    def _end_calls(self, word: str, name: str, done: str) -> None:
-        """Ends what is at work on a name; made again, it hears that the name is gone."""
-        self._calls.end_those_with_name(word, name, f"{word} {name!r} is being {done}; call again")
+    def _end_calls(self, word: str, name: str) -> None:
+        """Ends calls that use a name; made again, they hear that the name is gone."""
+        self._calls.end_those_with_name(word, name, f"{word} {name!r} is being deleted; call again")

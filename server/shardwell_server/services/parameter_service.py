@@ -388,6 +388,7 @@ def joined(
     worker_id = check_name("worker_id", request.worker_id) if named else ""
     spec = spec_type.from_proto(request.spec)
     registry: Any = shard.parameters if kind == "parameter" else shard.tables
+    registry.take_back(spec.name, request.incarnation)
     exists = registry.has(spec.name)
     right = Right.CONTRIBUTE if takes_seat else Right.READ if exists else Right.CREATE
     call.check(right, kind, spec.name)

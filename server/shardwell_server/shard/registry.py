@@ -1,8 +1,8 @@
 """The parameters and the tables of a shard: each by name, made once, under the limits over all.
 
 Made is one when its storage is, and the shard has taken that over; until then, and if either fails,
-there is none of that name, on disk or here. A name is deleted or changed in two steps on shard 0,
-in one on the others: see name_changes.py. A parameter and a table never get the same name.
+there is none of that name, on disk or here. A name is deleted in two steps on shard 0, in one on
+the others: see deletions.py. A parameter and a table never get the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
 from shardwell.errors import (
-    ArgumentError,
     LimitError,
     OtherIncarnationError,
     ShardwellError,
@@ -44,7 +43,7 @@ from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.crews import Liveness
-from shardwell_server.shard.name_changes import Gone, Mark, NameChanges
+from shardwell_server.shard.deletions import Deletions, Gone, Mark
 from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Counted, Usages
@@ -53,10 +52,6 @@ from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
 from shardwell_server.store.contract import Begin
-
-_FORMER_NAMES = "former_names"
-"""In a layout's description: what it was called before, the latest last."""
-_FORMER_NAME_COUNT_MAX = 8
 
 
 class Owned(Protocol):
@@ -113,7 +108,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Answers which sessions are alive.
         usages: What the owners of tokens use.
         spans: What the shard did last.
-        changes: Names that were deleted or given up, or are about to be.
+        deletions: Names that were deleted, or are about to be.
         spool_dir: See Shard.
         timer: Ends grace, and looks after elastic members; None: nothing does.
         log: Takes each step's contributors, where sets are open; None: nothing does.
@@ -135,14 +130,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         sessions: Liveness,
         usages: Usages,
         spans: Spans,
-        changes: NameChanges,
+        deletions: Deletions,
         spool_dir: Path | None = None,
         timer: Timer | None = None,
         log: Callable[[ClosedSet], None] | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
         """The registry of the other kind, whose names are taken, too."""
-        self._changes = changes
+        self._deletions = deletions
         self._usages = usages
         self._config = config
         self._store = store
@@ -156,7 +151,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         self._by_name: dict[str, OwnedT] = {}
         self._booked: dict[str, _Booked] = {}
         self._leaving: dict[str, Gone] = {}
-        """Names that no call finds any more, and whose change is not noted yet."""
+        """Names that no call finds any more, and whose deletion is not noted yet."""
 
     def open(self, spec: SpecT, owner: str = "") -> tuple[OwnedT, bool]:
         """The one of that name, made now if it is new; and whether it was.
@@ -167,13 +162,13 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             SpecMismatchError: it exists with another spec, or the other kind has the name.
-            UnknownParameterError, UnknownTableError: it is being deleted or renamed.
+            UnknownParameterError, UnknownTableError: it is being deleted.
             LimitError: a limit would be exceeded.
             StorageError: there is no room on the disk, or it can't be written to.
         """
         with self._lock:
             known = self._by_name.get(spec.name)
-            if self._changes.mark_of(self._kind, spec.name) is not None:
+            if self._deletions.mark_of(self._kind, spec.name) is not None:
                 raise self._unknown(spec.name, self._words_of(spec.name))
             if known is None:
                 self._check_free(spec.name)
@@ -194,10 +189,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         Raises:
             UnknownParameterError, UnknownTableError: there is none of that name, or it is being
-                deleted or renamed.
+                deleted.
         """
         found = self._by_name.get(name)
-        if found is None or self._changes.mark_of(self._kind, name) is not None:
+        if found is None or self._deletions.mark_of(self._kind, name) is not None:
             raise self._unknown(name, self._words_of(name))
         return found
 
@@ -209,20 +204,17 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             incarnation: Incarnation that the caller has opened; 0: whatever has the name.
 
         Raises:
-            UnknownParameterError, UnknownTableError: it was deleted or renamed.
+            UnknownParameterError, UnknownTableError: it was deleted.
             OtherIncarnationError: another one has its name on shard 0, where each is made first.
         """
         found = self._by_name.get(name)
         own = 0 if found is None else found.incarnation
         if not incarnation or own == incarnation:
             return
-        gone = self._changes.gone(self._kind, name, incarnation) or self._leaving.get(name)
+        gone = self._deletions.gone(self._kind, name, incarnation) or self._leaving.get(name)
         if gone is not None:
             since = ", and another one was made since" if own else ""
-            go_on = (
-                f"open {gone.to!r} to go on with it, or {name!r}" if gone.to else "open it again"
-            )
-            how = f"{gone.words}{since}; {go_on} to use what has the name now"
+            how = f"{gone.words}{since}; open it again to use what has the name now"
             raise self._unknown(name, how)
         if own and self._config.shard_index == 0:
             raise OtherIncarnationError(
@@ -239,39 +231,21 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
     def _words_of(self, name: str) -> str:
         """What became of a name, for an error about it; empty: nothing."""
-        mark = self._changes.mark_of(self._kind, name)
-        if mark is not None and mark.to:
-            return (
-                f"is being renamed to {mark.to!r} by {mark.by!r}, and other shards may have its "
-                f"old name: rename it again to finish that (shardwell rename {name} {mark.to}), "
-                f"then open {mark.to!r}"
-            )
+        mark = self._deletions.mark_of(self._kind, name)
         if mark is not None:
             return (
                 f"is being deleted by {mark.by!r}, and other shards may have it still: delete it "
                 "again to finish that (shardwell delete NAME), then it can be made anew"
             )
-        gone = self._leaving.get(name) or self._changes.gone(self._kind, name)
-        if gone is None:
-            return ""
-        if gone.to:
-            return f"{gone.words}; open {gone.to!r} to go on with it"
-        return f"{gone.words}; open it again to make it anew"
+        gone = self._leaving.get(name) or self._deletions.gone(self._kind, name)
+        return "" if gone is None else f"{gone.words}; open it again to make it anew"
 
     def _check_free(self, name: str) -> None:
-        """Refuses a name that the other kind has, or that is reserved; the lock is held.
+        """Refuses a name that the other kind or a family has; the lock is held.
 
         Raises:
-            SpecMismatchError: it has it, or something is about to get it.
+            SpecMismatchError: it has it.
         """
-        reserved = self._changes.reserved_for(name)
-        if reserved is not None:
-            kind, old = reserved
-            raise SpecMismatchError(
-                f"{name!r} is about to be the name of {kind} {old!r}: rename it again to finish "
-                f"that (shardwell rename {old} {name}), or choose another name",
-                **self._where(name),
-            )
         if self.beside is not None and self.beside.has(name):
             raise SpecMismatchError(
                 f"{name!r} is a {self.beside._kind} on this cluster, and a {self._kind} can't have "
@@ -293,8 +267,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Refuses a fragment of a family that can't be here; the lock is held.
 
         Raises:
-            SpecMismatchError: a parameter or table has the family's name, or is about to get it;
-                or the family is dealt in another way.
+            SpecMismatchError: a parameter or table has the family's name, or the family is dealt
+                in another way.
         """
 
     def describe(
@@ -302,12 +276,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     ) -> Any:
         """What status says of one: see `ParameterSlice.describe`."""
         status = part.describe(name_count_max, attending)
-        mark = self.mark_of(part.spec.name)
-        if mark is not None:
-            status.marked, status.new_name = True, mark.to
+        status.marked = self.mark_of(part.spec.name) is not None
         return status
 
-    # Deleting and renaming.
+    # Deleting.
 
     def owner_of(self, name: str) -> str | None:
         """Name of the token by which one was made; empty: of none. None: there is none."""
@@ -315,8 +287,8 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return None if booked is None else booked.owner
 
     def mark_of(self, name: str) -> Mark | None:
-        """The mark on a name: a change of it is decided."""
-        return self._changes.mark_of(self._kind, name)
+        """The mark on a name: its deletion is decided."""
+        return self._deletions.mark_of(self._kind, name)
 
     def living_members(self, name: str, but: int) -> list[tuple[str, int, float]]:
         """See `Crew.living`; none where there is nothing of that name."""
@@ -324,55 +296,37 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return [] if found is None else found.living_members(but)
 
     def find(self, name: str) -> OwnedT | None:
-        """One of that name, though a change of the name is decided."""
+        """One of that name, though its deletion is decided."""
         return self._by_name.get(name)
 
     def is_taken(self, name: str) -> bool:
         """Whether a parameter or a table has a name."""
         return self.has(name) or (self.beside is not None and self.beside.has(name))
 
-    def _check_may_be_renamed(self, found: OwnedT) -> None:
-        """Refuses to rename what has its name from something else."""
-
-    def mark(
-        self, name: str, incarnation: int, by: str, *, force: bool, but: int, to: str = ""
-    ) -> bool:
-        """Decides a change of a name, unless it has members; False: it has. Safe to repeat.
+    def mark(self, name: str, incarnation: int, by: str, *, force: bool, but: int) -> bool:
+        """Decides the deletion of a name, unless it has members; False: it has. Safe to repeat.
 
         Args:
             name: The name.
             incarnation: Incarnation that is meant.
-            by: The worker id of the client that changes it.
+            by: The worker id of the client that deletes it.
             force: Although it has members.
             but: Number of a session that is none.
-            to: The name that it gets; empty: it is deleted.
 
         Raises:
-            OtherIncarnationError: another one has the name, or another change of it is decided.
-            SpecMismatchError: the new name is taken.
-            ArgumentError: it can't have another name.
-            StorageError: a new name can't be noted.
+            OtherIncarnationError: another one has the name.
         """
         with self._lock:
-            found, mark = self._by_name.get(name), self._changes.mark_of(self._kind, name)
-            if mark is not None and (mark.incarnation, mark.to) == (incarnation, to):
+            found, mark = self._by_name.get(name), self.mark_of(name)
+            if mark is not None and mark.incarnation == incarnation:
                 return True
             if self._knows(name, {incarnation}):  # asked again, when another client had ended it
                 return True
             if mark is not None or found is None or found.incarnation != incarnation:
                 raise self._another(name)
-            if to and self.is_taken(to):
-                raise SpecMismatchError(
-                    f"{to!r} is the name of another parameter or table; nothing was renamed; "
-                    "choose another name, or delete that first",
-                    **self._where(to),
-                )
-            if to:
-                self._check_free(to)
-                self._check_may_be_renamed(found)
             if not force and found.living_members(but):
                 return False
-            self._changes.mark(self._kind, name, incarnation, by, to)
+            self._deletions.mark(self._kind, name, incarnation, by)
             return True
 
     def remove(
@@ -399,130 +353,92 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             OtherIncarnationError: there is another one; or this is shard 0, without such a mark.
             StorageError: it can't be removed, or that can't be noted.
         """
-
-        def act(found: OwnedT) -> int:
-            with found.handing_over():  # the watch looks after its members no more
-                self._remove_storage(name)
-            booked = self._booked.pop(name)
-            self._usages.of(booked.owner).add(self._counted, -1)
-            return booked.stored.give_back()
-
-        return self._leave(name, incarnation, held, by, "", end_calls, act)
-
-    def rename(
-        self,
-        name: str,
-        to: str,
-        incarnation: int,
-        held: int,
-        by: str,
-        end_calls: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Gives one another name, and all that it has; False: it had it before. Safe to repeat.
-
-        Args:
-            name: Its name.
-            to: The new one.
-            incarnation: See `remove`.
-            held: See `remove`.
-            by: See `remove`.
-            end_calls: See `remove`.
-
-        Raises:
-            OtherIncarnationError: there is another one; or this is shard 0, and it has no such
-                mark; or another one has the new name.
-            StorageError: it can't be renamed, or that can't be noted.
-        """
-
-        def act(found: OwnedT) -> int:
-            if self.is_taken(to):
-                raise self._another(to)
-            with found.handing_over():
-                self._by_name[to] = self._renamed(found, to)
-                self._by_name[to].go_on_after_start()
-            self._booked[to] = self._booked.pop(name)
-            return 0
-
-        return self._leave(name, incarnation, held, by, to, end_calls, act) is not None
-
-    def _leave(
-        self,
-        name: str,
-        incarnation: int,
-        held: int,
-        by: str,
-        to: str,
-        end_calls: Callable[[], None],
-        act: Callable[[OwnedT], int],
-    ) -> int | None:
-        """Does what frees a name, and notes it; see `remove` and `rename`."""
         with self._lock:
-            found, mark = self._by_name.get(name), self._changes.mark_of(self._kind, name)
+            found, mark = self._by_name.get(name), self.mark_of(name)
             gone, freed_bytes = {incarnation, held}, None
             if found is not None and found.incarnation not in gone and self._knows(name, gone):
                 return None
-            if mark is not None and mark.to != to:
-                raise self._another(name)
             if found is not None:
                 is_decided = self._config.shard_index > 0 or mark is not None
                 if not is_decided or found.incarnation not in gone:
                     raise self._another(name)
-                self._leaving[name] = Gone((self._kind, name), tuple(gone), by, to)
+                self._leaving[name] = Gone((self._kind, name), tuple(gone), by)
                 del self._by_name[name]
                 try:
                     end_calls()
-                    freed_bytes = act(found)
+                    with found.handing_over():  # the watch looks after its members no more
+                        self._remove_storage(name)
                 except BaseException:
                     self._by_name[name] = found
                     del self._leaving[name]
                     raise
+                booked = self._booked.pop(name)
+                self._usages.of(booked.owner).add(self._counted, -1)
+                freed_bytes = booked.stored.give_back()
             if found is not None or mark is not None or (any(gone) and not self._knows(name, gone)):
-                self._changes.finish(self._kind, name, gone, by, to)
+                self._deletions.finish(self._kind, name, gone, by)
             self._leaving.pop(name, None)
             return freed_bytes
 
-    def _renamed(self, found: OwnedT, to: str) -> OwnedT:
-        """The shard's part under another name, over the same arrays; `found` hands them over."""
-        old: LayoutT = found.storage.layout
-        name, stored = old.name, self._booked[old.name].stored
-        former = [*old.description.get(_FORMER_NAMES, ()), name][-_FORMER_NAME_COUNT_MAX:]
-        spec = dataclasses.replace(found.spec, name=to)
-        description = {**old.description, "spec": MessageToDict(spec.to_proto())}
-        description[_FORMER_NAMES] = former
-        layout = dataclasses.replace(old, name=to, description=description)
-        storage = self._rename_storage(name, layout)
-        counted = stored.count
-        try:
-            stored.add(self._size_beforehand(layout) + self._size_of(storage) - counted)
-            return self._made(spec, layout, storage, stored)
-        except BaseException:
-            stored.add(counted - stored.count)
-            self._rename_storage(to, old)
-            raise
+    def finish_deletions(self) -> None:
+        """Ends deletions that an earlier process cut off once the files were gone; at the start.
 
-    def finish_changes(self) -> None:
-        """Ends changes that an earlier process cut off once the files were; at the start.
+        A renaming that 0.2.0 has cut off is done, too, where the files have the new name. Else
+        shard 0, which decides, goes back to the old one, and the others by `take_back`.
 
         Raises:
             StorageError: it can't be noted.
         """
-        for kind, name in self._changes.marked:
-            mark = self._changes.mark_of(kind, name)
-            if kind == self._kind and mark is not None and name not in self._by_name:
-                self._changes.finish(kind, name, {mark.incarnation}, mark.by, mark.to)
+        for kind, name in self._deletions.marked:
+            mark = self._deletions.mark_of(kind, name)
+            if kind != self._kind or mark is None:
+                continue
+            if name not in self._by_name:
+                self._deletions.finish(kind, name, {mark.incarnation}, mark.by, mark.to)
+            elif mark.to:
+                self._deletions.unmark(kind, name)
+
+    def take_back(self, name: str, incarnation: int) -> None:
+        """Gives one its old name, where 0.2.0 has renamed it here, and not on shard 0.
+
+        Args:
+            name: A name by which a client opens one. The client has asked shard 0 before.
+            incarnation: The incarnation on shard 0; 0: none.
+
+        Raises:
+            StorageError: the name can't be written.
+        """
+        gone = self._deletions.gone(self._kind, name, incarnation) if incarnation else None
+        if gone is None or not gone.to:
+            return
+        with self._lock:
+            found = self._by_name.get(gone.to)
+            if found is None or found.incarnation != incarnation or name in self._by_name:
+                return
+            spec = dataclasses.replace(found.spec, name=name)
+            kept: LayoutT = found.storage.layout
+            description = {**kept.description, "spec": MessageToDict(spec.to_proto())}
+            layout = dataclasses.replace(kept, name=name, description=description)
+            booked = self._booked[gone.to]
+            with found.handing_over():
+                storage = self._store.rename(gone.to, layout)
+                self._by_name[name] = self._made(spec, layout, storage, booked.stored)
+            del self._by_name[gone.to], self._booked[gone.to]
+            self._booked[name] = booked
+            self._by_name[name].go_on_after_start()
+            self._deletions.finish(self._kind, gone.to, {incarnation}, gone.by, name)
 
     def _knows(self, name: str, incarnations: set[int]) -> bool:
         """Whether these are known to have lost the name, all but 0."""
         known = incarnations - {0}
         return bool(known) and all(
-            self._changes.gone(self._kind, name, each) is not None for each in known
+            self._deletions.gone(self._kind, name, each) is not None for each in known
         )
 
     def _another(self, name: str) -> OtherIncarnationError:
         return OtherIncarnationError(
             f"{self._kind} {name!r} is another one on shard {self._config.shard_index} than was "
-            "asked about, or that change of its name is not decided; nothing has changed; delete "
-            "or rename it again",
+            "asked about, or its deletion is not decided; nothing has changed; delete it again",
             **self._where(name),
         )
 
@@ -609,15 +525,13 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """The parameter or table as errors carry it."""
         return {self._kind: name}
 
-    def _description(self, spec: Message, owner: str, kept: Any = None) -> dict[str, Any]:
-        """The facts to make it again; of one that is kept, with its former names."""
-        former = [] if kept is None else kept.description.get(_FORMER_NAMES, [])
+    def _description(self, spec: Message, owner: str) -> dict[str, Any]:
+        """The facts to make it again."""
         return {
             "spec": MessageToDict(spec),
             "shard_index": self._config.shard_index,
             "shard_count": self._config.shard_count,
             **({"owner": owner} if owner else {}),
-            **({_FORMER_NAMES: former} if former else {}),
         }
 
     @property
@@ -665,14 +579,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """
 
     @abstractmethod
-    def _rename_storage(self, name: str, layout: LayoutT) -> StorageT:
-        """Gives the storage of one another layout, of another name.
-
-        Raises:
-            StorageError: it can't be written; nothing changed.
-        """
-
-    @abstractmethod
     def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
         """The shard's part of it."""
 
@@ -692,11 +598,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         found[0].make_image()  # of one that needs no first weights, before any client hears of it
         return found
 
-    def _renamed(self, found: ParameterSlice, to: str) -> ParameterSlice:
-        made = super()._renamed(found, to)
-        made.reports = found.reports
-        return made
-
     def has_family(self, name: str) -> bool:
         first = self._by_name.get(first_fragment(name))
         return first is not None and first.spec.fragment is not None
@@ -705,7 +606,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         own = spec.fragment
         if own is None:
             return
-        if self.is_taken(own.family) or self._changes.reserved_for(own.family) is not None:
+        if self.is_taken(own.family):
             raise SpecMismatchError(
                 f"{own.family!r} is a parameter or table on this cluster, and a family of "
                 "fragments can't have the same name; choose another one, or delete that first",
@@ -719,16 +620,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
                 f"on this cluster; {spec.name!r} is of a deal {own.assignment!r} into {own.count}; "
                 "deal it in the same way, or choose another name",
                 **self._where(spec.name),
-            )
-
-    def _check_may_be_renamed(self, found: ParameterSlice) -> None:
-        fragment = found.spec.fragment
-        if fragment is not None:
-            raise ArgumentError(
-                f"parameter {found.spec.name!r} is fragment {fragment.index} of family "
-                f"{fragment.family!r}, by whose name it is called; nothing was renamed; to have "
-                "the family under another name, begin it with weights of a checkpoint",
-                parameter=found.spec.name,
             )
 
     def _unknown(self, name: str, how: str) -> ShardwellError:
@@ -769,7 +660,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             with_sum=spec.worker_count > 1,
             initial_slots=slots,
             kept_size_bytes=kept_size_bytes,
-            description=self._description(spec.to_proto(), owner, kept),
+            description=self._description(spec.to_proto(), owner),
         )
 
     def _size_beforehand(self, layout: Layout) -> int:
@@ -784,9 +675,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
 
     def _remove_storage(self, name: str) -> None:
         self._store.remove(name)
-
-    def _rename_storage(self, name: str, layout: Layout) -> ParameterStorage:
-        return self._store.rename(name, layout)
 
     def _made(
         self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage, stored: OwnedBytes
@@ -804,7 +692,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
             timer=self._timer,
             log=self._log,
             spool_dir=self._spool_dir,
-            former_names=layout.description.get(_FORMER_NAMES, ()),
         )
 
 
@@ -842,7 +729,7 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
             row_capacity=1,
             rows_per_change_max=rows_per_message_max(spec),
             with_sum=spec.sums_gradients,
-            description=self._description(spec.to_proto(), owner, kept),
+            description=self._description(spec.to_proto(), owner),
         )
         capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
         batch = layout.rows_per_change_max
@@ -867,9 +754,6 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
 
     def _remove_storage(self, name: str) -> None:
         self._store.remove_table(name)
-
-    def _rename_storage(self, name: str, layout: TableLayout) -> TableStorage:
-        return self._store.rename_table(name, layout)
 
     def _made(
         self, spec: TableSpec, layout: TableLayout, storage: TableStorage, stored: OwnedBytes

@@ -19,7 +19,7 @@ from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
-from shardwell_server.shard.name_changes import NameChanges
+from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.parameter.contribution_log import ContributionLog
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import Usages
@@ -112,7 +112,7 @@ class Shard:
             self.sessions,
             self.usages,
             self.spans,
-            NameChanges(store),
+            Deletions(store),
             spool_dir,
             self._watch,
             None if self.contribution_log is None else self.contribution_log.take,
@@ -127,8 +127,8 @@ class Shard:
         self.tables.recover(tables)
         self.parameters.beside, self.tables.beside = self.tables, self.parameters
         store.recovered()
-        self.parameters.finish_changes()
-        self.tables.finish_changes()
+        self.parameters.finish_deletions()
+        self.tables.finish_deletions()
         for table in self.tables.all():
             table.go_on()
         parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]

@@ -32,11 +32,11 @@ Event: TypeAlias = dict[str, Any]
 
 
 class Named(Protocol):
-    """Storage under a name, which other storage may take the place of under another."""
+    """Storage under a name, which may be given up."""
 
     is_retired: bool
-    """True once other storage has taken its place: then nothing of it changes any more, and calls
-    that would change it raise StorageError. Its arrays may be read. Set by the shard."""
+    """True once it was given up: then its files are removed, or other storage has them, and calls
+    that would change these raise StorageError. Its arrays may be read. Set by the shard."""
 
     @property
     def layout(self) -> Any:
@@ -464,9 +464,9 @@ Begin = Callable[[Kind], None]
 
 
 def check_not_retired(storage: Named) -> None:
-    """Raises StorageError if other storage has taken the place of this."""
+    """Raises StorageError if the storage was given up."""
     if storage.is_retired:
-        raise StorageError(f"{storage.layout.name!r} has another name since; open that")
+        raise StorageError(f"{storage.layout.name!r} was given up meanwhile; open it again")
 
 
 def nothing(storage: object) -> None:
@@ -514,14 +514,11 @@ class Store(Protocol):
     ) -> TableStorage:
         """Makes the storage of a new table, whose name is unique among its tables: see `create`."""
 
-    def rename(self, name: str, layout: Layout) -> ParameterStorage:
-        """Gives the storage of a parameter another name, whole or not at all, and returns it.
+    def rename(self, name: str, layout: Layout | TableLayout) -> Any:
+        """Gives storage of an earlier process the name in `layout`; see `Registry.take_back`.
 
         The old storage is retired; no call changes it meanwhile. StorageError: it has its old name.
         """
-
-    def rename_table(self, name: str, layout: TableLayout) -> TableStorage:
-        """Gives the storage of a table another name: see `rename`."""
 
     def remove(self, name: str) -> None:
         """Removes the storage of a parameter, with its files, whole or not at all.

@@ -17,7 +17,7 @@ import shardwell
 from harness.inside import register_of
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
-from shardwell.checkpoint.saving import _CheckpointValues
+from shardwell.checkpoint.restore import _CheckpointValues
 from shardwell.checkpoint.tensor_files import SliceWriter
 from shardwell.parameter import first_weights
 from shardwell.v1 import parameter_server_pb2 as pb

@@ -7,6 +7,7 @@ the shards have what was saved, bit for bit; another checkpoint over it is refus
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import shardwell
 import shardwell_server
@@ -23,10 +25,11 @@ from harness.programs.forkserver import ForkedCalls
 
 SIZE, DIM = 700, 3
 IDS = np.arange(0, 90, 2)
-CHOICES: dict[str, dict[str, list[str]]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "parameters": {"tables": []},
     "tables": {"parameters": []},
     "mixed": {},
+    "named": {"names": {"long": "long.v2", "short": "long", "rows": "rows.v2"}},
 }
 OPTIMIZER = shardwell.SGD(learning_rate=0.5, momentum=0.5)
 
@@ -70,24 +73,32 @@ def saved(cluster, connect, tmp_path) -> list[Path]:
     return paths
 
 
-def contents(path: Path) -> list[Any]:
-    """What a checkpoint holds, but for what depends on when and where it was made."""
+def contents(path: Path, names: dict[str, str]) -> list[Any]:
+    """What a checkpoint holds, under other names; nothing of when and where it was made."""
     found = shardwell.inspect_checkpoint(path, verify=True)
-    return [
-        (each.spec, each.version, each.learning_rate, sorted(file.crc32c for file in each.files))
+    return sorted(
+        (
+            names.get(each.name, each.name),
+            str(dataclasses.replace(each.spec, name="any")),
+            each.version,
+            each.learning_rate,
+            sorted(
+                (tensor, values.tobytes())
+                for file in each.files
+                for tensor, values in load_file(path / file.path).items()
+            ),
+        )
         for each in (*found.parameters, *found.tables)
-    ]
+    )
 
 
 def check_restored(client: shardwell.Client, to: Path, saved: Path, choice: str) -> None:
     """What the cluster has is what was saved, with as many shards."""
     client.save_checkpoint(to)
-    wanted = {
-        "parameters": lambda spec: not hasattr(spec, "dim"),
-        "tables": lambda spec: hasattr(spec, "dim"),
-        "mixed": lambda spec: True,
-    }[choice]
-    assert contents(to) == [each for each in contents(saved) if wanted(each[0])]
+    wanted = {"parameters": ["long", "short"], "tables": ["rows"]}.get(choice)
+    names = CHOICES[choice].get("names", {})
+    found = [each for each in contents(saved, {}) if wanted is None or each[0] in wanted]
+    assert contents(to, {new: old for old, new in names.items()}) == found
 
 
 @pytest.mark.sampled(1)
@@ -96,7 +107,7 @@ def test_killed_at_every_instant(
     cluster, connect, tmp_path, forked: ForkedCalls, saved: list[Path], choice: str
 ) -> None:
     chosen = CHOICES[choice]
-    for instant in itertools.count(0, 2 if choice == "mixed" else 1):
+    for instant in itertools.count(0, 2 if choice in ("mixed", "named") else 1):
         with shardwell_server.LocalCluster(2, chunk_size_bytes=4096) as running:
             child = forked.start(
                 killed_restore.restore, running.target, str(saved[0]), instant, chosen

@@ -14,7 +14,7 @@ import pytest
 
 import shardwell
 from harness.polling import eventually
-from shardwell.checkpoint.table_restore import TableRestore, _UploadStream
+from shardwell.checkpoint.restore import TableRestore, _UploadStream
 from shardwell.v1 import table_pb2
 
 DIM = 3

@@ -22,7 +22,7 @@ from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import WireTable, table_spec
 from harness.wire_client.worker import WireWorker, error_detail
 from shardwell.checkpoint import capture
-from shardwell.checkpoint.table_restore import TableRestore
+from shardwell.checkpoint.restore import TableRestore
 from shardwell.checkpoint.tensor_files import RowsReader
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.faults.name_changes import (
+from harness.faults.deletions import (
     REQUEST_COUNT,
     EndedError,
     after_requests,
@@ -162,7 +162,7 @@ def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, mon
     again = opened(client, "parameter")
     step(again)
     for channel, request in sent:
-        answer = channel.change_name(request, 10.0)
+        answer = channel.delete(request, 10.0)
         assert answer.freed_bytes == 0
     np.testing.assert_array_equal(step(again), -2.0)
 

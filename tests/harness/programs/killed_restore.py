@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import shardwell
-from shardwell.checkpoint.table_restore import _UploadStream
+from shardwell.checkpoint.restore import _UploadStream
 from shardwell.parameter.first_weights import FirstWeights
 from shardwell.rpc.shard_channel import ShardChannel
 

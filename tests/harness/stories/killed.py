@@ -148,7 +148,7 @@ class ParameterStory(StoredStory):
         {"taken back", "undo done"}
         | {"journal segment", "journal entry", "image begun", "image written"}
         | {"image in place", "segment forgotten", "image forgotten", "file restored"}
-        # Of deletions and renamings: tests/unit/shard/test_name_changes.py.
+        # Of deletions: tests/unit/shard/test_deletions.py.
         | {"log of names", "removed files", "removed files' name"}
         | {"new layout", "new layout's name"}
     )

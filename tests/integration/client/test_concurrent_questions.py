@@ -17,7 +17,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S
 from shardwell.checkpoint.capture import ParameterCapture, TableCapture
-from shardwell.checkpoint.table_restore import TableRestore
+from shardwell.checkpoint.restore import TableRestore
 from shardwell.rpc.shard_channel import ShardChannel
 
 SHARD_COUNT = 4

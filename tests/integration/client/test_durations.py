@@ -72,7 +72,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "restore_checkpoint": {"path": "never"},
     "export_table": {"name": "t", "path": "never.safetensors"},
     "delete": {"name": "none"},
-    "rename": {"name": "none", "new_name": "other"},
     "parameter": {
         "name": "new",
         "size": 8,

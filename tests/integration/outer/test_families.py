@@ -187,7 +187,7 @@ def test_a_family_without_all_first_weights_is_not_saved(
             client.save_checkpoint(tmp_path / "some", parameters=names)
 
 
-# Deleting and renaming.
+# Deleting.
 
 
 @pytest.mark.parametrize("how", ["client", "command", "kind"])
@@ -245,18 +245,6 @@ def test_a_deletion_that_was_cut_off_is_finished_by_the_same_call(
     assert held(client) == [{"plain"}] * 2
 
 
-def test_a_family_keeps_its_name(cluster: Any, connect: Any) -> None:
-    running = cluster(2)
-    client = begin(connect(running, "w0")).outer._client
-    with pytest.raises(shardwell.ArgumentError, match="'net' is a family, by whose name"):
-        client.rename("net", "other")
-    with pytest.raises(shardwell.ArgumentError, match="fragment 1 of family 'net'"):
-        client.rename(NAMES[1], "other")
-    assert held(client) == [{*NAMES, "plain"}] * 2
-    with pytest.raises(shardwell.UnknownParameterError, match="'nothing'"):
-        client.rename("nothing", "other")
-
-
 # Names.
 
 
@@ -267,8 +255,6 @@ def test_what_is_named_like_a_family_is_refused(cluster: Any, connect: Any) -> N
         client.parameter("net", size=3, optimizer=sgd)
     with pytest.raises(shardwell.SpecMismatchError, match="'net' is a family of fragments"):
         client.table("net", row_count=3, dim=2, optimizer=sgd)
-    with pytest.raises(shardwell.SpecMismatchError, match="'net' is a family of fragments"):
-        client.rename("plain", "net")
     with pytest.raises(shardwell.UnknownParameterError, match="family of 4 fragments"):
         client.parameter("net")
     assert held(client) == [{*NAMES, "plain"}] * 2

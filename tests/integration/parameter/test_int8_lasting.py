@@ -134,24 +134,6 @@ def test_shards_that_are_started_again(tmp_path: Path, processes: bool) -> None:
             residual = net.residual
 
 
-def test_another_name_has_the_same_bits(cluster, connect) -> None:
-    running = cluster(3)
-    replay = Replay()
-    net = opened(connect(running, "w0"))
-    for _ in range(2):
-        replay.step(net)
-    residual = net.residual
-    connect(running, "ops").rename("net", "other", force=True)
-    with pytest.raises(shardwell.UnknownParameterError, match="other"):
-        net.exchange(gradient_of(0, 2))
-    net = opened(connect(running, "w0"), "other")
-    assert net.next_step == 2
-    net.load_residual(residual)
-    assert_bits(net.get_weights(), replay.weights.image)
-    for _ in range(2):
-        replay.step(net)
-
-
 def test_one_that_is_deleted_and_made_again_begins_anew(cluster, connect) -> None:
     """No image of the former is changed."""
     running = cluster(2)

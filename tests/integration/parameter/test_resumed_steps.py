@@ -61,7 +61,6 @@ def cut_off(client: shardwell.Client, net: shardwell.Parameter, gradient: Float3
 @pytest.mark.parametrize("codec", ["fp16", "fp32", "fp32+lz4"])
 @pytest.mark.parametrize("same_host", [True, False])
 @pytest.mark.parametrize("with_files", [True, False])
-@pytest.mark.parametrize("renamed", [(), ("old",), ("older", "old")], ids=len)
 def test_it_reads_the_version_before_the_step(
     cluster,
     connect,
@@ -69,7 +68,6 @@ def test_it_reads_the_version_before_the_step(
     codec: str,
     same_host: bool,
     with_files: bool,
-    renamed: tuple[str, ...],
 ) -> None:
     running = cluster(2, chunk_size_bytes=256, data_dir=tmp_path if with_files else None)
     first = connect(running, "w0", same_host=same_host)
@@ -80,13 +78,9 @@ def test_it_reads_the_version_before_the_step(
     cut_off(first, net, gradient_of(weights))
     first.close()
 
-    name = "net"
-    for new_name in renamed:
-        connect(running, "ops").rename(name, new_name)
-        name = new_name
     again = connect(running, "w0", same_host=same_host)
-    resumed = opened(again, name, codec=codec)
-    reader = connect(running, "reader").parameter(name)
+    resumed = opened(again, codec=codec)
+    reader = connect(running, "reader").parameter("net")
     assert resumed.next_step == 3
     for read in (resumed.get_weights(), resumed.get_weights(min_version=3)):
         np.testing.assert_array_equal(read, weights)

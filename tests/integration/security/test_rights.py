@@ -220,21 +220,6 @@ ROWS: dict[str, list[Row]] = {
         Row("admin", _change("prod-p", stage=MARK, kind=1, force=True), Code.FAILED_PRECONDITION),
         Row("admin", _change("prod-t", stage=MARK + 1, kind=2), Code.FAILED_PRECONDITION),
     ],
-    "NameService/Rename": [
-        Row("create", _change(_new_name(), new_name=_new_name())),
-        Row("admin", _change("prod-p", new_name=_new_name())),
-        Row("admin", _change("prod-t", new_name=_new_name())),
-        Row(
-            "admin",
-            _change("prod-p", new_name=_new_name(), stage=MARK, kind=1, force=True),
-            Code.FAILED_PRECONDITION,
-        ),
-        Row(
-            "admin",
-            _change("prod-t", new_name=_new_name(), stage=MARK + 1, kind=2),
-            Code.FAILED_PRECONDITION,
-        ),
-    ],
     "SessionService/Attend": [
         Row(
             "any",

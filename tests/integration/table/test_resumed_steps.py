@@ -69,7 +69,6 @@ def cut_off(running: LocalCluster, held: Proxy, call: Callable[[], Any], version
 
 @pytest.mark.parametrize("worker_count", [1, 2])
 @pytest.mark.parametrize("with_files", [False, True])
-@pytest.mark.parametrize("is_renamed", [False, True])
 def test_it_reads_the_rows_before_the_step(
     cluster,
     connect,
@@ -77,7 +76,6 @@ def test_it_reads_the_rows_before_the_step(
     tmp_path: Path,
     worker_count: int,
     with_files: bool,
-    is_renamed: bool,
 ) -> None:
     running = cluster(2, data_dir=tmp_path if with_files else None)
     proxies = proxies_of(running)
@@ -96,14 +94,10 @@ def test_it_reads_the_rows_before_the_step(
         each.put_row_gradients(IDS, put)
     cut_off(running, proxies[1], lambda: table.put_row_gradients(IDS, put, timeout_s=BRIEF_S), 3)
     first.close()
-    name = "rows"
-    if is_renamed:
-        name = "old"
-        connect(running, "ops").rename("rows", name, force=worker_count > 1)
 
-    resumed = opened(connect(running, "w0"), worker_count, name)
+    resumed = opened(connect(running, "w0"), worker_count)
     assert (resumed.next_step, resumed.is_step_begun) == (2, True)
-    newest = connect(running, "reader").table(name).get_rows(IDS)
+    newest = connect(running, "reader").table("rows").get_rows(IDS)
     assert (newest != rows).any(), "nothing has closed; the test can't fail"
     assert (newest == rows).any()
     np.testing.assert_array_equal(resumed.get_rows(IDS), rows)

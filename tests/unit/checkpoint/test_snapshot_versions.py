@@ -13,6 +13,7 @@ import pytest
 
 from shardwell import SGD, ParameterSpec, Traffic
 from shardwell.checkpoint.capture import ParameterCapture
+from shardwell.checkpoint.cluster import Cluster
 from shardwell.checkpoint.format import CheckpointParameter
 from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
 from shardwell.rpc.retry import Attempts
@@ -53,15 +54,16 @@ class Modelled(ParameterCapture):
         self, newest: Callable[[], int], answer: Callable[[int], None], timeout_s: float = 20.0
     ) -> None:
         self._clock = Clock()
-        super().__init__(
-            SPEC,
-            [],
-            newest,
-            Path(),
-            number=1,
-            traffic=Traffic(),
-            attempts=Attempts(timeout_s, self._clock),
+        self.question_count = 0
+
+        def ask(cluster: Cluster, spec: object) -> int:
+            self.question_count += 1
+            return newest()
+
+        cluster = type("Modelled", (Cluster,), {"newest_version": ask})(
+            channels=[], worker_id="w", traffic=Traffic(), attempts=Attempts(timeout_s, self._clock)
         )
+        super().__init__(SPEC, cluster, newest(), Path(), 1)
         self.asked: list[int] = []
         self._answer = answer
 
@@ -76,6 +78,9 @@ def test_an_idle_cluster_gives_its_newest_version() -> None:
     snapshot = Modelled(lambda: 7, lambda version: None)
     assert snapshot.take() is DONE
     assert snapshot.asked == [7]
+    assert snapshot.question_count == 0  # it was known
+    assert snapshot.take() is DONE
+    assert snapshot.question_count == 1
 
 
 @pytest.mark.parametrize("speed", [1, 3, 100])

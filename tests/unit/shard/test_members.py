@@ -283,18 +283,6 @@ def test_members_are_looked_after_where_a_hand_over_failed() -> None:
     assert tracker_of(shard.part).crew.seats[0].is_over
 
 
-def test_members_are_looked_after_under_another_name() -> None:
-    shard = ElasticShard(elastic_spec(), index=1, shard_count=2)
-    shard.initialize()
-    shard.part.join("w0", incarnation=5)
-    member(shard, "w0", 1)
-    assert shard.registry.rename("p", "q", 5, 0, "a test")
-    shard.vanish("w0")
-    for _ in range(3):
-        shard.timer.fire()
-    assert shard.registry.get("q")._tracker.crew.seats[0].is_over
-
-
 def test_who_was_late_for_a_set_that_is_decided_waits_with_its_next_step() -> None:
     """Where steps close by their norm, the decided one is open still."""
     shard = begun(clip_norm=1.0)

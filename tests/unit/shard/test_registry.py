@@ -21,7 +21,7 @@ from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.byte_budget import ByteBudget
-from shardwell_server.shard.name_changes import NameChanges
+from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.quotas import Usages
 from shardwell_server.shard.registry import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
@@ -46,7 +46,7 @@ def tables_of(
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
     kept = store or MemoryStore()
     tables = Tables(
-        config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans(), NameChanges(kept)
+        config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans(), Deletions(kept)
     )
     tables.recover(kept.recover_tables())
     return tables

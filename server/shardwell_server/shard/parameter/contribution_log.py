@@ -4,11 +4,11 @@
      "offset": 1536, "size": 512, "step": 7, "contributors": ["w1", "w0"]}
 
 `offset` and `size` are elements of the whole parameter, `contributors` are in the order of the sum,
-and `incarnation`, which a name that is made anew gets anew and one that is renamed keeps, is
-hexadecimal. A line is one write to a file that is only appended to. A shard that is started again
-writes what a kill may have kept it from, with `"restored": true`. So of several lines with one
-incarnation, shard, chunk and step the last counts, one that is restored only where there is no
-other; and a line that is cut off, which a kill or a full disk may leave, is none.
+and `incarnation`, which a name that is made anew gets anew, is hexadecimal. A line is one write to
+a file that is only appended to. A shard that is started again writes what a kill may have kept it
+from, with `"restored": true`. So of several lines with one incarnation, shard, chunk and step the
+last counts, one that is restored only where there is no other; and a line that is cut off, which a
+kill or a full disk may leave, is none.
 
 Lines are not synced: after a loss of power the last ones may be missing.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,20 +44,11 @@ class EncodedWeights:
         spec: The parameter.
         spans: What the shard did last.
         count_max: Messages that are kept.
-        former_names: Names that it had; what was kept under them has CRCs of these.
     """
 
-    def __init__(
-        self,
-        spec: ParameterSpec,
-        spans: Spans,
-        *,
-        count_max: int,
-        former_names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, spec: ParameterSpec, spans: Spans, *, count_max: int) -> None:
         self._spec = spec
         self._spans = spans
-        self._former_contexts = [checksum.weights_context(name) for name in former_names]
         self._codec = ChunkCodec.of(spec)
         self._context = checksum.weights_context(spec.name)
         self._count_max = count_max
@@ -80,34 +70,15 @@ class EncodedWeights:
             return self._encode(chunk, chunk_index, version, form)
         return None
 
-    def intact(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bytes | None:
-        """The message of a chunk in a version, from bytes that an earlier process left.
-
-        None: they are none.
-        """
-        if self._fits(chunk, chunk_index, version, message, self._context):
-            return message
-        for context in self._former_contexts:
-            if self._fits(chunk, chunk_index, version, message, context):
-                header, payload = framing.parse(pb.ExchangeResponse, message)
-                image = header.image if header.HasField("image") else None
-                start = checksum.weights(self._context, version, image)
-                header.chunk.crc32c = checksum.of_chunk(start, header.chunk, payload)
-                sealed = framing.OutgoingMessage(header, payload.size)
-                sealed.payload[:] = payload
-                return sealed.seal()
-        return None
-
-    def _fits(
-        self, chunk: Chunk, chunk_index: int, version: int, message: bytes, context: int
-    ) -> bool:
+    def fits(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bool:
+        """Whether bytes that an earlier process left are the message of a chunk in a version."""
         try:
             header, payload = framing.parse(pb.ExchangeResponse, message)
             image = header.image if header.HasField("image") else None
             if (image is not None) != self._spec.has_image:
                 return False
             codec = self._codec if image is None else images.WHOLE
-            start = checksum.weights(context, version, image)
+            start = checksum.weights(self._context, version, image)
             intact = codec.check(header.chunk, payload, start, thread_scratch())
             codec.open(intact, chunk.where)
         except (ArgumentError, CorruptChunkError):

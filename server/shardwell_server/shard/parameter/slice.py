@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         timer: Timer | None = None,
         log: Callable[[ClosedSet], None] | None = None,
         spool_dir: Path | None = None,
-        former_names: Sequence[str] = (),
     ) -> None:
         self.spec = spec
         self._spans = spans
@@ -150,9 +149,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             count_max=limits.snapshot_count_max,
         )
         """Snapshots of this slice, under way."""
-        self._encoded = EncodedWeights(
-            spec, spans, count_max=limits.encoded_chunk_count_max, former_names=former_names
-        )
+        self._encoded = EncodedWeights(spec, spans, count_max=limits.encoded_chunk_count_max)
         state = ParameterState(
             spec=spec,
             storage=storage,
@@ -884,9 +881,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
             if max_version is not None and version > max_version >= min_version:
                 kept = self.storage.kept(chunk_index, max_version)
-                intact = kept and self._encoded.intact(chunk, chunk_index, max_version, kept)
-                if intact:
-                    return intact
+                if kept and self._encoded.fits(chunk, chunk_index, max_version, kept):
+                    return kept
             return self._encoded.message(chunk, chunk_index, version, held_version)
 
     # The rest.

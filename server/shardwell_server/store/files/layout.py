@@ -58,8 +58,10 @@ def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
+    description = values.get("description", {})
+    description.pop("former_names", None)  # of 0.2.0, which gave names to what had another
     if number < WHOLE_BLOCKS and kind is Layout:
-        values.get("description", {}).get("spec", {})["cutsBlocks"] = True
+        description.get("spec", {})["cutsBlocks"] = True
     try:
         return kind(**values), operator.index(salt)
     except TypeError as error:

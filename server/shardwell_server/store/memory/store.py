@@ -10,7 +10,6 @@ import numpy as np
 from shardwell.errors import LimitError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import (
-    NO_SEAT,
     Begin,
     ChunkRecord,
     Event,
@@ -20,31 +19,19 @@ from shardwell_server.store.contract import (
     TableLayout,
     TableStorage,
     Transition,
-    check_not_retired,
     nothing,
 )
 from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 
 
 class _MemoryChange:
-    """A transition of one chunk, used again and again: what is written is committed."""
-
-    __slots__ = ("_chunk_index", "_last_steps", "_records")
-
-    def __init__(
-        self, chunk_index: int, records: list[ChunkRecord], last_steps: list[list[int]]
-    ) -> None:
-        self._chunk_index = chunk_index
-        self._records = records
-        self._last_steps = last_steps
+    """A transition, used again and again: what is written is committed."""
 
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
         return ((0, count),)
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        self._records[self._chunk_index] = record
-        if seat_index != NO_SEAT:
-            self._last_steps[seat_index][self._chunk_index] = step
+        pass
 
     def __enter__(self) -> _MemoryChange:
         return self
@@ -72,26 +59,20 @@ class MemoryParameter(MemoryStorage):
         for slot, value in zip(self.slots, layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
-        self._records = [ChunkRecord()] * layout.chunk_count
-        self._last_steps: list[list[int]] = []
-        self._changes = [
-            _MemoryChange(index, self._records, self._last_steps)
-            for index in range(layout.chunk_count)
-        ]
+        self._change = _MemoryChange()
         self._kept: dict[int, tuple[int, bytes]] = {}
 
     def records(self) -> list[ChunkRecord]:
-        return list(self._records)
+        return [ChunkRecord()] * self.layout.chunk_count
 
     def last_steps(self) -> list[list[int]]:
-        return [list(steps) for steps in self._last_steps]
+        return []
 
     def add_seat(self) -> None:
-        self._last_steps.append([-1] * len(self._records))
+        pass
 
     def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
-        check_not_retired(self)
-        return self._changes[chunk_index]
+        return self._change
 
     def journal(self, *contribution: object, closes: bool = False) -> None:
         pass
@@ -111,8 +92,7 @@ class MemoryParameter(MemoryStorage):
         return encoded if found == version else None
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        check_not_retired(self)
-        self._records[chunk_index] = record
+        pass
 
     def verify(self, chunk_index: int) -> None:
         pass
@@ -177,15 +157,8 @@ class MemoryStore:
             ) from None
         return made
 
-    def rename(self, name: str, layout: Layout) -> MemoryParameter:
-        made = self._parameters[layout.name] = self._parameters[name].renamed(layout)
-        del self._parameters[name]
-        return made
-
-    def rename_table(self, name: str, layout: TableLayout) -> MemoryTable:
-        made = self._tables[layout.name] = self._tables[name].renamed(layout)
-        del self._tables[name]
-        return made
+    def rename(self, name: str, layout: object) -> MemoryStorage:
+        raise AssertionError(f"{name!r} is of this process, and no earlier one renamed it")
 
     def remove(self, name: str) -> None:
         del self._parameters[name]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from shardwell_server.store.contract import (
     Position,
     TableLayout,
     TableRecord,
-    check_not_retired,
 )
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import (
@@ -39,23 +37,15 @@ class MemoryStorage:
     def __init__(self, layout: Any) -> None:
         self.layout = layout
         self.is_retired = False
-        self._logged: list[Event] = []
-
-    def renamed(self, layout: Any) -> Self:
-        """The storage under a new layout, with the same arrays and all that was committed."""
-        made = copy.copy(self)
-        made.layout, made.is_retired = layout, False
-        return made
 
     def events(self) -> Sequence[Event]:
-        return list(self._logged)
+        return ()
 
     def log(self, event: Event) -> None:
-        check_not_retired(self)
-        self._logged.append(event)
+        pass
 
     def compact(self, events: Sequence[Event]) -> None:
-        self._logged = list(events)
+        pass
 
     def make_durable(self) -> None:
         pass
@@ -102,7 +92,6 @@ class MemoryTable(MemoryStorage):
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> MemoryRowChange:
-        check_not_retired(self)
         assert places.size <= self.layout.rows_per_change_max
         return MemoryRowChange(self, places, values=values, sums=sums, in_place=in_place)
 

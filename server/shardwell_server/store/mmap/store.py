@@ -2,9 +2,9 @@
 
 parameters/000001/    a parameter (parameter.py)
 tables/000001/        a table (table.py)
-names                 which names were deleted or given up, or are about to (shard/name_changes.py)
+names                 which names were deleted, or are about to be (shard/deletions.py)
 
-Directories are numbered (store/files/atomic_directory.py); `names` is made with the first change.
+Directories are numbered (store/files/atomic_directory.py); `names` is made with the first deletion.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shardwell.errors import StorageError
 from shardwell.threads.asking import ask_all
@@ -135,12 +135,6 @@ class _Kind(Generic[LayoutT, StorageT]):
         storage.presence = presence
         return storage
 
-    def rename(self, name: str, layout: LayoutT) -> StorageT:
-        made = self.open[name].renamed(layout)
-        del self.open[name]
-        self.open[layout.name] = made
-        return made
-
     def remove(self, name: str) -> None:
         """Removes one with its files; its arrays stay mapped while they are used."""
         self._directories.remove(self.open[name].directory)
@@ -243,15 +237,14 @@ class MmapStore:
 
         return self._tables.create(layout, self._presence, f"making table {layout.name!r}", start)
 
-    def rename(self, name: str, layout: Layout) -> ParameterStorage:
+    def rename(self, name: str, layout: Layout | TableLayout) -> MmapStorage:
         self._presence.check()
+        kind: _Kind[Any, Any] = self._parameters if isinstance(layout, Layout) else self._tables
         with self._look_lock:
-            return self._parameters.rename(name, layout)
-
-    def rename_table(self, name: str, layout: TableLayout) -> TableStorage:
-        self._presence.check()
-        with self._look_lock:
-            return self._tables.rename(name, layout)
+            made: MmapStorage = kind.open[name].renamed(layout)
+            del kind.open[name]
+            kind.open[layout.name] = made
+        return made
 
     def remove(self, name: str) -> None:
         self._presence.check()

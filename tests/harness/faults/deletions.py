@@ -1,4 +1,4 @@
-"""A client that deletes or renames, stopped between two of its requests."""
+"""A client that deletes, stopped between two of its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from shardwell.rpc.shard_channel import ShardChannel
 
 REQUEST_COUNT = 5
-"""Of a change on two shards: both are looked at, shard 0 marks, both free the name."""
+"""Of a deletion on two shards: both are looked at, shard 0 marks, both free the name."""
 
 
 class EndedError(BaseException):
@@ -24,30 +24,30 @@ def end() -> None:
 
 
 def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
-    """Calls `act` when a change has had so many answers."""
-    made, counts = ShardChannel.change_name, itertools.count(1)
+    """Calls `act` when a deletion has had so many answers."""
+    made, counts = ShardChannel.delete, itertools.count(1)
 
-    def change_name(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
+    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
         answer = made(channel, request, timeout_s)
         if next(counts) == number:
             act()
         return answer
 
-    monkeypatch.setattr(ShardChannel, "change_name", change_name)
+    monkeypatch.setattr(ShardChannel, "delete", delete)
 
 
 def requests_of(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 ) -> list[tuple[ShardChannel, Any]]:
-    """What a change sends, to be sent again."""
+    """What a deletion sends, to be sent again."""
     sent: list[tuple[ShardChannel, Any]] = []
-    made = ShardChannel.change_name
+    made = ShardChannel.delete
 
-    def change_name(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
+    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
         sent.append((channel, type(request).FromString(request.SerializeToString())))
         return made(channel, request, timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardChannel, "change_name", change_name)
-        change()
+        patch.setattr(ShardChannel, "delete", delete)
+        act()
     return sent

@@ -1,4 +1,4 @@
-"""Goal: a shard killed at any write of a change has the name whole or not; a repeat ends it.
+"""Goal: a shard killed at any write of a deletion has it whole or not; a repeat ends it.
 
 Method: a real shard on real files, whose writes stop it one after another; the directory is then
 opened anew, as a process that was killed leaves it.
@@ -21,7 +21,7 @@ from shardwell.errors import OtherIncarnationError, SpecMismatchError, StorageEr
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.name_changes import REMEMBERED_MAX, NameChanges
+from shardwell_server.shard.deletions import REMEMBERED_MAX, Deletions
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store import Event, Store
 from shardwell_server.store.memory.store import MemoryStore
@@ -148,92 +148,53 @@ def test_killed_at_every_write(tmp_path: Path, kind: str, shard_index: int) -> N
     assert len(points) > 5
 
 
-def rename(shard: Shard, kind: str, incarnation: int) -> None:
-    """All that a shard has to do for another name, which is "new"."""
-    registry, name = registry_of(shard, kind), name_of(kind)
-    if shard.config.shard_index == 0 and registry.find(name) is not None:
-        assert registry.mark(name, incarnation, "ops", force=True, but=0, to="new")
-    registry.rename(name, "new", incarnation, incarnation, "ops")
-
-
-@pytest.mark.parametrize("shard_index", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_renaming_killed_at_every_write(tmp_path: Path, kind: str, shard_index: int) -> None:
-    name = name_of(kind)
-    points = []
-    for number in itertools.count():
-        path = tmp_path / str(number)
-        path.mkdir()
-        first = shard_on(path, shard_index)
-        incarnation, stored_bytes = made(first, kind), first.stored_bytes
-        first.close()
-        shard = shard_on(path, shard_index)
-        writes = itertools.count()
-
-        def reached(point: str, at: int = number, count: itertools.count[int] = writes) -> None:
-            if next(count) == at:
-                raise KilledError(point)
-
-        store = shard._store
-        assert isinstance(store, MmapStore)
-        storage = registry_of(shard, kind).get(name).storage
-        for part in (store, store._names, storage):
-            part._reached = reached
-        try:
-            rename(shard, kind, incarnation)
-            was_killed = False
-        except KilledError as killed:
-            points.append(str(killed))
-            was_killed = True
-        del shard, store, storage
-
-        again = shard_on(path, shard_index)
-        registry = registry_of(again, kind)
-        held = [each.spec.name for each in registry.all()]
-        assert held in ([name], ["new"]), points[-1]
-        assert registry.find(held[0]).incarnation == incarnation
-        assert again.stored_bytes == stored_bytes
-        if not was_killed:
-            assert held == ["new"]
-        if registry.mark_of(name) is not None:  # decided, and not done
-            spec = PARAMETER if kind == "parameter" else TABLE
-            with pytest.raises(SpecMismatchError, match="is about to be the name of"):
-                registry.open(dataclasses.replace(spec, name="new"))
-            with pytest.raises(shardwell.ShardwellError, match="is being renamed to 'new' by"):
-                registry.open(spec)
-        rename(again, kind, incarnation)
-        assert [each.spec.name for each in registry.all()] == ["new"]
-        with pytest.raises(shardwell.ShardwellError, match="was renamed to 'new' by 'ops'"):
-            registry.get(name)
-        with pytest.raises(shardwell.ShardwellError, match="was renamed to 'new' by 'ops'"):
-            registry.check_opened(name, incarnation)
-        again.close()
-
-        last = shard_on(path, shard_index)
-        registry = registry_of(last, kind)
-        assert last.stored_bytes == stored_bytes
-        assert registry.get("new").incarnation == incarnation
-        registry.check_opened("new", incarnation)
-        made(last, kind)  # the name is free
-        if shard_index == 0:
-            assert registry.mark("new", incarnation, "ops", force=True, but=0)
-        assert registry.remove("new", incarnation, incarnation, "ops") == stored_bytes
+def test_what_an_earlier_version_renamed_gets_its_name_back(tmp_path: Path, kind: str) -> None:
+    """The incarnation that had it, whatever has its new name since, and not twice."""
+    name, spec = name_of(kind), PARAMETER if kind == "parameter" else TABLE
+    store = MmapStore(tmp_path, boot=SameMachine(tmp_path))
+    store.recover()
+    for incarnation in (7, 8):
+        Deletions(store).finish(kind, name, {incarnation}, "ops", "new")
+    shard = shard_on(tmp_path, 1)
+    registry = registry_of(shard, kind)
+    registry.open(dataclasses.replace(spec, name="new"))
+    registry.get("new").join("w0", incarnation=7)
+    stored_bytes = shard.stored_bytes
+    for other in (0, 8, 9):
+        registry.take_back(name, other)
+        assert registry.find(name) is None
+    registry.get("new").storage.log({"kind": "learning_rate", "from_step": 0, "learning_rate": 0.5})
+    old = registry.get("new").storage
+    registry.take_back(name, 7)
+    for _ in range(2):
         assert [each.spec.name for each in registry.all()] == [name]
-        last.close()
-        if not was_killed:
-            break
-    assert "new layout's name" in points
-    assert len(points) > 4
+        registry.check_opened(name, 7)
+        assert registry.get(name).incarnation == 7
+        assert registry.get(name).storage.events()[-1]["learning_rate"] == 0.5
+        assert shard.stored_bytes == stored_bytes
+        registry.take_back("new", 7)  # shard 0 has that name for it, after all
+        assert registry.get("new").incarnation == 7
+        registry.take_back(name, 7)
+        if old is not None:
+            with pytest.raises(StorageError, match="was given up meanwhile"):
+                old.log({"kind": "learning_rate", "from_step": 1, "learning_rate": 1.0})
+        shard.close()
+        shard, old = shard_on(tmp_path, 1), None
+        registry = registry_of(shard, kind)
+    shard.close()
 
 
-@pytest.mark.parametrize("shard_index", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_that_can_t_be_written_leaves_the_name(
-    tmp_path: Path, monkeypatch, kind: str, shard_index: int
-) -> None:
-    shard = shard_on(tmp_path, shard_index)
-    incarnation = made(shard, kind)
-    registry, stored_bytes = registry_of(shard, kind), shard.stored_bytes
+def test_a_name_that_can_t_be_written_back_stays(tmp_path: Path, monkeypatch, kind: str) -> None:
+    name, spec = name_of(kind), PARAMETER if kind == "parameter" else TABLE
+    store = MmapStore(tmp_path, boot=SameMachine(tmp_path))
+    store.recover()
+    Deletions(store).finish(kind, name, {7}, "ops", "new")
+    shard = shard_on(tmp_path, 1)
+    registry = registry_of(shard, kind)
+    registry.open(dataclasses.replace(spec, name="new"))
+    registry.get("new").join("w0", incarnation=7)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -241,43 +202,11 @@ def test_a_layout_that_can_t_be_written_leaves_the_name(
     with monkeypatch.context() as patch:
         patch.setattr(storage_module, "write_layout", full)
         with pytest.raises(StorageError, match="No space left"):
-            rename(shard, kind, incarnation)
-    part = registry.find(name_of(kind))
-    assert part is not None
-    part.storage.log({"kind": "learning_rate", "from_step": 3, "learning_rate": 0.5})  # it goes on
-    assert (registry.has("new"), shard.stored_bytes) == (False, stored_bytes)
-    rename(shard, kind, incarnation)
-    with pytest.raises(StorageError, match="has another name since"):
-        part.storage.log({"kind": "learning_rate", "from_step": 4, "learning_rate": 0.5})
-    assert [each.spec.name for each in registry.all()] == ["new"]
+            registry.take_back(name, 7)
+    registry.get("new").storage.log({"kind": "learning_rate", "from_step": 0, "learning_rate": 0.5})
+    registry.take_back(name, 7)
+    assert [each.spec.name for each in registry.all()] == [name]
     shard.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_change_at_a_time(kind: str) -> None:
-    shard = Shard(ShardConfig(shard_index=0, shard_count=2), MemoryStore())
-    made(shard, kind)
-    registry, name = registry_of(shard, kind), name_of(kind)
-
-    def mark(to: str) -> bool:
-        return registry.mark(name, 7, "ops", force=True, but=0, to=to)
-
-    assert mark("new")
-    for other in ("", "newer"):
-        with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
-            mark(other)
-    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
-        registry.remove(name, 7, 7, "ops")
-    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
-        registry.rename(name, "newer", 7, 7, "ops")
-    assert registry.rename(name, "new", 7, 7, "ops")
-    assert not registry.rename(name, "new", 7, 7, "ops")
-    # Back: the requests of the first renaming come again, too late.
-    assert registry.mark("new", 7, "ops", force=True, but=0, to=name)
-    assert registry.rename("new", name, 7, 7, "ops")
-    assert registry.mark("new", 7, "ops", force=True, but=0, to=name)
-    assert not registry.rename("new", name, 7, 7, "ops")
-    assert registry.get(name).incarnation == 7
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,7 +247,7 @@ def test_only_what_was_asked_about_is_removed() -> None:
 def test_shard_0_removes_what_it_has_marked_alone() -> None:
     shard = Shard(ShardConfig(shard_index=0, shard_count=2), MemoryStore())
     made(shard, "parameter")
-    with pytest.raises(OtherIncarnationError, match="that change of its name is not decided"):
+    with pytest.raises(OtherIncarnationError, match="its deletion is not decided"):
         shard.parameters.remove("m", 7, 7, "ops")
     with pytest.raises(OtherIncarnationError, match="another one"):
         shard.parameters.mark("m", 8, "ops", force=True, but=0)
@@ -359,27 +288,23 @@ def test_the_oldest_deletions_are_forgotten(tmp_path: Path, kind: str) -> None:
         return store
 
     store: Store = MemoryStore() if kind == "memory" else opened()
-    changes = NameChanges(store)
-    changes.mark("table", "last", 5, "ops")
-    changes.mark("table", "old", 6, "ops", "new")
+    deletions = Deletions(store)
+    deletions.mark("table", "last", 5, "ops")
     for number in range(REMEMBERED_MAX + 2):
-        changes.finish("parameter", f"p{number}", {number + 1, 0}, "ops")
-    for found in (changes, NameChanges(store if kind == "memory" else opened())):
+        deletions.finish("parameter", f"p{number}", {number + 1, 0}, "ops")
+    for found in (deletions, Deletions(store if kind == "memory" else opened())):
         assert found.gone("parameter", "p1") is None
         assert found.gone("parameter", "p2") == (("parameter", "p2"), (3,), "ops", "")
         assert found.gone("parameter", "p2", 3) == found.gone("parameter", "p2")
         assert found.gone("parameter", "p2", 4) is None
         assert found.gone("table", "p2") is None
         assert found.mark_of("table", "last") == (5, "ops", "")
-        assert found.mark_of("table", "old") == (6, "ops", "new")
-        assert found.reserved_for("new") == ("table", "old")
-        assert found.reserved_for("old") is None
 
 
 def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
     store = MmapStore(tmp_path, boot=SameMachine(tmp_path))
     store.recover()
-    NameChanges(store).finish("parameter", "m", {1}, "ops")
+    Deletions(store).finish("parameter", "m", {1}, "ops")
     file = tmp_path / "names"
     data = bytearray(file.read_bytes())
     place = data.index(b'"m"') + 1
@@ -388,7 +313,7 @@ def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
     again = MmapStore(tmp_path, boot=SameMachine(tmp_path))
     again.recover()
     with pytest.raises(StorageError, match="was damaged"):
-        NameChanges(again)
+        Deletions(again)
 
 
 def test_arrays_that_are_read_stay_as_they_are(tmp_path: Path) -> None:

@@ -1,75 +1,76 @@
-"""The names that a shard has deleted or given up, or is about to, so that no call revives one.
+"""Deletion of a name: what a shard remembers of it, so that no call revives what it has removed.
 
-States of a name, N being its incarnation, as docs/adr/0029-names.md has them:
+A client carries a deletion from shard to shard (`shardwell/rpc/deletion.py`), as they do not speak
+to one another. N is the incarnation of what has the name. Shard 0:
 
-    present(N) -> marked(N)   shard 0 alone: the change is decided, other shards may have the name
-    marked(N) -> absent       the name is free here; N is remembered
-    present(N) -> absent      the same, on other shards
+    state        request of the client     noted         becomes
+    absent       -                         -             present(N), by the worker that opens it
+    present(N)   STAGE_LOOK                -             present(N)
+    present(N)   STAGE_MARK, no members    marked        marked(N): workers are refused from now on
+    marked(N)    STAGE_REMOVE, last        deleted       absent, once its files are gone
 
-A change deletes what has the name, or gives it another one, which shard 0 reserves meanwhile.
+The other shards: present(N) -> absent by STAGE_REMOVE, which they note, too. A kill leaves one of
+these states, and the same requests, by any client, go on from it: shard 0 refuses the name before
+any other shard removes it, and removes it last, so a name is made anew on all shards or on none.
 
 Events, as JSON objects:
 
     {"kind": "marked", "of": K, "name": M, "incarnation": N, "by": W}
     {"kind": "deleted", "of": K, "name": M, "incarnations": [N, ...], "by": W}
 
-where K is "parameter" or "table", and W the worker id of the client that changes it. Both have
-"to": T where it gets the name T. The last `REMEMBERED_MAX` changes are remembered: to a request
-that is older the shard answers that it has no such name.
+where K is "parameter" or "table", and W the worker id of the client that deletes it. The last
+`REMEMBERED_MAX` are remembered: to a request that is older the shard answers that it has no such
+name. Events with "to" are of 0.2.0, which gave names to what had another: `Registry.take_back`.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardwell.errors import StorageError
 from shardwell_server.store import Event, Store
 
 _LOG = logging.getLogger("shardwell_server")
 REMEMBERED_MAX = 1024
-"""Changes."""
+"""Deletions."""
 Key: TypeAlias = tuple[str, str]
 """Kind and name."""
 
 
 class Mark(NamedTuple):
-    """A change that is decided."""
+    """A deletion that is decided."""
 
     incarnation: int
-    """What changes."""
     by: str
     """The worker id of the client that decided it."""
     to: str = ""
-    """The name that it gets; empty: it is deleted."""
+    """Of 0.2.0: the name that it was to get."""
 
 
 class Gone(NamedTuple):
-    """A change that is done here."""
+    """A name that was deleted here."""
 
     key: Key
     incarnations: tuple[int, ...]
     by: str
     to: str = ""
+    """Of 0.2.0: the name that it got."""
 
     @property
     def words(self) -> str:
-        """What became of the name, for an error about it."""
-        if self.to:
-            return f"was renamed to {self.to!r} by {self.by!r}"
-        return f"was deleted by {self.by!r}"
+        """The clause of an error about the name, such as "was deleted by 'ops'"."""
+        done = f"renamed to {self.to!r}" if self.to else "deleted"
+        return f"was {done} by {self.by!r}"
 
 
-class NameChanges:
-    """The name changes of one shard.
+class Deletions:
+    """The deletions of one shard.
 
     A thread that changes anything holds the lock of all names; any thread may read.
 
-    Args:
-        store: Where they are noted.
-
     Raises:
-        StorageError: what was noted can't be read.
+        StorageError: what was noted in the store can't be read.
     """
 
     def __init__(self, store: Store) -> None:
@@ -87,44 +88,38 @@ class NameChanges:
                 ) from None
 
     def mark_of(self, kind: str, name: str) -> Mark | None:
-        """The mark on a name; None: no change of it is decided."""
+        """The mark on a name; None: its deletion is not decided."""
         return self._marks.get((kind, name))
-
-    def reserved_for(self, name: str) -> Key | None:
-        """Kind and name of what is about to get a name; None: the name is free."""
-        return next((key for key, mark in self._marks.items() if mark.to == name), None)
 
     @property
     def marked(self) -> list[Key]:
-        """Kind and name of all that are marked."""
+        """The kinds and names of all that are marked."""
         return list(self._marks)
 
     def gone(self, kind: str, name: str, incarnation: int = 0) -> Gone | None:
-        """What became of a name, or of that incarnation; None: nothing, or it is long ago."""
+        """The deletion of a name, or of that incarnation; None: there was none, or long ago."""
         for found in reversed(self._gone):
             if found.key == (kind, name) and incarnation in (0, *found.incarnations):
                 return found
         return None
 
-    def mark(self, kind: str, name: str, incarnation: int, by: str, to: str = "") -> None:
-        """Decides a change.
+    def mark(self, kind: str, name: str, incarnation: int, by: str) -> None:
+        """Decides a deletion.
 
-        A full disk must not keep a user from making room: then the mark of a deletion is in memory
-        alone. A shard that is killed with such a mark has the name again, and refuses no worker;
-        the others, which have removed it, do, until it is deleted again.
-
-        Raises:
-            StorageError: a mark with a new name can't be noted.
+        A full disk must not keep a user from making room: then the mark is in memory alone. A shard
+        that is killed with such a mark has the name again, and refuses no worker; the others, which
+        have removed it, do, until it is deleted again.
         """
         event = {"kind": "marked", "of": kind, "name": name, "incarnation": incarnation, "by": by}
-        if to:
-            self._note({**event, "to": to})
-            return
         try:
             self._note(event)
         except StorageError as error:
             _LOG.warning("a deletion can't be noted beforehand", extra={"reason": error.message})
             self._apply(event)
+
+    def unmark(self, kind: str, name: str) -> None:
+        """Takes a mark of 0.2.0 back, which the log has until the name is deleted."""
+        del self._marks[kind, name]
 
     def finish(self, kind: str, name: str, incarnations: set[int], by: str, to: str = "") -> None:
         """Notes that a name is free here.
@@ -132,9 +127,7 @@ class NameChanges:
         Raises:
             StorageError: it can't be noted.
         """
-        kept = sorted(incarnations - {0})
-        event = {"kind": "deleted", "of": kind, "name": name, "incarnations": kept, "by": by}
-        self._note({**event, "to": to} if to else event)
+        self._note(_deleted(Gone((kind, name), tuple(sorted(incarnations - {0})), by, to)))
 
     def _note(self, event: Event) -> None:
         marks, gone = dict(self._marks), list(self._gone)
@@ -167,26 +160,16 @@ class NameChanges:
 
     def _events(self) -> list[Event]:
         """The fewest events that lead to where it is now."""
-        gone: list[dict[str, Any]] = [
-            {
-                "kind": "deleted",
-                "of": found.key[0],
-                "name": found.key[1],
-                "incarnations": list(found.incarnations),
-                "by": found.by,
-                **({"to": found.to} if found.to else {}),
-            }
-            for found in self._gone
+        marked = [
+            {"kind": "marked", "of": kind, "name": name, "incarnation": mark.incarnation}
+            | {"by": mark.by}
+            | ({"to": mark.to} if mark.to else {})
+            for (kind, name), mark in self._marks.items()
         ]
-        marked: list[dict[str, Any]] = [
-            {
-                "kind": "marked",
-                "of": key[0],
-                "name": key[1],
-                "incarnation": mark.incarnation,
-                "by": mark.by,
-                **({"to": mark.to} if mark.to else {}),
-            }
-            for key, mark in self._marks.items()
-        ]
-        return [*gone, *marked]
+        return [*map(_deleted, self._gone), *marked]
+
+
+def _deleted(gone: Gone) -> Event:
+    (kind, name), incarnations = gone.key, list(gone.incarnations)
+    event = {"kind": "deleted", "of": kind, "name": name, "incarnations": incarnations}
+    return event | {"by": gone.by} | ({"to": gone.to} if gone.to else {})
