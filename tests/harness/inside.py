@@ -23,9 +23,9 @@ def vanish(client: Any) -> None:
     client._shards.close()
 
 
-def idle_sets(streams: Any) -> Any:
+def idle_sets(client: Any, *, of_rows: bool = False) -> Any:
     """The sets of streams that a client keeps for its next call."""
-    return streams._sets
+    return (client._idle_row_streams if of_rows else client._idle_streams)._sets
 
 
 def endpoint_of(server: Any) -> Any:

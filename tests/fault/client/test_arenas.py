@@ -87,7 +87,7 @@ def test_a_shard_that_stops_while_memory_is_offered(connect) -> None:
         net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(1.0))
         net.init(np.zeros(SIZE, np.float32))
         net.put_gradient(np.ones(SIZE, np.float32))  # which takes its seat
-        for streams in list(idle_sets(client._idle_streams)):
+        for streams in list(idle_sets(client)):
             streams.close()  # the step offers memory of its own
         eventually("none is there", lambda: mapped_count(shard.pid) == 0)
         shard.process.send_signal(signal.SIGSTOP)

@@ -23,7 +23,7 @@ import pytest
 import shardwell
 from harness.faults.flipping_proxy import FlippingProxy
 from harness.group.ranks import on_ranks
-from harness.inside import channels_of
+from harness.inside import channels_of, idle_sets
 from harness.polling import PATIENCE_S, eventually
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import WireTable, table_spec
@@ -139,8 +139,8 @@ class Line:
 
     def end_streams(self) -> None:
         """The next call on a parameter or table says again what its stream is for."""
-        for idle in (self.client._idle_streams, self.client._idle_row_streams):
-            for streams in list(idle._sets):
+        for of_rows in (False, True):
+            for streams in list(idle_sets(self.client, of_rows=of_rows)):
                 streams.close()
 
     def _made_again(self, call: Callable[[float | None], Any]) -> Any:

@@ -77,7 +77,7 @@ def test_memory_of_a_call_serves_the_next(cluster, connect) -> None:
     net.init(np.zeros(ELEMENTS, np.float32))
 
     def kept() -> list[arena.Arena]:
-        sets = idle_sets(client._idle_streams)
+        sets = idle_sets(client)
         return [stream._arena for each in sets for stream in each._streams.values()]
 
     arenas = set()
@@ -140,7 +140,7 @@ def test_a_stream_that_needs_more_gets_more_and_its_end_frees_it(cluster, connec
     assert 200_000 < found[0] == found[1] < 1_000_000 < found[2] == found[3] < 1_100_000
     client.close()
     eventually("it is unmapped", lambda: gc.collect() >= 0 and mapped_bytes(running) == [0])
-    assert not idle_sets(client._idle_streams)
+    assert not idle_sets(client)
     maps = Path("/proc/self/maps")
     eventually("and here", lambda: "memfd:shardwell" not in maps.read_text())
 
@@ -151,7 +151,7 @@ def test_a_stream_that_its_shard_has_ended_keeps_no_memory(cluster, connect) -> 
     net = client.parameter("net", size=ELEMENTS, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(ELEMENTS, np.float32))
     net.exchange(np.ones(ELEMENTS, np.float32))
-    (streams,) = idle_sets(client._idle_streams)
+    (streams,) = idle_sets(client)
     (stream,) = streams._streams.values()
     assert stream._arena is not None
     running.close()
@@ -331,17 +331,18 @@ def test_memory_that_a_namesake_elsewhere_has_taken(cluster, connect, tmp_path, 
 
 def test_a_name_is_of_one_machine_and_network(cluster, tmp_path, monkeypatch) -> None:
     config = cluster(1).servers[0].config
-    here = server._socket_name(config, 7070)
-    assert here == server._socket_name(config, 7070)
-    assert here != server._socket_name(config, 7071)
+    name_of = server._socket_name
+    here = name_of(config, 7070)
+    assert here == name_of(config, 7070)
+    assert here != name_of(config, 7071)
     other = tmp_path / "boot_id"
     other.write_text("another machine")
     monkeypatch.setattr(server, "_BOOT_ID", str(other))
-    assert here != (elsewhere := server._socket_name(config, 7070))
+    assert here != (elsewhere := name_of(config, 7070))
     network = tmp_path / "net"
     network.symlink_to("net:[1]")
     monkeypatch.setattr(server, "_NETWORK", str(network))
-    assert elsewhere != server._socket_name(config, 7070)
+    assert elsewhere != name_of(config, 7070)
 
 
 def test_a_silent_connection_delays_others_only_briefly(offering, monkeypatch) -> None:

@@ -299,5 +299,5 @@ def test_who_only_reads_keeps_no_stream(cluster, connect) -> None:
         assert reader.parameter("net").get_weights()[0] == -1
         assert net.get_weights()[0] == -1
     eventually("the trainer's alone is open", lambda: streams.count == 1)
-    assert not idle_sets(reader._idle_streams)
-    assert len(idle_sets(trainer._idle_streams)) == 1
+    assert not idle_sets(reader)
+    assert len(idle_sets(trainer)) == 1

@@ -25,6 +25,10 @@ ROW_COUNT, SHARD_COUNT, SHARD = 10_007, 3, 1
 starts, shares = st.floats(0, 0.99), st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0])
 
 
+def lines_of(index: HashRowIndex) -> SlotTable:
+    return index._table
+
+
 def ids_of_a_shard() -> Ids:
     ids = np.arange(ROW_COUNT)
     return ids[RowPlacement(ROW_COUNT, SHARD_COUNT).shards_of(ids) == SHARD]
@@ -155,7 +159,7 @@ def test_the_keys_of_one_shard_do_not_meet(shard_count: int) -> None:
     keys = keys[mix(keys.view(np.uint64)) % np.uint64(shard_count) == 0][:4000]
     index = HashRowIndex()
     index.add(keys, np.arange(keys.size))
-    homes = np.bincount(index._table.homes(keys))
+    homes = np.bincount(lines_of(index).homes(keys))
     assert homes.max() <= 8 + 12  # 4000 keys in 1024 lines: mean 4, standard deviation 2
     assert np.count_nonzero(homes) > 900
 
@@ -167,7 +171,7 @@ def test_rows_that_come_and_go_need_no_more_memory() -> None:
         keys = np.arange(start, start + 1000)
         index.add(keys, keys)
         index.remove(keys - 5000)
-        sizes.add(index._table.size)
+        sizes.add(lines_of(index).size)
         assert len(index) == min(start + 1000, 5000)
     assert max(sizes) <= 2**14
     assert index.find(np.arange(194_990, 195_010)).tolist() == [-1] * 10 + list(
@@ -179,9 +183,9 @@ def test_a_table_that_was_large_shrinks() -> None:
     index = HashRowIndex()
     keys = np.arange(100_000)
     index.add(keys, keys)
-    large = index._table.size
+    large = lines_of(index).size
     index.remove(keys[10:])
-    assert index._table.size < large / 50
+    assert lines_of(index).size < large / 50
     assert index.find(keys[:20]).tolist() == [*range(10), *[-1] * 10]
 
 
