@@ -218,7 +218,7 @@ def reported(rows: Iterable[Row]) -> list[str]:
 def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Deletions that were cut off, or are under way."""
+    """The deletions that were cut off, or are under way."""
     return [str(each) for each in _marked(statuses) if is_shown(each.name)]
 
 
