@@ -318,15 +318,18 @@ def listening_address(address: str) -> str:
     return address
 
 
+def address_towards(host: str, port: int) -> str:
+    """Returns this machine's address on the way to another; nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def _host_towards(meeting: str) -> str:
     host, _, port = meeting.rpartition(":")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
+        found = address_towards(host.strip("[]"), int(port))
     except OSError as error:
         raise ShardUnavailableError(
             f"no way to the rendezvous at {meeting}: {error}; check the address, or pass listen="

@@ -16,6 +16,7 @@ agents of two machines may count their restarts differently.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -38,6 +39,7 @@ from shardwell.errors import (
     ShardwellError,
     WorkersMissingError,
 )
+from shardwell.group.join import address_towards
 from shardwell.group.rendezvous.client import WaitingNotices
 from shardwell.specs.names import check_name, format_ranks, is_address
 
@@ -51,6 +53,8 @@ _VALUE_LENGTH_MAX = 65536
 _LOCALHOST = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: the system says which of its own it would use; nothing is sent."""
+_ANY_PORT = 9
+"""A port, which makes no difference where nothing is sent."""
 _MEETING_VARIABLE = "MASTER_ADDR"
 
 
@@ -304,13 +308,9 @@ def _own_hosts(store: Any) -> list[str]:
 
 def _address_towards(host: str) -> str | None:
     """The own address that the system uses on the way to a host; None: there is no way."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return address_towards(host, _ANY_PORT)
+    return None
 
 
 def _is_loopback(host: str) -> bool:
