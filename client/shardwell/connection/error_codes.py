@@ -20,96 +20,64 @@ _RANK_COUNT_MAX = 512
 ERROR_DETAIL_KEY = "shardwell-error-bin"
 _DAMAGED_LENGTH = "Received message larger than max"
 """The words of gRPC for a message that is longer than any that Shardwell sends."""
+_Code = grpc.StatusCode
 
-_CATALOGUE: list[tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]] = [
+
+class _Entry(NamedTuple):
+    """A kind of error, and how it travels."""
+
+    kind: type[errors.ShardwellError]
+    code_name: str
+    """The name in ErrorCode, without its prefix."""
+    status: grpc.StatusCode
+    carries: tuple[str, ...] = ()
+    """The attributes that only this kind has."""
+
+    @property
+    def code(self) -> str:
+        return f"ERROR_CODE_{self.code_name}"
+
+
+_CATALOGUE = [
     # Kinds before their bases: the first that fits is taken.
-    (errors.NonFiniteError, types_pb2.ERROR_CODE_NON_FINITE, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.DivergedError, types_pb2.ERROR_CODE_DIVERGED, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.ArgumentError, types_pb2.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.CorruptChunkError, types_pb2.ERROR_CODE_CORRUPT_CHUNK, grpc.StatusCode.DATA_LOSS),
-    (
-        errors.SpecMismatchError,
-        types_pb2.ERROR_CODE_SPEC_MISMATCH,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (
-        errors.UnknownParameterError,
-        types_pb2.ERROR_CODE_UNKNOWN_PARAMETER,
-        grpc.StatusCode.NOT_FOUND,
-    ),
-    (errors.UnknownTableError, types_pb2.ERROR_CODE_UNKNOWN_TABLE, grpc.StatusCode.NOT_FOUND),
-    (
-        errors.NotInitializedError,
-        types_pb2.ERROR_CODE_NOT_INITIALIZED,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (errors.InitSupersededError, types_pb2.ERROR_CODE_INIT_SUPERSEDED, grpc.StatusCode.ABORTED),
-    (errors.WrongShardError, types_pb2.ERROR_CODE_WRONG_SHARD, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.StepOrderError, types_pb2.ERROR_CODE_STEP_ORDER, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.SeatsTakenError, types_pb2.ERROR_CODE_SEATS_TAKEN, grpc.StatusCode.FAILED_PRECONDITION),
-    (
+    _Entry(errors.NonFiniteError, "NON_FINITE", _Code.INVALID_ARGUMENT, ("element_index",)),
+    _Entry(errors.DivergedError, "DIVERGED", _Code.FAILED_PRECONDITION, ("element_index",)),
+    _Entry(errors.ArgumentError, "INVALID_ARGUMENT", _Code.INVALID_ARGUMENT),
+    _Entry(errors.CorruptChunkError, "CORRUPT_CHUNK", _Code.DATA_LOSS),
+    _Entry(errors.SpecMismatchError, "SPEC_MISMATCH", _Code.FAILED_PRECONDITION),
+    _Entry(errors.UnknownParameterError, "UNKNOWN_PARAMETER", _Code.NOT_FOUND),
+    _Entry(errors.UnknownTableError, "UNKNOWN_TABLE", _Code.NOT_FOUND),
+    _Entry(errors.NotInitializedError, "NOT_INITIALIZED", _Code.FAILED_PRECONDITION),
+    _Entry(errors.InitSupersededError, "INIT_SUPERSEDED", _Code.ABORTED, ("init_epoch",)),
+    _Entry(errors.WrongShardError, "WRONG_SHARD", _Code.FAILED_PRECONDITION),
+    _Entry(errors.StepOrderError, "STEP_ORDER", _Code.FAILED_PRECONDITION),
+    _Entry(errors.SeatsTakenError, "SEATS_TAKEN", _Code.FAILED_PRECONDITION),
+    _Entry(
         errors.WorkersMissingError,
-        types_pb2.ERROR_CODE_WORKERS_MISSING,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "WORKERS_MISSING",
+        _Code.DEADLINE_EXCEEDED,
+        ("missing_worker_ids", "missing_ranks"),
     ),
-    (errors.LimitError, types_pb2.ERROR_CODE_LIMIT_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.StorageError, types_pb2.ERROR_CODE_STORAGE, grpc.StatusCode.FAILED_PRECONDITION),
-    (
-        errors.WorkerIdInUseError,
-        types_pb2.ERROR_CODE_WORKER_ID_IN_USE,
-        grpc.StatusCode.FAILED_PRECONDITION,
+    _Entry(errors.LimitError, "LIMIT_EXCEEDED", _Code.RESOURCE_EXHAUSTED),
+    _Entry(errors.StorageError, "STORAGE", _Code.FAILED_PRECONDITION),
+    _Entry(
+        errors.WorkerIdInUseError, "WORKER_ID_IN_USE", _Code.FAILED_PRECONDITION, ("free_in_s",)
     ),
-    (
-        errors.SessionUnknownError,
-        types_pb2.ERROR_CODE_SESSION_UNKNOWN,
-        grpc.StatusCode.UNAVAILABLE,
-    ),
-    (errors.ShardUnavailableError, types_pb2.ERROR_CODE_STOPPING, grpc.StatusCode.UNAVAILABLE),
-    (
-        errors.GroupMismatchError,
-        types_pb2.ERROR_CODE_GROUP_MISMATCH,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (errors.RankTakenError, types_pb2.ERROR_CODE_RANK_TAKEN, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.WorkerLostError, types_pb2.ERROR_CODE_WORKER_LOST, grpc.StatusCode.FAILED_PRECONDITION),
-    (
-        errors.WorkerUnreachableError,
-        types_pb2.ERROR_CODE_WORKER_UNREACHABLE,
-        grpc.StatusCode.UNAVAILABLE,
-    ),
-    (
-        errors.CollectiveMismatchError,
-        types_pb2.ERROR_CODE_COLLECTIVE_MISMATCH,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (
-        errors.AuthenticationError,
-        types_pb2.ERROR_CODE_UNAUTHENTICATED,
-        grpc.StatusCode.UNAUTHENTICATED,
-    ),
-    (
-        errors.AccessDeniedError,
-        types_pb2.ERROR_CODE_PERMISSION_DENIED,
-        grpc.StatusCode.PERMISSION_DENIED,
-    ),
-    (
-        errors.SessionEndedError,
-        types_pb2.ERROR_CODE_SESSION_ENDED,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (
-        errors.OtherIncarnationError,
-        types_pb2.ERROR_CODE_OTHER_INCARNATION,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (
-        errors.VersionMismatchError,
-        types_pb2.ERROR_CODE_VERSION_MISMATCH,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
-    (errors.InternalError, types_pb2.ERROR_CODE_INTERNAL, grpc.StatusCode.INTERNAL),
+    _Entry(errors.SessionUnknownError, "SESSION_UNKNOWN", _Code.UNAVAILABLE),
+    _Entry(errors.ShardUnavailableError, "STOPPING", _Code.UNAVAILABLE),
+    _Entry(errors.GroupMismatchError, "GROUP_MISMATCH", _Code.FAILED_PRECONDITION),
+    _Entry(errors.RankTakenError, "RANK_TAKEN", _Code.FAILED_PRECONDITION),
+    _Entry(errors.WorkerLostError, "WORKER_LOST", _Code.FAILED_PRECONDITION),
+    _Entry(errors.WorkerUnreachableError, "WORKER_UNREACHABLE", _Code.UNAVAILABLE),
+    _Entry(errors.CollectiveMismatchError, "COLLECTIVE_MISMATCH", _Code.FAILED_PRECONDITION),
+    _Entry(errors.AuthenticationError, "UNAUTHENTICATED", _Code.UNAUTHENTICATED),
+    _Entry(errors.AccessDeniedError, "PERMISSION_DENIED", _Code.PERMISSION_DENIED),
+    _Entry(errors.SessionEndedError, "SESSION_ENDED", _Code.FAILED_PRECONDITION),
+    _Entry(errors.OtherIncarnationError, "OTHER_INCARNATION", _Code.FAILED_PRECONDITION),
+    _Entry(errors.VersionMismatchError, "VERSION_MISMATCH", _Code.FAILED_PRECONDITION),
+    _Entry(errors.InternalError, "INTERNAL", _Code.INTERNAL),
 ]
-_BY_CODE = {code: kind for kind, code, _ in _CATALOGUE}
+_BY_CODE = {types_pb2.ErrorCode.Value(each.code): each for each in _CATALOGUE}
 
 
 class Status(NamedTuple):
@@ -122,16 +90,14 @@ class Status(NamedTuple):
 
 def to_status(error: errors.ShardwellError) -> Status:
     """The status that tells a client of `error`."""
-    _, _, status_code = _entry_of(error)
-    detail = to_detail(error)
-    return Status(status_code, error.message, ((ERROR_DETAIL_KEY, detail.SerializeToString()),))
+    detail = to_detail(error).SerializeToString()
+    return Status(_entry_of(error).status, error.message, ((ERROR_DETAIL_KEY, detail),))
 
 
 def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
     """The fields of `error` besides its text, as a message."""
-    _, code, _ = _entry_of(error)
     return types_pb2.ErrorDetail(
-        code=code,
+        code=_entry_of(error).code,
         shard_index=error.shard_index or 0,
         parameter=error.parameter or "",
         table=error.table or "",
@@ -145,10 +111,8 @@ def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
     )
 
 
-def _entry_of(
-    error: errors.ShardwellError,
-) -> tuple[type[errors.ShardwellError], types_pb2.ErrorCode, grpc.StatusCode]:
-    return next((entry for entry in _CATALOGUE if isinstance(error, entry[0])), _CATALOGUE[-1])
+def _entry_of(error: errors.ShardwellError) -> _Entry:
+    return next((entry for entry in _CATALOGUE if isinstance(error, entry.kind)), _CATALOGUE[-1])
 
 
 def _milliseconds(seconds: float | None) -> int | None:
@@ -188,22 +152,22 @@ def from_rpc_error(
     of: dict[str, Any] = {"shard_index": shard_index, "parameter": parameter, "table": table}
     where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if _DAMAGED_LENGTH not in details:
+        case _Code.RESOURCE_EXHAUSTED if _DAMAGED_LENGTH not in details:
             return errors.LimitError(f"{where} is at a limit: {details}", **of)
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+        case _Code.UNAVAILABLE | _Code.CANCELLED:
             return errors.ShardUnavailableError(
                 f"{where} can't be reached or went away ({details or code.name}); "
                 "check that it runs, then call again",
                 **of,
             )
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
+        case _Code.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
                 f"{where} did not answer within the deadline; "
                 "check its load, the network, and whether its process was stopped, "
                 "or raise timeout_s",
                 **of,
             )
-        case grpc.StatusCode.UNIMPLEMENTED:
+        case _Code.UNIMPLEMENTED:
             return errors.WrongShardError(
                 f"{where} is no Shardwell shard of this version: {details}",
                 **of,
@@ -225,22 +189,15 @@ def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.Shardwell
         "table": detail.table or None,
         "rank": detail.rank if detail.HasField("rank") else None,
     }
-    kind = _BY_CODE.get(detail.code, errors.InternalError)
-    if kind in (errors.NonFiniteError, errors.DivergedError):
-        return kind(message, element_index=detail.element_index, **where)
-    if kind is errors.InitSupersededError:
-        return errors.InitSupersededError(message, init_epoch=detail.init_epoch, **where)
-    if kind is errors.WorkerIdInUseError:
-        free_in_s = detail.free_in_ms / 1000 if detail.HasField("free_in_ms") else None
-        return errors.WorkerIdInUseError(message, free_in_s=free_in_s, **where)
-    if kind is errors.WorkersMissingError:
-        return errors.WorkersMissingError(
-            message,
-            missing_worker_ids=tuple(detail.missing_worker_ids),
-            missing_ranks=tuple(detail.missing_ranks),
-            **where,
-        )
-    return kind(message, **where)
+    carried: dict[str, Any] = {
+        "element_index": detail.element_index,
+        "init_epoch": detail.init_epoch,
+        "free_in_s": detail.free_in_ms / 1000 if detail.HasField("free_in_ms") else None,
+        "missing_worker_ids": tuple(detail.missing_worker_ids),
+        "missing_ranks": tuple(detail.missing_ranks),
+    }
+    entry = _BY_CODE.get(detail.code, _CATALOGUE[-1])
+    return entry.kind(message, **where, **{name: carried[name] for name in entry.carries})
 
 
 def _detail_of(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
