@@ -21,12 +21,11 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.parameter.slice import ParameterSlice
-from shardwell_server.shard.quotas import Usages
+from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.registry import Parameters
 from shardwell_server.store import Store
 from shardwell_server.store.memory.store import MemoryStore
@@ -170,11 +169,11 @@ class ElasticShard:
         """Sets first weights of zeros, on any shard."""
         size, epoch = self.part.where.size, 1
         if self.index == 0:
-            epoch = self.part.claim_init("w", deadline()).epoch
-        self.part.set_first_weights(epoch, self.part.where, np.zeros(size, np.float32))
-        self.part.finish_init(epoch)
+            epoch = self.part.loading.claim("w", deadline()).epoch
+        self.part.loading.set(epoch, self.part.where, np.zeros(size, np.float32))
+        self.part.loading.finish(epoch)
         if self.index:
-            self.part.confirm_init(epoch)
+            self.part.loading.confirm(epoch)
 
     def ask(
         self,

@@ -20,7 +20,6 @@ import numpy as np
 import shardwell
 from shardwell.errors import (
     ArgumentError,
-    CorruptChunkError,
     LimitError,
     ShardUnavailableError,
     WrongShardError,
@@ -38,7 +37,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.wire import checksum
 from shardwell.wire import messages as framing
-from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec, check_chunk
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
@@ -46,8 +45,9 @@ from shardwell_server.services.parameter_stream import ParameterStream
 from shardwell_server.services.step_stream import Kind, moved, opened
 from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import deadline_of, until, wanted
-from shardwell_server.shard.errors import diverged, non_finite
-from shardwell_server.shard.parameter.contributions import Contributors
+from shardwell_server.shard.errors import diverged
+from shardwell_server.shard.parameter.loading import ParameterLoad
+from shardwell_server.shard.parameter.open_sets import Contributors
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 
@@ -63,7 +63,6 @@ STATUS_NAME_COUNT_MAX = 1500
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the sets in one answer, except one that is larger alone."""
 _CHUNK_INDEX_SIZE_BYTES = 5
-_FIRST_WEIGHTS_CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
 """Elements of a snapshot, in a message."""
 _DESCRIPTOR_RESERVE = 16
@@ -128,82 +127,25 @@ class ParameterServerService:
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
-        return (yield from until(parameter.claim_init, worker_id, deadline, request.above_epoch))
+        return (yield from until(parameter.loading.claim, worker_id, deadline, request.above_epoch))
 
     def init_weights(self, call: Call) -> Handling:
-        parameter: ParameterSlice | None = None
-        opening, array_index, expected = pb.InitWeightsRequest(), 0, 0
+        load: ParameterLoad | None = None
         right = Right.CONTRIBUTE
-        array_count = 1
-        context, has_ranges = 0, False
         message = yield Needs.NEXT_STEP
         while message is not None:
             request, payload = framing.parse(pb.InitWeightsRequest, message)
-            if parameter is None:
+            if load is None:
                 restores = request.version or request.load_id or request.array_count > 1
                 right = Right.CREATE if restores else Right.CONTRIBUTE
-                parameter = opened("parameter", self._shard, request, call, right)
-                assert parameter is not None
-                opening = request
-                expected, array_count = parameter.where.offset, max(opening.array_count, 1)
-                context = checksum.first_weights_context(opening)
-            if not request.HasField("chunk"):
-                if payload.size:
-                    raise CorruptChunkError("a message has a payload and no `chunk`; send it again")
-                message = yield Needs.NEXT
-                continue
-            chunk = request.chunk
-            start = checksum.first_weights(context, request.array_index)
-            intact, has_ranges = check_chunk(chunk, payload, start), True
-            if array_count not in (1, parameter.array_count):
-                raise ArgumentError(
-                    f"first weights of {parameter.spec.name!r}: expected 1 array, the weights, or "
-                    f"all {parameter.array_count}; got {array_count}"
-                )
-            where = Slice(chunk.element_offset, chunk.element_count)
-            is_next_array = array_index + 1 == request.array_index < array_count
-            if expected == parameter.where.stop and is_next_array:
-                array_index, expected = request.array_index, parameter.where.offset
-            if (request.array_index, where.offset) != (array_index, expected):
-                raise ArgumentError(
-                    f"first weights must follow one another: expected element {expected} of array "
-                    f"{array_index}, got {where.offset} of {request.array_index}"
-                )
-            values = _FIRST_WEIGHTS_CODEC.open(intact, where).view(np.float32)
-            # Optimizer state may be infinite where no weight is: squares overflow.
-            if array_index == 0 and not parameter.spec.allow_non_finite:
-                finite = np.isfinite(values)
-                if not finite.all():
-                    index = where.offset + int(np.argmin(finite))
-                    raise non_finite(
-                        parameter.spec, index, "first weights", "mend them and send them again"
-                    )
-            parameter.set_first_weights(opening.epoch, where, values, array_index=array_index)
+                parameter: ParameterSlice = opened("parameter", self._shard, request, call, right)
+                load = ParameterLoad(parameter.loading, request)
+            load.take(request, payload)
             moved(self._shard, call, received=payload.size)
-            expected = where.stop
             message = yield Needs.NEXT
-        if parameter is None:
+        if load is None:
             raise ArgumentError("an InitWeights stream must begin with `open`; it was empty")
-        if not has_ranges:
-            raise ArgumentError(
-                "an InitWeights stream must have a `chunk`, whose CRC32C covers `open`: of 0 "
-                "elements, if this slice is empty"
-            )
-        last_array_index = 0 if parameter.where.size == 0 else array_count - 1
-        if expected != parameter.where.stop or array_index != last_array_index:
-            raise ArgumentError(
-                f"first weights ended before element {expected} of array {array_index}; this slice "
-                f"ends before {parameter.where.stop}, and {array_count} arrays were to come; send "
-                "all of it"
-            )
-        rate = opening.learning_rate if opening.HasField("learning_rate") else None
-        version = parameter.finish_init(
-            opening.epoch,
-            version=opening.version,
-            learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
-            load_id=opening.load_id,
-            with_slots=array_count == parameter.array_count,
-        )
+        version = load.end()
         event = "restored" if right is Right.CREATE else "initialized"
         call.note(event, kind="parameter", name=parameter.spec.name, version=version)
         return pb.InitWeightsResponse(version=version)
@@ -212,7 +154,7 @@ class ParameterServerService:
         self._shard.check_identity(request.shard)
         call.check(Right.CONTRIBUTE, "parameter", request.parameter)
         parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
-        return pb.ConfirmInitResponse(version=parameter.confirm_init(request.epoch))
+        return pb.ConfirmInitResponse(version=parameter.loading.confirm(request.epoch))
 
     def put_gradient(self, call: Call) -> Handling:
         return ParameterStream(self._shard, self._arenas, call, only_counts=True).put_gradient()
@@ -239,10 +181,12 @@ class ParameterServerService:
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
         names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.slot_names))
         element_count = min(parameter.chunk_element_count, parameter.where.size)
-        buffers = [np.empty(element_count, np.float32) for _ in range(parameter.array_count)]
+        buffers = [
+            np.empty(element_count, np.float32) for _ in range(parameter.loading.array_count)
+        ]
         with parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot:
             yield pb.SnapshotResponse(
-                version=request.version, array_count=parameter.array_count
+                version=request.version, array_count=parameter.loading.array_count
             ).SerializeToString()
             for index in range(parameter.chunk_count):
                 where = parameter.where.chunk(index, parameter.chunk_element_count)
@@ -316,7 +260,7 @@ class ParameterServerService:
         response = pb.GetContributionsResponse()
         by_set: dict[Contributors, pb.ContributorSet] = {}
         size_bytes = 0
-        for index, workers in sorted(parameter.contributions.of_step(request.step).items()):
+        for index, workers in sorted(parameter.sets.of_step(request.step).items()):
             if index < request.first_chunk_index:
                 continue
             known = by_set.get(workers)

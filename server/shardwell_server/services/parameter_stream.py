@@ -73,10 +73,10 @@ class ParameterStream(StepStream[ParameterSlice]):
         parameter = self._found(request, Right.CONTRIBUTE)
         squares = None
         if request.HasField("norm"):
-            norm = parameter.closing.close(request.step, request.norm)
+            norm = parameter.steps.close(request.step, request.norm)
         else:
             deadline = deadline_of(self._shard, self._call, request.wait_timeout_ms / 1000)
-            measure = parameter.closing.measure
+            measure = parameter.steps.measure
             squares, norm = yield from until(measure, request.step, deadline)
         # The gradients of the norm, too, before a client closes a step with it.
         parameter.make_durable()
@@ -293,7 +293,7 @@ def _outcome(
         tenure_is_over=contributor.is_over,
         version=parameter.version_min,
         is_draining=contributor.seat is not None and contributor.seat.is_draining,
-        contributor_ids=names_that_fit(parameter.contributors(step)),
+        contributor_ids=names_that_fit(parameter.sets.workers(step)),
         late_may_have_counted=may_have_counted,
     )
     context = checksum.outcome_context(parameter.spec.name)

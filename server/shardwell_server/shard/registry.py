@@ -41,12 +41,11 @@ from shardwell.wire import images
 from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.crews import Liveness
 from shardwell_server.shard.deletions import Deletions, Gone, Mark
 from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
-from shardwell_server.shard.quotas import Counted, Usages
+from shardwell_server.shard.quotas import ByteBudget, Counted, OwnedBytes, Usages
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.watch import Timer

@@ -18,11 +18,10 @@ from shardwell.process.spans import Spans
 from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
-from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.parameter.contribution_log import ContributionLog
 from shardwell_server.shard.parameter.slice import ParameterSlice
-from shardwell_server.shard.quotas import Usages
+from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.recordings import Recordings
 from shardwell_server.shard.registry import Parameters, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions

@@ -1,8 +1,8 @@
-"""What the slices of parameters and of tables have in common: members, hand-over, disk, status.
+"""A slice, which any thread may touch: each part of it changes under the lock that guards the part.
 
-A slice is what one shard has of a parameter or a table. Its members, rates and events change
-rarely, under the lock of its state; what gradients change is the business of parameter/slice.py and
-table/slice.py.
+A slice is the part of a parameter or table that one shard has. Here is the work that both kinds
+share: its workers, hand-over, disk and status. Crew, rates and events change rarely, under the lock
+of its state; parameter/slice.py and table/slice.py have the locks under which gradients change it.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class ParameterSeat(Seat):
 class StepTracker(Tracker[ParameterSeat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
 
-    With `closes_by_norm` the last contribution leaves a step open, and full; see clipping.py. Sets
+    With `closes_by_norm` the last contribution leaves a step open, and full; see steps.py. Sets
     are open with `elastic` members, or with `min_contributors` of which grace begins.
     """
 

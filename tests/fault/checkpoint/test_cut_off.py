@@ -355,7 +355,7 @@ def test_the_rate_of_a_restore_that_failed_is_forgotten(tmp_path) -> None:
             shardwell.ParameterSpec(name="m", size=SIZE, optimizer=SGD, worker_count=1)
         )[0]
         deadline = RequestDeadline(0.0)
-        epoch = made.claim_init("restorer", deadline).epoch
+        epoch = made.loading.claim("restorer", deadline).epoch
         logged: list[dict[str, Any]] = []
         real = made.storage.log
 
@@ -364,14 +364,14 @@ def test_the_rate_of_a_restore_that_failed_is_forgotten(tmp_path) -> None:
             raise shardwell.StorageError("no space")
 
         for array_index in (0, 1):
-            made.set_first_weights(epoch, made.where, np.zeros(SIZE), array_index=array_index)
+            made.loading.set(epoch, made.where, np.zeros(SIZE), array_index=array_index)
         made.storage.log = full
         with pytest.raises(shardwell.StorageError):
-            made.finish_init(epoch, version=3, learning_rate=0.125, with_slots=True)
+            made.loading.finish(epoch, version=3, learning_rate=0.125, with_slots=True)
         made.storage.log = real
         assert [event["kind"] for event in logged] == ["first_weights"]
         assert (logged[0]["learning_rate"], logged[0]["from_step"]) == (0.125, 3)
-        epoch = made.claim_init("restorer", deadline).epoch
-        made.set_first_weights(epoch, made.where, np.zeros(SIZE))
-        made.finish_init(epoch)
+        epoch = made.loading.claim("restorer", deadline).epoch
+        made.loading.set(epoch, made.where, np.zeros(SIZE))
+        made.loading.finish(epoch)
         assert register_of(made).rates.at(5) == 1.0

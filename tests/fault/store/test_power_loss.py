@@ -193,7 +193,7 @@ def test_an_image_made_while_steps_close(
                 run.step(copied // 2)
             return False
 
-        parameter._write_image(between)
+        parameter._images.write(between)
         assert copied == parameter.chunk_count > 4
         run.step(3)  # of which nothing is on disk
         disk.lose_power(path, tmp_path / "second")
@@ -424,7 +424,7 @@ def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk
         expected = run.step(0)
         for parameter in server.shard.parameters.all():
             for _ in range(3):
-                parameter._write_image(lambda: False)
+                parameter._images.write(lambda: False)
         disk.lose_power(path, tmp_path / "second")
         run.close()
     with served(tmp_path / "second", "step") as target:

@@ -113,14 +113,14 @@ def contribute(
 
 def initialize(into: ParameterSlice, worker_id: str, values: np.ndarray) -> bool:
     """Sets first weights in two parts, unless some stand; whether it did."""
-    claim = into.claim_init(worker_id, deadline())
+    claim = into.loading.claim(worker_id, deadline())
     if not claim.granted:
         return False
     half = values.size // 2
     for start, stop in ((0, half), (half, values.size)):
         where = type(into.where)(into.where.offset + start, stop - start)
-        into.set_first_weights(claim.epoch, where, values[start:stop])
-    into.finish_init(claim.epoch)
+        into.loading.set(claim.epoch, where, values[start:stop])
+    into.loading.finish(claim.epoch)
     return True
 
 
@@ -182,7 +182,7 @@ def _contribute(
 
 def _close(name: str, step: int, shard: Shard) -> bool:
     """As a client does that gets the norm, or learns that it is too late."""
-    steps = shard.parameters.get(name).closing
+    steps = shard.parameters.get(name).steps
     squares, _ = steps.measure(step, deadline())
     if squares is None:
         return False

@@ -18,7 +18,7 @@ from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell_server import LocalCluster
-from shardwell_server.shard.parameter import clipping
+from shardwell_server.shard.parameter import steps
 
 SIZE, CLIP, RATE = 150, 1.5, 0.1
 RULE = shardwell.SGD(RATE, clip_norm=CLIP)
@@ -256,7 +256,7 @@ def test_the_first_norm_of_the_first_shard_counts(cluster, connect) -> None:
     ids=str,
 )
 def test_squares_that_are_none_are_refused(cluster, connect, monkeypatch, allows, squares) -> None:
-    monkeypatch.setattr(clipping, "exact_sum", lambda _: squares)
+    monkeypatch.setattr(steps, "exact_sum", lambda _: squares)
     first, second = pair(cluster(2), connect, allow_non_finite=allows)
     for net, each in zip((first, second), gradients(1)[0], strict=True):
         net.put_gradient(each)

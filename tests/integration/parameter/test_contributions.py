@@ -11,7 +11,7 @@ import shardwell
 from harness.polling import eventually
 from shardwell.placement.slices import Slice
 from shardwell_server.services import parameter_service
-from shardwell_server.shard.parameter.contributions import STEP_COUNT_MAX
+from shardwell_server.shard.parameter.open_sets import STEP_COUNT_MAX
 
 SIZE = 1000
 ONES = np.ones(SIZE, np.float32)

@@ -161,7 +161,7 @@ def test_the_last_set_keeps_its_own_names_after_a_restart(tmp_path: Path) -> Non
         member(shard, f"w{number}", number + 1, from_step=1)
     assert [seat.worker_id for seat in tracker_of(shard.part).crew.seats] == ["w2", "w1"]
     again = ElasticShard(spec, store=stored_at(tmp_path))
-    assert "w2" not in again.part.contributors(0)
+    assert "w2" not in again.part.sets.workers(0)
 
 
 def test_who_comes_back_keeps_what_counted() -> None:

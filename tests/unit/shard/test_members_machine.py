@@ -244,7 +244,7 @@ class MembersMachine(RuleBasedStateMachine):
             else:
                 assert version == self.versions[place] + 1
                 assert found == ()
-                named = shard.part.contributions.of_step(version - 1).get(chunk)
+                named = shard.part.sets.of_step(version - 1).get(chunk)
                 if named is None:
                     named = sets[0]
                 assert named in sets, (named, sets)
@@ -272,7 +272,7 @@ class MembersMachine(RuleBasedStateMachine):
                 self.weights[place].view(np.uint32),
             )
             for step, named in self.closed[place].items():
-                assert shard.part.contributions.of_step(step).get(chunk, named) == named
+                assert shard.part.sets.of_step(step).get(chunk, named) == named
 
     def note_given(self, place: tuple[int, int], message: Message) -> None:
         of_step = message.given.worker_id, message.step
@@ -580,11 +580,9 @@ class MembersMachine(RuleBasedStateMachine):
         elif answer == "counted":
             assert counted is given, message
         elif answer == "duplicate":  # or another gradient of the step, before a restart
-            has_gone_on = any(
-                worker_id == given.worker_id and step > message.step
-                for worker_id, step in self.given[message.place]
-            )  # its mark says so of all that came before, and no client waits for it
-            assert counted is not None or has_gone_on, message
+            name, place, step = given.worker_id, message.place, message.step
+            later = [key for key in self.given[place] if key[0] == name and key[1] > step]
+            assert counted is not None or later, message  # its mark is past it: no client waits
         return answer
 
     @precondition(lambda self: bool(self.sent))
@@ -662,7 +660,7 @@ class MembersMachine(RuleBasedStateMachine):
         step, squares = min(self.versions.values()), []
         try:
             for shard in self.shards:
-                squares.append(shard.part.closing.measure(step, deadline(60.0)))
+                squares.append(shard.part.steps.measure(step, deadline(60.0)))
         except NotYet:
             return
         if any(squared is None for squared, _ in squares):
@@ -673,7 +671,7 @@ class MembersMachine(RuleBasedStateMachine):
         assert self.norms.setdefault(step, norm) == norm  # the sums are decided
         for index in range(SHARD_COUNT if is_told_to_all else 1):
             counted = self.call(
-                index, lambda index=index: self.shards[index].part.closing.close(step, norm)
+                index, lambda index=index: self.shards[index].part.steps.close(step, norm)
             )
             assert counted in (norm, None)
             if counted is None:

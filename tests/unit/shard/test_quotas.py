@@ -10,8 +10,7 @@ import dataclasses
 import pytest
 
 from shardwell.errors import ArgumentError, LimitError
-from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
-from shardwell_server.shard.quotas import Quota, Usage, Usages
+from shardwell_server.shard.quotas import ByteBudget, OwnedBytes, Quota, Usage, Usages
 
 
 class Clock:

@@ -20,9 +20,8 @@ from shardwell.errors import LimitError, SpecMismatchError, StorageError, Unknow
 from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
-from shardwell_server.shard.byte_budget import ByteBudget
 from shardwell_server.shard.deletions import Deletions
-from shardwell_server.shard.quotas import Usages
+from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.registry import Tables
 from shardwell_server.store import Store, TableLayout, TableStorage
 from shardwell_server.store.memory.store import MemoryStore

@@ -279,7 +279,7 @@ def _update(
         image.end(update_count)
 
 
-# Steps that are full, and close without another contribution: clipping.py.
+# Steps that are full, and close without another contribution: steps.py.
 
 
 def squares_of_mean(

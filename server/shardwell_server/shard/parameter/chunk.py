@@ -1,6 +1,10 @@
-"""A chunk of a slice in memory: its place, its arrays and the lock that guards them."""
+"""Chunks of a slice in memory, each with the lock that guards it; and images of all of them."""
 
 from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.placement.slices import Slice
@@ -62,3 +66,58 @@ class Chunk:
         """What lasts: weights, optimizer state and image."""
         image = () if self.state.image is None else (self.state.image.values,)
         return (self.state.weights, *self.state.slots, *image)
+
+
+class _BrokenOffError(Exception):
+    """An image is not wanted any more."""
+
+
+class ImageWriter:
+    """Writes images of a slice, from which its storage goes on after a loss of power.
+
+    Args:
+        storage: The slice's storage.
+        chunks: Its chunks.
+        imaged: Called when an image has all chunks, before it is in force.
+    """
+
+    def __init__(
+        self, storage: ParameterStorage, chunks: Sequence[Chunk], imaged: Callable[[], None]
+    ) -> None:
+        self._storage = storage
+        self._chunks = chunks
+        self._imaged = imaged
+        self._lock = threading.Lock()
+
+    def write(self, is_stopping: Callable[[], bool]) -> None:
+        """Writes an image, unless the shard is stopping meanwhile.
+
+        Raises:
+            StorageError: the disk failed, or is full; or a chunk was damaged.
+        """
+        with (
+            contextlib.suppress(_BrokenOffError),
+            self._lock,
+            self._storage.imaging() as add,
+        ):
+            for index, chunk in enumerate(self._chunks):
+                if is_stopping():
+                    raise _BrokenOffError
+                with chunk.changed.lock:
+                    chunk.verify()
+                    add(index)
+            self._imaged()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No image is written in the block, and what was changing a chunk has ended."""
+        with self._lock:
+            come_to_rest(self._chunks)
+            yield
+
+
+def come_to_rest(chunks: Sequence[Chunk]) -> None:
+    """Returns when what is changing a chunk now has ended."""
+    for chunk in chunks:
+        with chunk.changed.lock:
+            pass

@@ -104,7 +104,8 @@ class EncodedWeights:
         if found == version:
             return message
         begin_ns = now_ns()
-        chunk.verify()
+        if not chunk.is_verified:
+            chunk.verify()
         message = self._encode(chunk, chunk_index, version, form)
         with self._lock:
             self._kept[key] = (version, message)

@@ -141,7 +141,7 @@ class Register(SliceRegister[ParameterSeat]):
             )
 
     def claim(
-        self, worker_id: str, deadline: RequestDeadline, *, above_epoch: int = 0
+        self, worker_id: str, deadline: RequestDeadline, above_epoch: int = 0
     ) -> pb.ClaimInitResponse:
         """Grants the right to set the first weights, or waits until another has set them.
 
@@ -274,7 +274,7 @@ class Register(SliceRegister[ParameterSeat]):
         first = reached if from_step is None else from_step
         self._brought = {k: rate for k, rate in self._brought.items() if k < first}
 
-    # Norms; see clipping.py.
+    # Norms; see steps.py.
 
     def agree_on_norm(self, step: int, norm: float) -> float | None:
         """Returns the norm that a step closes with, the first it gets; None: it is long over.

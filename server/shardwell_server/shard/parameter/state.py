@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shardwell.numerics.update_rules import TensorRules
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.contributions import Contributions
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
+from shardwell_server.shard.parameter.open_sets import OpenSets
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SliceState
@@ -32,5 +32,5 @@ class ParameterState(SliceState[ParameterSeat]):
     """The chunks as they travel."""
     snapshots: Snapshots
     """Snapshots under way."""
-    contributions: Contributions
-    """The contributors to the last steps, where sets are open."""
+    sets: OpenSets
+    """The contributors to its steps, where sets are open."""

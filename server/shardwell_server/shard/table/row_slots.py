@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwell.errors import LimitError
-from shardwell_server.shard.byte_budget import OwnedBytes
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.store import FREE, TableLayout, TableStorage
 from shardwell_server.store.contract import Places
 

@@ -34,7 +34,6 @@ from shardwell.v1.trace_pb2 import (
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import OwnedBytes
 from shardwell_server.shard.crews import Contributor, Liveness
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.errors import (
@@ -44,6 +43,7 @@ from shardwell_server.shard.errors import (
     state_overflow,
     table_workers_missing,
 )
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice
 from shardwell_server.shard.step_times import StepTimes
@@ -257,7 +257,8 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         begin_ns = now_ns()
         part = self._reader.open(contributor.worker_id, header, payload)
         with self._lock:
-            self.loading.check_committed()
+            if self.storage.record.is_loading:
+                self.loading.check_committed()
             seat = contributor.seat
             if seat is None:
                 seat = contributor.seat = self._seat(contributor)

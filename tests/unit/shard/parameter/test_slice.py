@@ -73,7 +73,7 @@ def slice_of(
         spans=Spans(),
     )
     if not isinstance(optimizer, Average):
-        made.finish_init(made.claim_init("w0", deadline()).epoch)
+        made.loading.finish(made.loading.claim("w0", deadline()).epoch)
     return made
 
 
@@ -219,22 +219,22 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         spans=Spans(),
     )
     with pytest.raises(OtherIncarnationError, match="epoch 1 is refused"):
-        made.confirm_init(1)
-    made.set_first_weights(1, Slice(4, 4), np.ones(4, np.float32))
-    made.finish_init(1)
+        made.loading.confirm(1)
+    made.loading.set(1, Slice(4, 4), np.ones(4, np.float32))
+    made.loading.finish(1)
     with pytest.raises(NotInitializedError):  # shard 0 has not accepted them yet
         made.weights_message(0, 0, deadline())
-    made.set_first_weights(3, Slice(4, 2), np.zeros(2, np.float32))  # a later claim, half sent
+    made.loading.set(3, Slice(4, 2), np.zeros(2, np.float32))  # a later claim, half sent
     for epoch in (1, 3):
         with pytest.raises(OtherIncarnationError):
-            made.confirm_init(epoch)
-    made.set_first_weights(3, Slice(4, 4), np.full(4, 3, np.float32))
-    made.finish_init(3)
-    assert made.confirm_init(3) == made.confirm_init(3) == 0
+            made.loading.confirm(epoch)
+    made.loading.set(3, Slice(4, 4), np.full(4, 3, np.float32))
+    made.loading.finish(3)
+    assert made.loading.confirm(3) == made.loading.confirm(3) == 0
     for epoch, error in ((1, InitSupersededError), (5, OtherIncarnationError)):
         with pytest.raises(error):
-            made.set_first_weights(epoch, Slice(4, 4), np.zeros(4, np.float32))
+            made.loading.set(epoch, Slice(4, 4), np.zeros(4, np.float32))
         with pytest.raises(OtherIncarnationError):
-            made.confirm_init(epoch)
-    made.set_first_weights(3, Slice(4, 4), np.zeros(4, np.float32))
+            made.loading.confirm(epoch)
+    made.loading.set(3, Slice(4, 4), np.zeros(4, np.float32))
     np.testing.assert_array_equal(made.storage.weights, 3)

@@ -75,7 +75,7 @@ def make(
         spool_dir=spool_dir,
     )
     if initialized:
-        made.finish_init(made.claim_init("w0", deadline()).epoch)
+        made.loading.finish(made.loading.claim("w0", deadline()).epoch)
     return made
 
 
@@ -115,7 +115,7 @@ def captured(
     of: ParameterSlice, index: int, snapshot: Snapshot | None
 ) -> tuple[int, float, np.ndarray, np.ndarray]:
     size = of.where.chunk(index, CHUNK).size
-    into = [np.full(size, np.nan, np.float32) for _ in range(of.array_count)]
+    into = [np.full(size, np.nan, np.float32) for _ in range(of.loading.array_count)]
     version, rate = of.snapshots.capture(index, snapshot, deadline(), into)
     return version, rate, into[0], into[1]
 
@@ -249,14 +249,14 @@ class TestRestoring:
     def set_all(self, made: ParameterSlice, epoch: int, weights: float, momentum: float) -> None:
         for index, value in enumerate((weights, momentum)):
             values = np.full(SIZE, value, np.float32)
-            made.set_first_weights(epoch, made.where, values, array_index=index)
+            made.loading.set(epoch, made.where, values, array_index=index)
 
     def test_training_goes_on_as_if_it_had_not_stopped(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", deadline()).epoch
+        epoch = made.loading.claim("w0", deadline()).epoch
         self.set_all(made, epoch, *state_at(7))
         assert made.join("w0").next_step == 0
-        assert made.finish_init(epoch, version=7, with_slots=True) == 7
+        assert made.loading.finish(epoch, version=7, with_slots=True) == 7
         answer = made.join("w0")
         assert (answer.next_step, answer.version) == (7, 7)
         train(made, 7)
@@ -264,25 +264,25 @@ class TestRestoring:
 
     def test_state_of_a_restore_that_ended_half_way_is_forgotten(self) -> None:
         made = make(initialized=False)
-        self.set_all(made, made.claim_init("w0", deadline()).epoch, 3.0, 4.0)
-        epoch = made.claim_init("w0", deadline()).epoch
-        made.set_first_weights(epoch, made.where, np.zeros(SIZE, np.float32))
-        assert made.finish_init(epoch) == 0
+        self.set_all(made, made.loading.claim("w0", deadline()).epoch, 3.0, 4.0)
+        epoch = made.loading.claim("w0", deadline()).epoch
+        made.loading.set(epoch, made.where, np.zeros(SIZE, np.float32))
+        assert made.loading.finish(epoch) == 0
         np.testing.assert_array_equal(made.storage.slots[0], 0)
 
     def test_a_rate_begins_with_the_weights(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", deadline()).epoch
+        epoch = made.loading.claim("w0", deadline()).epoch
         self.set_all(made, epoch, 0.0, 0.0)
-        made.finish_init(epoch, version=5, learning_rate=0.25, with_slots=True)
+        made.loading.finish(epoch, version=5, learning_rate=0.25, with_slots=True)
         assert made.describe(8).learning_rate == 0.25
         train(made, 5)
         np.testing.assert_array_equal(made.storage.weights, -0.25)
 
     def test_a_version_needs_its_state(self) -> None:
         made = make(initialized=False)
-        epoch = made.claim_init("w0", deadline()).epoch
+        epoch = made.loading.claim("w0", deadline()).epoch
         with pytest.raises(ValueError, match="1 arrays of state"):
-            made.finish_init(epoch, version=5)
+            made.loading.finish(epoch, version=5)
         with pytest.raises(ValueError, match="versions are"):
-            made.finish_init(epoch, version=2**63, with_slots=True)
+            made.loading.finish(epoch, version=2**63, with_slots=True)

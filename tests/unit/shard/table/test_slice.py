@@ -36,9 +36,8 @@ from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
 from shardwell_server.config import Limits
-from shardwell_server.shard.byte_budget import ByteBudget, OwnedBytes
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
-from shardwell_server.shard.quotas import Usage
+from shardwell_server.shard.quotas import ByteBudget, OwnedBytes, Usage
 from shardwell_server.shard.table.index import HashRowIndex
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.store import TableLayout, TableStorage
