@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.programs import forkserver
+from shardwell.threads.pool import IDLE_NAME, TIMER_NAME
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+_OF_ALL = (IDLE_NAME, TIMER_NAME)
+"""Names of threads of the process's pool that do nothing for anyone."""
 _IS_LISTENING = socket.SO_ACCEPTCONN
 _KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
 """Whether the kernel lists them; without, every process is looked at, which takes milliseconds."""
@@ -36,7 +39,8 @@ class Resources:
             frozenset(
                 thread
                 for thread in threading.enumerate()
-                if not thread.daemon or thread.name.startswith("shardwell")
+                if not thread.daemon
+                or (thread.name.startswith("shardwell") and thread.name not in _OF_ALL)
             ),
             frozenset(child_pids(os.getpid()) | child_pids(fork_server_pid)),
             frozenset(listening_ports()),

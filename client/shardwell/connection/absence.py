@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import threading
+
+from shardwell.threads.pool import begin
 
 BUSY = "a server listens there, and did not answer in time; check the shard's load and log"
 """The words of `why_absent` for a server that may well be the shard."""
@@ -34,7 +35,7 @@ def why_absent(address: str, timeout_s: float = _LOOK_S, *, speaks_tls: bool = F
 
     with contextlib.suppress(queue.Empty, RuntimeError):  # no thread is to be had
         # On one that may be left behind: the system's resolver can't be interrupted.
-        threading.Thread(target=look, name="shardwell-absence", daemon=True).start()
+        begin("shardwell-absence", look)
         return found.get(timeout=look_s)
     return "no answer came from there; check that the shard runs and can be reached from here"
 

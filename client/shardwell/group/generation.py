@@ -50,6 +50,7 @@ from shardwell.group.transport.peers import (
 )
 from shardwell.process.shared_memory import SharedMemory
 from shardwell.process.spans import Traffic
+from shardwell.threads.pool import begin
 from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
@@ -350,7 +351,7 @@ class Generation:
                 self._agreement.give_up(lost(rank, f"can't be reached: {what}"))
 
         if not self._over:
-            threading.Thread(target=give_up, name="shardwell-link-failed", daemon=True).start()
+            begin("shardwell-link-failed", give_up)
 
 
 class Membership(Protocol):

@@ -88,20 +88,10 @@ class CallScope:
         in_turn: bool | JointTurn = False,
         verb: str = "",
     ) -> ResultT:
-        """What `body` returns. Blocks until then, or until the deadline.
+        """Runs `body` on another thread and returns its result; blocks up to the deadline.
 
-        Args:
-            body: Runs on another thread; is given its deadline and its attempts.
-            timeout_s: Default: the client's.
-            in_turn: Whether to wait until no other call in turn is under way, except those of the
-                same joint turn.
-            verb: What OpenTelemetry's span of it is called, if it is to have one.
-
-        Raises:
-            ArgumentError: no such timeout can be.
-            ClosedError: this was closed, before or meanwhile.
-            ForkedError: this process was forked from the one that connected.
-            ShardwellError: whatever `body` raises.
+        `in_turn` waits until no other call in turn is under way, except those of the same joint
+        turn. `verb` names the span of the call, where it has one.
         """
         __tracebackhide__ = True  # of notebooks and of pytest
         self.check_open()
@@ -129,18 +119,14 @@ class CallScope:
         *,
         in_turn: bool | JointTurn = False,
     ) -> Future[ResultT]:
-        """The same without waiting; errors of `body` come in the future."""
+        """Begins what `run` does; errors of `body` come in the future."""
         self.check_open()
         bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
         call = partial(self._attempted, body, bound_s, in_turn=in_turn)
         return self._shards.threads.start(call, with_answer(bound_s), scope=self)
 
     def check_open(self, cause: BaseException | None = None) -> None:
-        """Refuses to work after `close`; `cause` is what came of working while it was called.
-
-        Raises:
-            ClosedError: this was closed.
-        """
+        """Raises ClosedError after `close`, from the failure that came of it."""
         if self.is_closed:
             raise ClosedError(
                 f"{self._what} was closed, or its client was; open it again, or connect again",
@@ -198,11 +184,7 @@ class CallScope:
                 self._turn_lock.release()
 
     def _await_turn(self, attempts: Attempts, lock: threading.Lock) -> None:
-        """Takes a lock once no other thread's call is under way; that is bounded, too.
-
-        Raises:
-            DeadlineError: another call took too long.
-        """
+        """Takes a lock once no other thread's call is under way; DeadlineError: one takes long."""
         call = current_call()
         assert call is not None
         while not lock.acquire(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S)):
@@ -216,11 +198,7 @@ class CallScope:
 
 
 def await_call(call: Future[None], attempts: Attempts, what: str) -> None:
-    """Blocks until another call of the client has ended, whatever became of it.
-
-    Raises:
-        DeadlineError: it took too long, or this call is given up.
-    """
+    """Blocks until another call of the client has ended; DeadlineError: or this one is late."""
     current = current_call()
     assert current is not None
     while not call.done():

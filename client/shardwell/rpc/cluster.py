@@ -32,6 +32,7 @@ from shardwell.rpc.session import new_session
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target
 from shardwell.threads.calls import CallThreads, current_call
+from shardwell.threads.pool import after
 from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import parameter_server_pb2 as pb
 
@@ -325,16 +326,10 @@ def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None
                 end,
             )
 
-    timer = threading.Timer(_SILENCE_S_MAX, tell)
-    timer.name, timer.daemon = "shardwell-waiting", True
-    with contextlib.suppress(RuntimeError):  # without a further thread nothing is logged
-        timer.start()
-    try:
+    with contextlib.ExitStack() as block:
+        with contextlib.suppress(RuntimeError):  # without a further thread nothing is logged
+            block.callback(after(_SILENCE_S_MAX, "shardwell-waiting", tell).cancel)
         yield
-    finally:
-        timer.cancel()
-        if timer.ident is not None:
-            timer.join()
 
 
 def _check(

@@ -3,8 +3,8 @@
 That they live, and which tenures they know to be over; each answer has those that the shard knows.
 So all shards come to know what one has found, and this client when a tenure of its own is over.
 
-The heartbeats have connections of their own, whose sockets no gradient fills. One thread sends
-them; it ends when no tenure is left, or the channels are no longer in use.
+The heartbeats have connections of their own, whose sockets no gradient fills. The process's timer
+sends them, until no tenure is left or the channels are no longer in use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import grpc
 
 from shardwell.errors import ClosedError, CorruptChunkError
 from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.threads.pool import Later, after
 from shardwell.v1 import session_pb2 as pb
 from shardwell.wire import checksum
 
@@ -82,15 +83,13 @@ class TakesPart(Protocol):
 
 
 class Heartbeats:
-    """The heartbeats of one client. Any thread may use it.
-
-    Args:
-        channels: Those of all shards.
-    """
+    """The heartbeats of one client to all shards. Any thread may use it."""
 
     def __init__(self, channels: Sequence[ShardChannel]) -> None:
         self._channels = [weakref.ref(channel) for channel in channels]
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._beating = threading.Lock()
+        """Held while heartbeats are sent."""
         self._own: dict[Membership, float] = {}
         """Tenures of this worker's that go on, and how often they ask for a heartbeat."""
         self._ended: dict[Membership, float] = {}
@@ -99,12 +98,13 @@ class Heartbeats:
         """Heartbeats under way, by shard."""
         self.members: weakref.WeakSet[TakesPart] = weakref.WeakSet()
         """This worker, as a member of each parameter and table that it has opened so."""
-        self._thread: threading.Thread | None = None
+        self._next: Later | None = None
+        """The next heartbeats; None: there are none to come."""
         self._closed = False
 
     @property
     def is_of_one(self) -> bool:
-        """Whether this worker is a member of one parameter or table at the most."""
+        """True if this worker is a member of one parameter or table at the most."""
         return len(self._own) <= 1
 
     def give_way(self, waiting: TakesPart) -> None:
@@ -121,23 +121,19 @@ class Heartbeats:
 
     def end_soon(self, membership: Membership) -> None:
         """Tells all shards that a tenure of this worker's is over, with the next heartbeat."""
-        with self._changed:
+        with self._lock:
             self._ended[membership] = time.monotonic()
             self._own.pop(membership, None)
-            self._changed.notify()
+            if self._next is not None:
+                self._beat_after(0.0)
 
     def begin(self, membership: Membership, lease_s: float) -> None:
         """Says from now on that a member lives."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._own[membership] = min(PERIOD_S, lease_s / _PER_LEASE)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="shardwell-heartbeats", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
+            self._beat_after(0.0)
 
     def is_over(self, membership: Membership) -> bool:
         """Whether a shard has said that a tenure is over."""
@@ -145,17 +141,13 @@ class Heartbeats:
 
     def forget(self, membership: Membership) -> None:
         """Says no more of a tenure, which its worker has given up."""
-        with self._changed:
+        with self._lock:
             self._own.pop(membership, None)
 
     def end(self, membership: Membership, timeout_s: float) -> list[int]:
-        """Tells all shards that a tenure of this worker's is over; blocks.
-
-        Returns:
-            Shards that did not answer in time. They learn it from other members, or find it.
-        """
+        """Tells all shards that a tenure is over; blocks, and returns those that did not answer."""
         self.forget(membership)
-        with self._changed:
+        with self._lock:
             self._ended[membership] = time.monotonic()
         until_s = time.monotonic() + timeout_s
         silent = []
@@ -170,34 +162,34 @@ class Heartbeats:
         return silent
 
     def close(self) -> None:
-        """Ends the thread. Safe to repeat."""
-        with self._changed:
+        """Ends the heartbeats. Safe to repeat."""
+        with self._lock:
             self._closed = True
             self._own.clear()
-            self._changed.notify()
+            if self._next is not None:
+                self._next.cancel()
+                self._next = None
 
     def _living(self) -> Iterable[ShardChannel]:
         found = (each() for each in self._channels)
         return [channel for channel in found if channel is not None]
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed or not self._own:
-                    self._thread = None
-                    return
-                period_s = min(self._own.values())
+    def _beat_after(self, delay_s: float) -> None:
+        """Has the next heartbeats sent then; the lock is held."""
+        if self._next is not None:
+            self._next.cancel()
+        self._next = after(delay_s, "shardwell-heartbeats", self._beat_all)
+
+    def _beat_all(self) -> None:
+        with self._beating:
             channels = self._living()
-            if not channels:
-                return
+            with self._lock:
+                if self._closed or not self._own or not channels:
+                    self._next = None
+                    return
+                self._beat_after(min(self._own.values()))
             for channel in channels:
                 self._beat(channel)
-            del channels
-            with contextlib.suppress(UnboundLocalError):
-                del channel
-            with self._changed:
-                if not self._closed:
-                    self._changed.wait(period_s)
 
     def _beat(self, channel: ShardChannel) -> None:
         """Sends a shard its next heartbeat, unless it has not answered the last."""
@@ -213,7 +205,7 @@ class Heartbeats:
 
     def _call(self, channel: ShardChannel, timeout_s: float) -> Any:
         now_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             self._ended = {k: s for k, s in self._ended.items() if now_s - s < _TOLD_S}
             ended = list(self._ended)[-_ENDED_COUNT_MAX:]
         request = pb.HeartbeatRequest(
@@ -226,7 +218,7 @@ class Heartbeats:
     def _take(self, channel: ShardChannel, response: pb.HeartbeatResponse) -> None:
         checksum.check_sealed(response)
         now_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             for each in response.ended:
                 found = Membership.from_proto(each)
                 self._ended.setdefault(found, now_s)

@@ -25,6 +25,7 @@ from shardwell.errors import (
     ShardwellError,
 )
 from shardwell.process.connected import OwnerProcess
+from shardwell.threads.pool import Later, after
 
 _LIFE_S_MIN = 1.0
 """A call that ended sooner is made again after so long, so that no shard is asked in a loop."""
@@ -57,16 +58,12 @@ class HeldCall:
         self._began_s = 0.0
         self._refusal: ShardwellError | None = None
         self._is_distrusted = False
-        self._timer: threading.Timer | None = None
+        self._timer: Later | None = None
         self._closed = False
         self._owner = OwnerProcess("client")
 
     def ensure(self) -> None:
-        """Makes the call if it is not open.
-
-        Raises:
-            ShardwellError: the shard has refused the last one; another one is made nevertheless.
-        """
+        """Makes the call if it is not open; raises what the shard refused the last one with."""
         with self._lock:
             refusal, self._refusal = self._refusal, None
             if not self._closed and self._call is None and not self._is_pausing():
@@ -145,9 +142,8 @@ class HeldCall:
             else:
                 if self._timer is not None:  # `ensure` was called meanwhile
                     self._timer.cancel()
-                self._timer = threading.Timer(_LIFE_S_MIN, _ensured, (weakref.ref(self),))
-                self._timer.daemon = True
-                self._timer.start()
+                ensured = partial(_ensured, weakref.ref(self))
+                self._timer = after(_LIFE_S_MIN, "shardwell-held", ensured)
 
     def _is_pausing(self) -> bool:
         """Whether the shard does not believe the token, and is to be asked again in a moment."""

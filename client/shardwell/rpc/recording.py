@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -13,6 +13,7 @@ from shardwell.connection.options import unary_stub
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.process.spans import Spans, clock_id, now_ns
 from shardwell.rpc.held_call import HeldCall
+from shardwell.threads.pool import begin
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 
@@ -107,10 +108,8 @@ class SpanGiver:
         recording = call.result().recording
         if recording:
             # gRPC's thread is not to be held up.
-            thread = threading.Thread(target=self._give, args=(recording,), daemon=True)
-            thread.name = "shardwell-trace"
             with contextlib.suppress(RuntimeError):  # the system has no further one
-                thread.start()
+                begin("shardwell-trace", partial(self._give, recording))
 
     def _give(self, recording: int) -> None:
         with contextlib.suppress(grpc.RpcError, ShardwellError, ValueError):  # it may lack them

@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
 from shardwell.threads.calls import CallPart, current_call
-from shardwell.threads.daemon_threads import DaemonThreads
+from shardwell.threads.pool import together
 
 _THREAD_COUNT_MAX = 8
 """The threads of one call: as many as a shard answers without hurting others."""
-
 _TOGETHER_BYTES_MAX = 8 << 20
 """Larger things fill the wire alone."""
 
 GivenT = TypeVar("GivenT")
 AnswerT = TypeVar("AnswerT")
+
+
+def done_at_once(
+    name: str,
+    given: Sequence[GivenT],
+    act: Callable[[GivenT], AnswerT],
+    stop: Callable[[], object],
+) -> list[AnswerT]:
+    """The results of `act` for each of `given`, in their order, on threads of that name.
+
+    After a failure nothing more is begun, `stop` ends what is under way, and its end is waited for.
+    """
+    answers: dict[int, AnswerT] = {}
+    failures: list[BaseException] = []
+    left = deque(range(len(given)))
+
+    def work() -> None:
+        while left and not failures:
+            try:
+                index = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                answers[index] = act(given[index])
+            except BaseException as error:
+                failures.append(error)
+                stop()
+
+    together(name, work, min(len(given), _THREAD_COUNT_MAX) - 1)
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # which the error's traceback would hold
+    return [answers[index] for index in range(len(given))]
 
 
 def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[AnswerT]:
@@ -31,30 +65,15 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
     call = current_call()
     parts = [CallPart(call) for _ in given]
 
-    def asked(part: CallPart, each: GivenT) -> AnswerT:
-        with part.running():
-            return ask(each)
+    def asked(index: int) -> AnswerT:
+        with parts[index].running():
+            return ask(given[index])
 
-    thread_count = min(len(given), _THREAD_COUNT_MAX)
-    pool = DaemonThreads(thread_count, "shardwell-asking", lends_callers=True)
-    try:
-        futures: list[Future[AnswerT]] = [
-            pool.submit(asked, part, each) for part, each in zip(parts, given, strict=True)
-        ]
-        ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        failures = [future.exception() for future in futures if future in ended]
-    except BaseException:  # no thread can be started
-        pool.shutdown(wait=False, cancel_futures=True)
-        _cancel(parts)
-        raise
-    failure = next(filter(None, failures), None)
-    if failure is not None:
-        pool.shutdown(wait=False, cancel_futures=True)
-        _cancel(parts)
-    pool.shutdown()
-    if failure is not None:
-        raise failure
-    return [future.result() for future in futures]
+    def cancel() -> None:
+        for part in parts:
+            part.cancel()
+
+    return done_at_once("shardwell-asking", range(len(given)), asked, cancel)
 
 
 def batches(
@@ -66,8 +85,3 @@ def batches(
     ):
         members = list(group)
         yield from ([each] for each in members) if is_large else [members]
-
-
-def _cancel(parts: Sequence[CallPart]) -> None:
-    for part in parts:
-        part.cancel()

@@ -23,8 +23,7 @@ _Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 class DaemonThreads(Executor):
     """An executor whose threads end with the process at the latest. Any thread may use it."""
 
-    def __init__(self, count_max: int, name: str, *, lends_callers: bool = False) -> None:
-        self._lends_callers = lends_callers
+    def __init__(self, count_max: int, name: str) -> None:
         self._count_max = count_max
         self._name = name
         self._lock = threading.Lock()
@@ -45,9 +44,6 @@ class DaemonThreads(Executor):
             self._tasks.put((future, partial(function, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._count_max:
                 self._add()
-            is_done_here = self._lends_callers and not self._threads
-        if is_done_here:
-            self._work_off()
         return future
 
     def offer(self, function: Callable[..., ResultT], /, *args: Any) -> Future[ResultT] | None:
@@ -86,7 +82,7 @@ class DaemonThreads(Executor):
         try:
             thread.start()
         except RuntimeError:
-            if not (self._lends_callers or self._threads):
+            if not self._threads:
                 raise
         else:
             self._threads.append(thread)
@@ -96,10 +92,6 @@ class DaemonThreads(Executor):
             _do(*task)
             del task
             self._idle.release()
-
-    def _work_off(self) -> None:
-        while (task := self._taken()) is not None:
-            _do(*task)
 
     def _taken(self) -> _Task | None:
         with contextlib.suppress(queue.Empty):

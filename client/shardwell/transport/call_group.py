@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, TypeVar
 
 import grpc
 
 from shardwell.errors import DeadlineError, ShardwellError
+from shardwell.threads.asking import done_at_once
 from shardwell.threads.calls import cancelled_by, current_call
-from shardwell.threads.daemon_threads import DaemonThreads
 from shardwell.transport.endpoint import ShardEndpoint
 
-_READER_COUNT_MAX = 8
-"""Threads; further shards keep what they have to until it is their turn."""
 T = TypeVar("T")
 
 
@@ -102,27 +99,7 @@ class CallGroup:
 
         When one fails, the others are given up, and what it raised first is raised.
         """
-        failures: list[BaseException] = []
-
-        def read(reader: Callable[[], T]) -> T:
-            try:
-                return reader()
-            except BaseException as error:
-                with self._lock:
-                    failures.append(error)
-                self.cancel()
-                raise
-
-        with DaemonThreads(_READER_COUNT_MAX, "shardwell-reader", lends_callers=True) as pool:
-            try:
-                futures = [pool.submit(read, reader) for reader in readers]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:
-                self.cancel()
-                raise
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
+        return done_at_once("shardwell-reader", list(readers), lambda reader: reader(), self.cancel)
 
     def _ended(self, channel: ShardEndpoint, call: Any) -> None:
         self.has_ended = True

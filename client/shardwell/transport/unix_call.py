@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 from shardwell.connection.error_codes import ERROR_DETAIL_KEY
 from shardwell.errors import CorruptChunkError
 from shardwell.process.connected import OwnerProcess
+from shardwell.threads.pool import begin
 from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.checksum import WIRE_VERSION
 from shardwell.wire.frames import FrameKind, FrameReader, head
@@ -277,7 +278,7 @@ class UnixCall:
 def _started_writer() -> queue.SimpleQueue[Callable[[], None] | None]:
     """A queue of what a new thread does, one after another; None ends it."""
     work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-    threading.Thread(target=_work, args=(work,), name="shardwell-writer", daemon=True).start()
+    begin("shardwell-writer", partial(_work, work))
     return work
 
 

@@ -94,8 +94,9 @@ class WorkThreads:
 
     def _start(self) -> None:
         jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        name = "shardwell-work"
-        thread = threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(jobs,), name="shardwell-work", daemon=True
+        )
         thread.start()
         self._threads.append(thread)
         self._is_free(jobs)

@@ -7,11 +7,13 @@ the main one, and from atexit handlers that were registered at different times.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 from harness.programs.commands import Program
+from shardwell.threads.asking import ask_all
 from shardwell.threads.daemon_threads import DaemonThreads
 
 PROGRAM = """
@@ -110,8 +112,10 @@ def test_work_where_no_thread_can_be_had(monkeypatch) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr("threading.Thread.start", refused)
-    with DaemonThreads(4, "test", lends_callers=True) as threads:
-        assert [threads.submit(pow, 2, each).result(0) for each in range(3)] == [1, 2, 4]
-        assert isinstance(threads.submit(int, "x").exception(0), ValueError)
+    with monkeypatch.context() as empty:
+        empty.setattr("shardwell.threads.pool._pool._idle", deque())
+        assert ask_all(range(3), lambda each: 2**each) == [1, 2, 4]
+        with pytest.raises(ValueError, match="invalid literal"):
+            ask_all(["1", "x"], int)
     with pytest.raises(RuntimeError, match="interpreter shutdown"):
         DaemonThreads(4, "test").submit(int)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -706,6 +707,7 @@ def test_without_a_further_thread_the_next_recording_gets_the_spans(
 
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", refuse)
+        without.setattr("shardwell.threads.pool._pool._idle", deque())
         _, output = traced(running.target, tmp_path / "run.json", "--timeout-s=0.1")
         assert "gave nothing within 0.1 s: w0" in output
     is_asked(running, 1)
