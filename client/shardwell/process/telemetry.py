@@ -38,24 +38,6 @@ _CLOSING = (pb.SPAN_KIND_UPDATE, pb.SPAN_KIND_LATE)
 ResultT = TypeVar("ResultT")
 
 
-def exported(
-    call: Callable[[], ResultT], verb: str, spans: Spans, worker_id: str, where: dict[str, str]
-) -> ResultT:
-    """Makes a call, then exports its span, in the caller's context, with what was noted in it.
-
-    `where` is {"parameter": name} or {"table": name}.
-    """
-    begin_ns, failed = now_ns(), None
-    try:
-        return call()
-    except BaseException as error:
-        failed = error
-        raise
-    finally:
-        with _apart():
-            _export_call(verb, spans, worker_id, where, begin_ns, failed)
-
-
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Guards a block of OpenTelemetry's: no call fails because that does, or is half imported."""
@@ -63,6 +45,22 @@ def _apart() -> Iterator[None]:
         yield
     except Exception as error:
         _LOG.debug("OpenTelemetry failed", exc_info=error)
+
+
+def export_call(
+    verb: str,
+    spans: Spans,
+    worker_id: str,
+    where: dict[str, str],
+    begin_ns: int,
+    failed: BaseException | None,
+) -> None:
+    """Exports the span of a call, in the caller's context, with the kinds of work in it.
+
+    `where` is {"parameter": name} or {"table": name}.
+    """
+    with _apart():
+        _export_call(verb, spans, worker_id, where, begin_ns, failed)
 
 
 def _export_call(

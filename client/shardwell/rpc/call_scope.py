@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from shardwell.errors import ClosedError, DeadlineError, ShardwellError
 from shardwell.process import telemetry
+from shardwell.process.spans import now_ns
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.heartbeat import TakesPart
 from shardwell.rpc.retry import Attempts
@@ -101,10 +102,17 @@ class CallScope:
         look = partial(self._look, f"{verb or 'a call'} of {self._what}")
         end_s = with_answer(bound_s)
         run = partial(self._shards.threads.run, call, end_s, scope=self, tell=tell, look=look)
-        if verb and sys.modules.get(telemetry.MODULE):
-            shards, where = self._shards, self._where
-            return telemetry.exported(run, verb, shards.spans, self._worker_id, where)
-        return run()
+        if not (verb and sys.modules.get(telemetry.MODULE)):
+            return run()
+        begin_ns, failed = now_ns(), None
+        try:
+            return run()
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            spans, where = self._shards.spans, self._where
+            telemetry.export_call(verb, spans, self._worker_id, where, begin_ns, failed)
 
     def _look(self, what: str, waited_s: float) -> None:
         """A call has waited for some seconds."""
