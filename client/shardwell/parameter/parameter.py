@@ -792,6 +792,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self.version,
             has_effect=has_values and (sample_count > 0 or self.spec.mode == "async"),
             is_clipped=not (has_values and self._tools.clips),
+            is_first=not tried.is_sent
+            and self.outcome is not None
+            and self.outcome.step == tried.step - 1,
         )
         if is_whole and feedback.keeps and feedback.is_due:
             call.add_carried()

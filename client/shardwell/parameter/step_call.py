@@ -86,6 +86,9 @@ class StepCall:
     has what only ends a step."""
     is_clipped: bool
     """Whether the values have their largest norm at most, or it is none of the worker's."""
+    is_first: bool = False
+    """Whether nothing of the step can have left the worker before: it has given the step before, in
+    this process, and no call for this one has failed."""
     own: Pieces | None = None
     """The gradient without what it carries of earlier ones; None: the work has nothing else."""
     is_again: bool = False
@@ -223,6 +226,9 @@ class StepCall:
         work, feedback, spec = self.work, self.tools.feedback, self.tools.spec
         ended = NOTHING_LOST
         superseded: tuple[Slice, ...] = ()
+        if self.is_first and not self.has_effect:
+            # A shard that was killed has forgotten that it had counted this, which has no values.
+            work.superseded.clear()
         if work.superseded or work.late:
             is_again = self.is_again or attempts.is_again or self.tried.is_sent
             unknown = work.unknown if is_again else ()

@@ -114,6 +114,32 @@ def test_shards_that_are_killed_change_no_bit(
         assert_bits(net.residual, worker.residual)
 
 
+def test_a_step_without_a_gradient_that_a_killed_shard_had_counted_is_no_other(
+    shards: Shards, connect: Callable[..., shardwell.Client]
+) -> None:
+    """The shard knows the step again, and no longer that it came without values."""
+    clients = [connect(shards.target, f"w{rank}", timeout_s=PATIENCE_S) for rank in range(2)]
+    nets = [opened(client, worker_count=2) for client in clients]
+    gradients = [in_background(partial(net.exchange, gradient_of(0, 0))) for net in nets]
+    for each in gradients:
+        each.result(PATIENCE_S)
+    waiting = in_background(partial(nets[0].exchange, None))
+    eventually(
+        "both shards have counted it",
+        lambda: all(
+            each.parameters[0].contributed_worker_ids == ("w0",) for each in clients[1].status()
+        ),
+    )
+    shards.kill(0)
+    shards.start(0)
+    nets[1].exchange(gradient_of(1, 1))
+    waiting.result(PATIENCE_S)
+    assert nets[0].outcome.superseded == ()
+    worker = Int8Worker(SIZE)
+    worker.sent(gradient_of(0, 0))
+    assert_bits(nets[0].residual, worker.residual)
+
+
 @pytest.mark.parametrize("ahead", [-1, 0, 1, 2, 3, 4])
 @pytest.mark.parametrize("lost", ["one shard", "both shards"])
 def test_steps_that_were_lost_and_made_anew(
