@@ -51,11 +51,11 @@ TEST_PRIVATE = "private members that tests read"
 TEST_NAMES = "test names in several files"
 PARAMETER_COUNT = 9
 MARGINS = {LINES: 500, DOCSTRINGS: 100, MODULES: 3, TEST_LINES: 1000, TEST_PRIVATE: 10}
-PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_repr_html_", "_current_frames"}
-"""Names of Python, and of notebooks, that are public in spite of their underscore."""
 """What may be exceeded by some: about one feature with its help and messages. Without a margin each
 commit that adds a line would change the record, and those of several people at once would conflict
 there."""
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_repr_html_", "_current_frames"}
+"""Names of Python, and of notebooks, that are public in spite of their underscore."""
 CALLS = {"exchange": "an exchange", "put_row_gradients": "put_row_gradients"}
 ADVICE = {
     OF_A_FOLDER: "join modules that only one other imports, or make a folder of those of one idea",
