@@ -28,9 +28,7 @@ from shardwell.threads.calls import current_call
 
 _LOG = logging.getLogger("shardwell")
 _ASK_TIMEOUT_S = 5.0
-"""For the answers of shards that are asked for whom a call waits."""
 _TURN_LOOK_INTERVAL_S = 0.1
-"""How often a call that waits for its turn looks whether it was cancelled."""
 
 ResultT = TypeVar("ResultT")
 
@@ -38,18 +36,16 @@ ResultT = TypeVar("ResultT")
 class JointTurn:
     """The turn of calls that may be under way at once, such as the pieces of one exchange.
 
-    The first that comes takes the scope's turn, and the last that ends gives it back, so other
-    calls in turn wait for all of them. Any thread may use it.
+    The first call takes the scope's turn and the last gives it back. Any thread may use it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Held while the first waits for the scope's turn: others wait for that one."""
         self._count = 0
-        """Calls under way."""
 
     def enter(self, scope_lock: threading.Lock, acquire: Callable[[threading.Lock], None]) -> None:
-        """Takes part, once `acquire` has taken what is to be taken."""
+        """Waits with `acquire` for the scope's turn, which the first call takes for all."""
         acquire(self._lock)
         try:
             if not self._count:
@@ -59,7 +55,7 @@ class JointTurn:
             self._lock.release()
 
     def leave(self, scope_lock: threading.Lock) -> None:
-        """The call has ended."""
+        """Gives the scope's turn back with the last call."""
         with self._lock:
             self._count -= 1
             if not self._count:
@@ -67,7 +63,7 @@ class JointTurn:
 
 
 class CallScope:
-    """Any thread may use it."""
+    """The calls of one parameter, table or client. Any thread may use it."""
 
     def __init__(self, shards: Shards, timeout_s: float, what: str, **where: Any) -> None:
         self._shards = shards
@@ -77,9 +73,8 @@ class CallScope:
         self._where = where
         self._turn_lock = threading.Lock()
         self.is_closed = False
-        """Whether `close` was called."""
         self.member: TakesPart | None = None
-        """This worker as an elastic member of what is called; None: it is none."""
+        """None: this worker is no elastic member of what is called."""
 
     def run(
         self,
@@ -89,11 +84,7 @@ class CallScope:
         in_turn: bool | JointTurn = False,
         verb: str = "",
     ) -> ResultT:
-        """Runs `body` on another thread and returns its result; blocks up to the deadline.
-
-        `in_turn` waits until no other call in turn is under way, except those of the same joint
-        turn. `verb` names the span of the call, where it has one.
-        """
+        """Runs `body` on another thread and returns its result; blocks up to the deadline."""
         __tracebackhide__ = True  # of notebooks and of pytest
         self.check_open()
         bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
@@ -115,7 +106,6 @@ class CallScope:
             telemetry.export_call(verb, spans, self._worker_id, where, begin_ns, failed)
 
     def _look(self, what: str, waited_s: float) -> None:
-        """A call has waited for some seconds."""
         self._shards.look_for_silence(what, waited_s)
         if self.member is not None and self.member.membership is not None:
             self._shards.heartbeats.give_way(self.member)
@@ -127,14 +117,14 @@ class CallScope:
         *,
         in_turn: bool | JointTurn = False,
     ) -> Future[ResultT]:
-        """Begins what `run` does; errors of `body` come in the future."""
+        """Begins a call as `run` does; its future has the errors of `body`."""
         self.check_open()
         bound_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
         call = partial(self._attempted, body, bound_s, in_turn=in_turn)
         return self._shards.threads.start(call, with_answer(bound_s), scope=self)
 
     def check_open(self, cause: BaseException | None = None) -> None:
-        """Raises ClosedError after `close`, from the failure that came of it."""
+        """Raises ClosedError after `close`, with the failure that it caused as the cause."""
         if self.is_closed:
             raise ClosedError(
                 f"{self._what} was closed, or its client was; open it again, or connect again",
@@ -142,12 +132,11 @@ class CallScope:
             ) from cause
 
     def close(self) -> None:
-        """Lets no call begin and ends those under way, soon. From any thread; safe to repeat."""
+        """Ends the calls under way, and lets none begin. From any thread; safe to repeat."""
         self.is_closed = True
         self._shards.threads.cancel_scope(self)
 
     def _tell_wait(self, verb: str, timeout_s: float, waited_s: float) -> None:
-        """Logs, in a moment, that a call takes long, and for whom it waits. Does not wait."""
         with contextlib.suppress(ShardwellError):  # so many calls wait, or the client was closed
             self._shards.threads.start(
                 partial(self._tell, verb, timeout_s, waited_s), 2 * _ASK_TIMEOUT_S
@@ -192,7 +181,6 @@ class CallScope:
                 self._turn_lock.release()
 
     def _await_turn(self, attempts: Attempts, lock: threading.Lock) -> None:
-        """Takes a lock once no other thread's call is under way; DeadlineError: one takes long."""
         call = current_call()
         assert call is not None
         while not lock.acquire(timeout=min(attempts.rest_s, _TURN_LOOK_INTERVAL_S)):
@@ -206,7 +194,7 @@ class CallScope:
 
 
 def await_call(call: Future[None], attempts: Attempts, what: str) -> None:
-    """Blocks until another call of the client has ended; DeadlineError: or this one is late."""
+    """Blocks until another call of the client has ended, at most until the deadline."""
     current = current_call()
     assert current is not None
     while not call.done():

@@ -37,32 +37,25 @@ from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _DESCRIPTOR_COUNT = 16
-"""What gRPC needs in a process besides its connections, a few more counted."""
+"""Those that gRPC needs besides its connections, and a few more."""
 _END_S = 1.0
-"""For telling the shards that a client has ended; one that does not answer learns it otherwise."""
+"""A shard that does not answer in time notices the client's end otherwise."""
 _LOG = logging.getLogger("shardwell")
 _SILENCE_S_MAX = 2.0
 """A call that waits longer logs for which shard: shards that are starting answer sooner."""
 
 
 _MADE: weakref.WeakSet[Shards] = weakref.WeakSet()
-"""The channels of this process, and of the one that it was forked from."""
+"""Those of this process, and of the one that it was forked from."""
 _MADE_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
 class Shards:
-    """The channels in the order of the shards, and waiting for one. Any thread may use it.
+    """The shards of a cluster, in order, each with its channel. Any thread may use it.
 
-    Connections close when the last reference to this object is dropped, as by `close`: threads hold
-    none but those of the calls that run on them.
-
-    Args:
-        addresses: HOST:PORT of each shard, in order.
-        threads: Threads of the client, which end with it.
-        same_host: Whether memory is shared with shards of this machine.
-        credentials: What connections are made with.
-        core_threads: What takes pieces of the calls' work; ends with it.
+    Connections close with the last reference to this object, or by `close`; `threads` and
+    `core_threads` end then. Threads hold no reference except those of calls that run on them.
     """
 
     def __init__(
@@ -75,11 +68,8 @@ class Shards:
         core_threads: CoreThreads,
     ) -> None:
         self.core_threads = core_threads
-        """What takes pieces of the calls' work."""
         self.session = new_session()
-        """Session of this client."""
         self.spans = Spans()
-        """What this client did last."""
         self.channels = [
             ShardChannel(
                 i,
@@ -91,18 +81,14 @@ class Shards:
             )
             for i, address in enumerate(addresses)
         ]
-        """One a shard, by index."""
         self.heartbeats = Heartbeats(self.channels)
-        """What elastic members say to the shards."""
         self.given: set[str] = set()
         """Parameters and tables, "table 'x'", to which this client has given a gradient."""
         self.threads = threads
-        """What calls run on."""
         self._number = next(_NUMBERS)
         with _MADE_LOCK:
             _MADE.add(self)
         self._looked_s = -math.inf
-        """When it was looked last whether all shards answer."""
         self._closed = threading.Event()
         closing = _Closing(self.channels, self._closed, core_threads, self.heartbeats)
         self._end = weakref.finalize(self, threads.close, closing)
@@ -113,14 +99,13 @@ class Shards:
         return self.channels[0].worker_id
 
     now_s = staticmethod(time.monotonic)
-    """The clock of deadlines, in seconds."""
 
     def jitter(self) -> float:
         """A random factor of pauses, from 0 to 1."""
         return random.random()  # noqa: S311 (a pause)
 
     def pause(self, duration_s: float) -> None:
-        """Waits, until the call that this thread runs is cancelled at the most."""
+        """Waits, and ends early when the call that this thread runs is cancelled."""
         call = current_call()
         cancelled = self._closed if call is None else call.cancelled
         if cancelled.wait(duration_s) and (call is None or not call.is_expired):
@@ -136,11 +121,7 @@ class Shards:
         return is_there
 
     def look_for_silence(self, what: str, waited_s: float) -> None:
-        """Logs, in a moment, which shards answer nothing while a call waits. Does not wait.
-
-        Who waits for other workers waits for shards that answer, and nothing is logged. However
-        many calls wait, the shards are asked once in a while.
-        """
+        """Logs which shards are silent while a call waits: in the background, once in a while."""
         now_s = time.monotonic()
         if now_s < self._looked_s + _SILENCE_S_MAX / 2:
             return
@@ -191,7 +172,6 @@ class Shards:
         return bool(older)
 
     def _gives_way_to(self, newer: Shards) -> bool:
-        """Returns True for an older client of this worker in this process, with seats."""
         return (
             self._number < newer._number
             and self.threads.owner.is_here
@@ -202,11 +182,7 @@ class Shards:
         )
 
     def end_session(self) -> None:
-        """Tells the shards where it has seats that this client has ended in order.
-
-        As far as they can be reached. So the seats are free at once, and the workers done. Blocks
-        for a second at the most.
-        """
+        """Ends the session in order, so that its seats are free at once; blocks for 1 s at most."""
         with contextlib.suppress(ShardwellError):  # it was closed before, or a fork inherited it
             self.threads.run(self._tell_end, _END_S)
 
@@ -260,16 +236,7 @@ def connect_shards(
     credentials: Credentials,
     thread_count: int = 1,
 ) -> Shards:
-    """Connects to all shards and checks who answers; then attends on each.
-
-    Raises:
-        ArgumentError: no such addresses can be, or a token would go there in the clear.
-        AuthenticationError: a shard answers, but TLS keeps the two sides apart, or it does not
-            believe the token.
-        ShardUnavailableError: a shard did not answer in time; it is named.
-        WrongShardError: an address leads to another shard, count or cluster.
-        LimitError: this process has no descriptors left for it, or a shard has none.
-    """
+    """Connects to all shards, checks their identities, then attends on each."""
     __tracebackhide__ = True  # of notebooks and of pytest
     addresses = parse_target(target)
     credentials.check_private(addresses)
@@ -313,8 +280,6 @@ def _connected(shards: Shards, worker_id: str, cluster_id: str | None, timeout_s
 
 @contextlib.contextmanager
 def _telling(channel: ShardChannel, shard_count: int, end: str) -> Iterator[None]:
-    """Logs what the block waits for, once it has waited for long, and when that is `end`."""
-
     def tell() -> None:
         if channel.is_worth_telling():
             _LOG.warning(

@@ -26,14 +26,12 @@ from shardwell.specs.fragments import Family, grouped, versions_words
 from shardwell.specs.optimizers import Average
 
 Status: TypeAlias = ParameterStatus | TableStatus
-"""What a shard says of its part."""
 NAME_COUNT_MAX = 100
 """Workers of each kind that a row lists."""
 GONE = ("over", "lost")
 _STATES: tuple[MemberState, ...] = ("awaited", "seated", "draining", "lost", "over", "unknown")
-"""Of members, as they are listed."""
 _BY_WEIGHT = ("lost", "over", "draining", "seated", "awaited", "unknown")
-"""States: what one shard says of the first ones is so, or about to be, on all."""
+"""The first that any shard reports prevails: it is so on all, or about to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,50 +42,43 @@ class Row:
     """"parameter", "family" or "table"."""
     name: str
     parts: tuple[Status, ...]
-    """What each shard says; of a family that of the fragment which is due."""
+    """Each shard's part; of a family that of the fragment which is due."""
     mode: str
     codec: str
     optimizer: str
     learning_rate: float
-    """The next update's."""
     step: int
-    """The step that is open: the version of the chunk that is furthest behind."""
+    """The open step: the version of the chunk that is furthest behind."""
     newest: int
     """The version of the chunk that is furthest ahead."""
     worker_count: int
     crew: str
     """The workers that make a step, in words; empty in asynchronous mode."""
     crew_words: str
-    """How many elastic members are in each state, and of how many; empty: its crew is fixed."""
+    """The count of elastic members in each state; empty: its crew is fixed."""
     in_step: list[str]
     """Workers whose gradients are in the open step."""
     missing: list[str]
-    """Workers that it waits for."""
     unknown: int
-    """Workers that it lacks, and that were never seen."""
+    """Workers that the step lacks and no shard has seen."""
     lacking: str
-    """These in words; empty: none."""
+    """`unknown` in words."""
     done: list[str]
     """Workers that have left in order."""
     members: tuple[MemberStatus, ...]
     """Workers with seats; those that take part first, by worker id."""
     ended: bool
-    """Whether all workers have left in order."""
     abandoned_for_s: float | None
     marked: bool
-    """Whether it is being deleted."""
     ready: bool
-    """Whether it has its first weights, and is not being restored."""
+    """True once it has its first weights, while it is not being restored."""
     late: int = 0
     """Chunks that came too late."""
     elements: int | None = None
-    """Of a parameter or family."""
     tensor_count: int = 0
     rows: int | None = None
-    """Of a table."""
     dim: int | None = None
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What workers have reported of the newest step."""
     learners: tuple[LearnerStatus, ...] = ()
     fragments: list[str] = dataclasses.field(default_factory=list)
     """Names of a family's parameters."""
@@ -118,10 +109,7 @@ class Row:
 def rows_of(
     parts: Iterable[Status], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[Row]:
-    """The rows of what shards say of their parameters, or of their tables, by name.
-
-    `is_shown` says whether a parameter or table of that name is wanted.
-    """
+    """The rows of parameters or tables, by name, whose names `is_shown` wants."""
     groups = grouped(part for part in parts if is_shown(part.spec.name))
     rows = [_row(name, own) for name, own in groups.alone.items()]
     rows += map(_family_row, groups.families.values())
@@ -175,7 +163,6 @@ def _row(name: str, parts: Sequence[Status]) -> Row:
 
 
 def _own_fields(parts: Sequence[Status]) -> dict[str, Any]:
-    """The fields that parameters have and tables lack, and the other way round."""
     tables = [part for part in parts if isinstance(part, TableStatus)]
     if tables:
         return {
@@ -195,7 +182,6 @@ def _own_fields(parts: Sequence[Status]) -> dict[str, Any]:
 
 
 def _family_row(family: Family[Status]) -> Row:
-    """A family's row: the open step is that of the fragment of the lowest version."""
     rows = [_row(family.name, parts) for parts in family.parts.values()]
     due = min(rows, key=lambda row: row.step)
     by_index = {index: row.step for index, row in zip(family.parts, rows, strict=True)}
@@ -245,10 +231,7 @@ def is_empty(part: Any) -> bool:
 
 
 def merged_members(parts: Iterable[Any]) -> tuple[MemberStatus, ...]:
-    """The workers with seats in one parameter, table or family, as all shards have them.
-
-    Those that take part first, by worker id. `parts` are statuses, or others with `members`.
-    """
+    """The workers with seats, as all shards have them; those that take part first, by id."""
     found: dict[str, list[MemberStatus]] = {}
     for part in parts:
         for member in () if is_empty(part) else part.members:
@@ -293,7 +276,7 @@ def _crew_words(part: Status, members: Iterable[MemberStatus]) -> str:
 
 
 def in_order(worker_ids: Iterable[str]) -> list[str]:
-    """Names as people count: worker-2 before worker-10."""
+    """Sorts ids as people count: worker-2 before worker-10."""
 
     def key(worker_id: str) -> list[str | int]:
         parts = re.split(r"([0-9]+)", worker_id)  # words at even places, numbers between

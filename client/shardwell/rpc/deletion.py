@@ -33,8 +33,6 @@ _PAUSE_S = 0.1
 
 
 class _Member(NamedTuple):
-    """A worker that keeps a name from being deleted."""
-
     worker_id: str
     host: str
     pid: int
@@ -47,16 +45,7 @@ class _Member(NamedTuple):
 
 
 class Deletion:
-    """The deletion of one parameter or table by one client.
-
-    Args:
-        name: Its name.
-        kind: "parameter" or "table"; None: that of what has the name.
-        channels: All shards, in order.
-        worker_id: The worker that deletes it.
-        force: Although workers use it.
-        family: What it is a fragment of, for messages.
-    """
+    """The deletion of one parameter or table by one client; `force`: although workers use it."""
 
     def __init__(
         self,
@@ -77,26 +66,14 @@ class Deletion:
         self._force = force
         self._family = family
         self._has_connected = False
-        """Whether a member that was found last is connected; else shards only wait for it."""
+        """False: shards only wait for the members that were found last."""
 
     def run(self, attempts: Attempts) -> int:
-        """Deletes it; returns how many bytes all shards have freed. Safe to repeat.
-
-        Raises:
-            UnknownParameterError, UnknownTableError: no shard has it.
-            MembersAliveError: workers use it.
-            ArgumentError: a parameter and a table have the name, and no kind was given.
-            ShardwellError: a shard refuses, or did not come back in time.
-        """
+        """Deletes it; returns how many bytes all shards have freed. Safe to repeat."""
         return self._repeated(self._attempt, attempts)
 
     def check_members(self, attempts: Attempts) -> None:
-        """Changes nothing; refuses to where `run` would because of its members.
-
-        Raises:
-            MembersAliveError: workers use it.
-            ShardwellError: a shard refuses, or did not come back in time.
-        """
+        """Raises MembersAliveError where `run` would; changes nothing."""
 
         def look(attempts: Attempts) -> int:
             kind, held = self._look(attempts)
@@ -140,8 +117,6 @@ class Deletion:
         return freed_bytes + remove(0, attempts)
 
     def _look(self, attempts: Attempts) -> tuple[pb.NameKind, list[pb.HeldName | None]]:
-        """The kind of what has the name, and what each shard holds of it."""
-
         def look(channel: ShardChannel, attempts: Attempts) -> pb.DeleteResponse:
             return self._ask(channel, self._request(_STAGE.STAGE_LOOK, self._kind), attempts)
 
@@ -152,11 +127,6 @@ class Deletion:
         return kind, [next((e for e in found if e.kind == kind), None) for found in looks]
 
     def _mark(self, kind: pb.NameKind, incarnation: int, attempts: Attempts) -> None:
-        """Has shard 0 refuse the name from now on.
-
-        Raises:
-            MembersAliveError: a worker has come meanwhile.
-        """
         request = self._request(_STAGE.STAGE_MARK, kind, incarnation)
         request.force = self._force
         response = self._ask(self._channels[0], request, attempts)
@@ -182,12 +152,6 @@ class Deletion:
         return attempts.run(lambda: channel.delete(request, attempts.rest_s))
 
     def _kind_of(self, looks: Sequence[Sequence[pb.HeldName]]) -> pb.NameKind:
-        """The kind of what the shards hold under the name.
-
-        Raises:
-            UnknownParameterError, UnknownTableError: nothing.
-            ArgumentError: a parameter and a table.
-        """
         kinds = {each.kind for look in looks for each in look}
         if len(kinds) > 1:
             raise ArgumentError(
@@ -238,14 +202,11 @@ def delete_family(
     worker_id: str,
     force: bool,
 ) -> int:
-    """Deletes all fragments that there are, the first one last; returns how many bytes were freed.
+    """Deletes the fragments that exist, the first one last; returns how many bytes were freed.
 
     A client that opens the family meanwhile finds fragment 0 with the weights of before, and so
-    begins no new family on the remaining fragments. Safe to repeat.
-
-    Raises:
-        MembersAliveError: workers use it; nothing was deleted.
-        ShardwellError: as `Deletion.run`; call again.
+    begins no new family on the remaining fragments. Safe to repeat. Where workers use one of them,
+    nothing is deleted.
     """
     deletions = [
         Deletion(name, "parameter", channels, worker_id=worker_id, force=force, family=family.name)

@@ -1,7 +1,8 @@
-"""What members of elastic parameters and tables say to each shard every second; docs/adr/0036.
+"""The heartbeats of members of elastic parameters and tables to each shard; docs/adr/0036.
 
-That they live, and which tenures they know to be over; each answer has those that the shard knows.
-So all shards come to know what one has found, and this client when a tenure of its own is over.
+They say every second that members live, and which tenures they know to be over; each answer has
+those that the shard knows. So all shards come to know what one has found, and this client when a
+tenure of its own is over.
 
 The heartbeats have connections of their own, whose sockets no gradient fills. The process's timer
 sends them, until no tenure is left or the channels are no longer in use.
@@ -28,11 +29,10 @@ PERIOD_S = 1.0
 """Between two heartbeats, where no member's lease asks for more."""
 _PER_LEASE = 5
 _TOLD_S = 60.0
-"""A tenure that is over is passed on for so long."""
+"""The time for which a tenure that is over is passed on."""
 _ENDED_COUNT_MAX = 1024
-"""In one heartbeat."""
 _ANSWER_S = 10.0
-"""How long an answer may take; later heartbeats do not wait for it."""
+"""The time for an answer; later heartbeats do not wait for it."""
 
 
 class Membership(NamedTuple):
@@ -46,7 +46,7 @@ class Membership(NamedTuple):
     tenure: int
 
     def to_proto(self) -> pb.EndedTenure:
-        """As heartbeats name one that is over."""
+        """Returns the form in which heartbeats name one that is over."""
         is_parameter = self.kind == "parameter"
         return pb.EndedTenure(
             parameter=self.name if is_parameter else "",
@@ -58,7 +58,7 @@ class Membership(NamedTuple):
 
     @staticmethod
     def from_proto(message: pb.EndedTenure) -> Membership:
-        """What a heartbeat names."""
+        """Reads the tenure that a heartbeat names."""
         return Membership(
             kind="parameter" if message.parameter else "table",
             name=message.parameter or message.table,
@@ -72,14 +72,14 @@ class TakesPart(Protocol):
     """This worker as a member of one parameter or table."""
 
     is_settled: bool
-    """Whether a gradient of its tenure has counted whole."""
+    """True once a gradient of its tenure has counted whole."""
 
     @property
     def membership(self) -> Membership | None:
-        """Its tenure; None: it has none."""
+        """The tenure; None: it has none."""
 
     def give_way(self) -> None:
-        """Ends its tenure, for what else this worker is a member of. Never waits."""
+        """Ends its tenure, for something else that this worker is a member of. Never waits."""
 
 
 class Heartbeats:
@@ -89,17 +89,15 @@ class Heartbeats:
         self._channels = [weakref.ref(channel) for channel in channels]
         self._lock = threading.Lock()
         self._beating = threading.Lock()
-        """Held while heartbeats are sent."""
         self._own: dict[Membership, float] = {}
-        """Tenures of this worker's that go on, and how often they ask for a heartbeat."""
+        """Tenures of this worker that go on, and the seconds between their heartbeats."""
         self._ended: dict[Membership, float] = {}
-        """Tenures of all workers that are known to be over, and since when they are known to be."""
+        """Tenures of any worker that are over, and the time at which this client learned it."""
         self._asked: dict[int, Any] = {}
         """Heartbeats under way, by shard."""
         self.members: weakref.WeakSet[TakesPart] = weakref.WeakSet()
         """This worker, as a member of each parameter and table that it has opened so."""
         self._next: Later | None = None
-        """The next heartbeats; None: there are none to come."""
         self._closed = False
 
     @property
@@ -108,11 +106,11 @@ class Heartbeats:
         return len(self._own) <= 1
 
     def give_way(self, waiting: TakesPart) -> None:
-        """Has this worker give up what else it is a member of, where that may be waited for.
+        """Has this worker give up what else it is a member of, where others may wait for that.
 
-        A worker that comes while others make a step of several parameters or tables, one after
-        the other, may wait in one for those who wait for it in another. Once it has given a whole
-        gradient to each, it is in step with them, and does not.
+        A worker that comes while others make a step of several parameters or tables in turn may
+        wait in one for workers that wait for it in another. It does not once it has given each a
+        whole gradient: it is in step with them.
         """
         others = [each for each in list(self.members) if each is not waiting and each.membership]
         if others and not all(each.is_settled for each in (waiting, *others)):
@@ -128,7 +126,7 @@ class Heartbeats:
                 self._beat_after(0.0)
 
     def begin(self, membership: Membership, lease_s: float) -> None:
-        """Says from now on that a member lives."""
+        """Begins to say that a member lives."""
         with self._lock:
             if self._closed:
                 return
@@ -136,11 +134,11 @@ class Heartbeats:
             self._beat_after(0.0)
 
     def is_over(self, membership: Membership) -> bool:
-        """Whether a shard has said that a tenure is over."""
+        """Returns True once a shard has said that a tenure is over."""
         return membership in self._ended
 
     def forget(self, membership: Membership) -> None:
-        """Says no more of a tenure, which its worker has given up."""
+        """Ends the heartbeats of a tenure, which its worker has given up."""
         with self._lock:
             self._own.pop(membership, None)
 
@@ -175,7 +173,7 @@ class Heartbeats:
         return [channel for channel in found if channel is not None]
 
     def _beat_after(self, delay_s: float) -> None:
-        """Has the next heartbeats sent then; the lock is held."""
+        """Schedules the next heartbeats; the lock is held."""
         if self._next is not None:
             self._next.cancel()
         self._next = after(delay_s, "shardwell-heartbeats", self._beat_all)
@@ -192,7 +190,6 @@ class Heartbeats:
                 self._beat(channel)
 
     def _beat(self, channel: ShardChannel) -> None:
-        """Sends a shard its next heartbeat, unless it has not answered the last."""
         asked = self._asked.get(channel.shard_index)
         if asked is not None and not asked.done():
             return

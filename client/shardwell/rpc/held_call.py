@@ -30,17 +30,14 @@ from shardwell.threads.pool import Later, after
 _LIFE_S_MIN = 1.0
 """A call that ended sooner is made again after so long, so that no shard is asked in a loop."""
 _FOR_NOW = (ShardUnavailableError, CorruptChunkError)
-"""The call is made again by itself: the shard went away, or it was damaged on its way."""
+"""After these errors the call is made again by itself."""
 
 
 class HeldCall:
-    """Any thread may use it.
+    """A call to one shard that is made again when it ends. Any thread may use it.
 
-    Args:
-        call: Makes the call without waiting for anything.
-        translate: Makes a Shardwell error of the end of a call.
-        answered: Called with a call that has ended well, before it is made again; it never waits.
-            None: the call does not end by itself.
+    `answered` gets each call that has ended well before the next one begins. It is called with the
+    lock held, and never waits. None: the call does not end by itself.
     """
 
     def __init__(
@@ -82,10 +79,7 @@ class HeldCall:
             call.cancel()
 
     def doubt(self) -> None:
-        """Makes the call anew: the shard does not know what it says, though it is open.
-
-        Not in its first second: what it says may still be on its way.
-        """
+        """Makes the call anew if the shard does not know of it after a second."""
         with self._lock:
             is_old = time.monotonic() - self._began_s >= _LIFE_S_MIN
             is_doubtful = self._call is not None and is_old
@@ -117,7 +111,7 @@ class HeldCall:
             self._go_on()  # it has ended already
 
     def ended(self, number: int) -> None:
-        """The call of that number has ended; gRPC's thread says so."""
+        """Takes note that the call of that number has ended; called on gRPC's thread."""
         if not self._owner.is_here:  # gRPC ends the calls that a fork inherited
             return
         with self._lock:
@@ -146,7 +140,6 @@ class HeldCall:
                 self._timer = after(_LIFE_S_MIN, "shardwell-held", ensured)
 
     def _is_pausing(self) -> bool:
-        """Whether the shard does not believe the token, and is to be asked again in a moment."""
         return self._is_distrusted and time.monotonic() - self._began_s < _LIFE_S_MIN
 
 

@@ -39,9 +39,7 @@ class Members:
     """"parameter" or "table"."""
     name: str
     crew: str
-    """The workers that make a step, in words."""
     is_elastic: bool
-    """Whether workers come and go."""
     members: tuple[MemberStatus, ...]
     """Members, by worker id; those whose tenure is not over come first."""
 
@@ -53,11 +51,7 @@ class Members:
 def find_family(
     name: str, channels: Sequence[ShardChannel], attempts: Attempts
 ) -> Family[ParameterStatus] | None:
-    """The family of that name on a cluster; None: no shard has a fragment of it.
-
-    Raises:
-        ShardUnavailableError, DeadlineError: a shard does not answer.
-    """
+    """The family of that name on a cluster; None: no shard has a fragment of it."""
     statuses = ask_all(
         channels,
         lambda channel: attempts.beside().run(lambda: ask_parameters(channel, attempts.rest_s)),
@@ -74,12 +68,7 @@ def find_family(
 def ask_members(
     channels: Sequence[ShardChannel], name: str | None, attempts: Attempts
 ) -> list[Members]:
-    """The members of one parameter or table, each fragment of a family, or all, by kind and name.
-
-    Raises:
-        UnknownParameterError: no shard has anything of that name.
-        ShardUnavailableError, DeadlineError: a shard does not answer.
-    """
+    """The members of one parameter or table, of each fragment of a family, or of all. Sorted."""
     if name is None:
         statuses = ask_all(
             channels,
@@ -117,11 +106,7 @@ def ask_members(
 
 
 def ask_steps(channels: Sequence[ShardChannel], name: str, attempts: Attempts) -> CrewSteps:
-    """The next steps of the workers of a parameter or table.
-
-    Raises:
-        ShardUnavailableError, DeadlineError: a shard does not answer.
-    """
+    """The next steps of the workers of a parameter or table."""
     parts = list(itertools.chain(*ask_all(channels, partial(_ask_one, name, attempts))))
     members = merged_members(parts)
     return CrewSteps(
@@ -155,14 +140,7 @@ def end_tenures(
     *,
     drains: bool,
 ) -> list[Members]:
-    """Asks a member to leave, or ends its tenure, on all shards.
-
-    Raises:
-        ArgumentError: it takes part in none of them, or that has a fixed crew.
-        UnknownParameterError: no shard has anything of that name.
-        AccessDeniedError: the token has no right to it.
-        ShardUnavailableError, DeadlineError: a shard did not answer in time; call again.
-    """
+    """Asks a member to leave, or ends its tenure, on all shards. Safe to repeat."""
     check_name("worker_id", worker_id)
     found = ask_members(channels, name, attempts)
     kind = "family" if found and found[0].name != name else found[0].kind if found else ""

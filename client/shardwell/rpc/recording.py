@@ -19,7 +19,7 @@ from shardwell.v1 import types_pb2
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"].full_name
 _CLOCK_COUNT = 4
-"""Times that a clock is asked for; the quickest answer counts."""
+"""The quickest of so many answers counts."""
 _GIVE_S = 2.0
 """For spans on their way; a recording does not wait for longer."""
 
@@ -30,7 +30,7 @@ class ClockOffset(NamedTuple):
     offset_ns: int
     """To be added to a time of this process's."""
     error_ns: int
-    """How far that may be wrong, either way; 0: it is the same clock."""
+    """The most that it may be wrong, either way; 0: it is one clock."""
 
 
 def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
@@ -55,7 +55,7 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
 def record(
     channel: Any, shard: types_pb2.ShardIdentity, wait_s: float, timeout_s: float
 ) -> Iterator[pb.RecordResponse]:
-    """Yields a shard's last spans, then those of its clients: see TraceService.Record. Blocks."""
+    """Yields a shard's last spans, then those of its clients. Blocks."""
     call: Any = channel.unary_stream(
         f"/{_SERVICE}/Record",
         request_serializer=pb.RecordRequest.SerializeToString,
@@ -66,14 +66,7 @@ def record(
 
 
 class SpanGiver:
-    """Gives a client's spans to the recording on shard 0. Any thread may use it.
-
-    Args:
-        spans: The client's.
-        channel: gRPC's to shard 0, the one that is used now.
-        who: What the shard is to be asked with; once the client attends.
-        translate: Makes a Shardwell error of the end of a call.
-    """
+    """Gives a client's spans to the recording on shard 0. Any thread may use it."""
 
     def __init__(
         self,

@@ -30,21 +30,19 @@ PAUSE_S_FIRST = 0.05
 PAUSE_S_MAX = 2.0
 """The bound of later ones; only a shard that answers and fails again is paused for so long."""
 UNKNOWN_PAUSE_S_MAX = 0.2
-"""The bound where it answers that it does not know the session: which attends by then, and may have
-to anew soon, where tokens are replaced often."""
+"""The bound while a shard does not know the session: the client attends by then."""
 CORRUPT_RETRY_COUNT_MAX = 2
 """Attempts after damaged chunks; a wire that damages more of one call needs its owner."""
 _REST_S_MIN = 0.05
-"""An attempt that is made at all is given so long."""
+"""The least time that an attempt gets."""
 
 _WAITED = re.compile(r"\bwaited \S+ s\b")
-"""What errors say of waits."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Surroundings(Protocol):
-    """What attempts need of the world."""
+    """The clock, the pauses and the shards that attempts use."""
 
     def now_s(self) -> float:
         """A clock that never goes back."""
@@ -53,24 +51,16 @@ class Surroundings(Protocol):
         """A random number from 0 to 1."""
 
     def pause(self, duration_s: float) -> None:
-        """Waits.
-
-        Raises:
-            ClosedError: the client was closed, before or meanwhile.
-        """
+        """Pauses a call; ClosedError: the client was closed, before or meanwhile."""
 
     def await_shard(self, shard_index: int, timeout_s: float) -> bool:
-        """Waits until a shard answers; False if it has not, or went away again.
-
-        Raises:
-            ClosedError: the client was closed.
-        """
+        """Waits until a shard answers; False if it has not, or went away again."""
 
     def describe(self, shard_index: int) -> str:
         """Names a shard and its address, for messages."""
 
     def replace_older(self) -> bool:
-        """Ends older clients of this process that have this worker's seats; whether there were."""
+        """Ends older clients of this process with this worker's seats; False: none was found."""
 
 
 class Attempts:
@@ -78,7 +68,7 @@ class Attempts:
 
     def __init__(self, timeout_s: float, surroundings: Surroundings) -> None:
         self.timeout_s = timeout_s
-        """What the caller gave the call, all attempts together."""
+        """The caller's, for all attempts together."""
         self._surroundings = surroundings
         self._now_s = surroundings.now_s
         self._began_s = self._now_s()
@@ -87,14 +77,14 @@ class Attempts:
         self._pause_bound_s = PAUSE_S_FIRST
         self._corrupt_count = 0
         self.is_again = False
-        """Whether an attempt has failed, and another one is or was made."""
+        """True once an attempt has failed and another one follows."""
 
     def beside(self) -> Attempts:
-        """Attempts of a part of the call on another thread, with the same deadline."""
+        """Makes the attempts of a part of the call on another thread, up to one deadline."""
         return self._part(self.remaining_s)
 
     def within(self, timeout_s: float) -> Attempts:
-        """Attempts of a part of the call that is to take no longer than that."""
+        """Makes the attempts of a part of the call that is to take no longer than that."""
         return self._part(max(min(timeout_s, self.remaining_s), _REST_S_MIN))
 
     def _part(self, timeout_s: float) -> Attempts:
@@ -104,28 +94,19 @@ class Attempts:
 
     @property
     def remaining_s(self) -> float:
-        """Until the deadline; not above 0 once it has passed."""
+        """The time until the deadline; not above 0 once it has passed."""
         return self._until_s - self._now_s()
 
     @property
     def rest_s(self) -> float:
-        """For something that is tried whatever the time: what remains, or a moment."""
+        """The time for something that is tried in any case: what remains, or a moment."""
         return max(self._until_s - self._now_s(), _REST_S_MIN)
 
     def run(self, attempt: Callable[[], ResultT]) -> ResultT:
-        """The result of the first attempt that has one; may be used for parts of a call in turn.
+        """Returns the result of the first attempt that has one; each is to end within `rest_s`.
 
-        Args:
-            attempt: Is to end within `rest_s`.
-
-        Raises:
-            ShardUnavailableError: a shard went away and did not come back before the deadline.
-            DeadlineError: a shard is up, and did not answer.
-            AuthenticationError: it does not believe this client's token; where it did before, it
-                was asked until the deadline, as another token may come.
-            CorruptChunkError: chunks were damaged, again and again.
-            ClosedError: the client was closed meanwhile.
-            ShardwellError: whatever else an attempt raises, at once.
+        A shard that has believed the client's token before is asked until the deadline, as another
+        token may come. May be used for parts of a call in turn.
         """
         while True:
             self._attempt_began_s = self._now_s()
@@ -153,19 +134,14 @@ class Attempts:
             self._await(lost)
 
     def replace_older(self) -> bool:
-        """Ends older clients of this process that have this worker's seats; whether there were."""
+        """Ends older clients of this process with this worker's seats; False: none was found."""
         return self._surroundings.replace_older()
 
     def pause(self, duration_s: float) -> None:
-        """Waits, though not beyond the deadline.
-
-        Raises:
-            ClosedError: the client was closed.
-        """
+        """Pauses the call, though not beyond the deadline."""
         self._surroundings.pause(max(min(duration_s, self.remaining_s), 0.0))
 
     def _await(self, lost: ShardwellError) -> None:
-        """Returns when the shard answers again."""
         if self._now_s() - self._attempt_began_s > PAUSE_S_MAX:
             self._pause_bound_s = PAUSE_S_FIRST  # it was there for a while: this is another failure
         if isinstance(lost, SessionUnknownError):
@@ -189,7 +165,6 @@ class Attempts:
         return self._surroundings.jitter() * bound_s
 
     def _with_wait(self, error: ShardwellError) -> Exception:
-        """Returns the error with the time waited appended."""
         message = error.message
         if error.shard_index is not None:
             where = self._surroundings.describe(error.shard_index)

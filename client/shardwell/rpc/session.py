@@ -1,7 +1,7 @@
-"""What a session is: one life of a client process, which both sides tell others from by a number.
+"""The session: one life of a client process, which a number tells from all others.
 
-Two processes with one worker_id have two sessions; a process that is restarted has another
-one (docs/adr/0012-sessions.md).
+Two processes with one worker_id have two sessions; a process that is restarted has another one
+(docs/adr/0012-sessions.md).
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ _ID_BYTES = 4
 
 
 class Session(NamedTuple):
-    """Compared by its number alone; the rest is for messages."""
+    """A life of a client process: the number identifies it, the rest is for messages."""
 
     number: int
     """Drawn at random when the client connects; 64 bits, not 0."""
     host: str
-    """Name of the machine."""
     pid: int
-    """The process there."""
     process: str = ""
-    """Id of the process, which others on the machine can look up: see `own_identity`; empty:
-    unknown."""
+    """Its id, which others on the machine can look up (`own_identity`); empty: unknown."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host!r}"
@@ -41,9 +38,5 @@ def new_session() -> Session:
 
 
 def unique_worker_id() -> str:
-    """A worker id for a worker that is never restarted.
-
-    Host, without what no id has, process, and a random number that tells apart containers on one
-    host.
-    """
+    """Makes an id for a worker that is never restarted; containers on one host differ."""
     return f"{host_id()}-{os.getpid()}-{secrets.token_hex(_ID_BYTES)}"

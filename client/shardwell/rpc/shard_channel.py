@@ -46,9 +46,9 @@ _SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].ful
 EXCHANGE = f"/{_SERVICE}/Exchange"
 EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
 _HEARTBEAT_CONNECTION = -1
-"""Its number; streams have those from 0."""
+"""Streams have numbers from 0."""
 _CERTIFICATES_S = 1.0
-"""How often a client that waits for a shard looks whether its certificates have changed."""
+"""A client that waits for a shard looks so often whether its certificates have changed."""
 _ABSENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -73,17 +73,14 @@ class ShardChannel(ShardEndpoint):
     ) -> None:
         super().__init__(shard_index, address, same_host=same_host, credentials=credentials)
         self.spans = spans or Spans()
-        """What the client did last, with all shards."""
         self.session = session or new_session()
-        """Session of the client."""
         self.worker_id = ""
         """The id under which the client contributes; empty before it attends."""
         self.has_seats = False
-        """Whether the client may have taken a seat on the shard."""
+        """True if the client may have taken a seat on the shard."""
         self._attended_with = ""
-        """What the call brought by which it attends."""
+        """The authorization of the call by which it attends."""
         self._logged_s = -SAID_S
-        """When it was logged last that the shard does not answer."""
         self._bind()
         self._attendance = HeldCall(self._attended, super().translate)
         self._giver = recording.SpanGiver(
@@ -91,7 +88,6 @@ class ShardChannel(ShardEndpoint):
         )
 
     def _bind(self) -> None:
-        """Makes what calls the shard over the channel that is used now."""
         channel = self._channel.current
         self._stubs: dict[str, Any] = {}
         self.init_weights: Any = channel.stream_unary(
@@ -124,11 +120,7 @@ class ShardChannel(ShardEndpoint):
         )
 
     def attend(self) -> None:
-        """Sees to it that the shard knows, or is about to know, that the client's session lives.
-
-        Raises:
-            LimitError: too many clients are connected.
-        """
+        """Ensures that the shard knows, or is about to know, that the client's session lives."""
         if self.worker_id and self._attended_with != self._authorization():
             self._begin_anew()  # its session is that of the token by which it attends
         if self.worker_id:
@@ -151,7 +143,6 @@ class ShardChannel(ShardEndpoint):
         return self._attend(request, wait_for_ready=True)
 
     def _begin_anew(self) -> None:
-        """Makes what is held open over the channel, and with the token, that is used now."""
         self._attendance.begin_anew()
         self._giver.begin_anew()
 
@@ -161,13 +152,13 @@ class ShardChannel(ShardEndpoint):
         )
 
     def end_session(self, timeout_s: float) -> Any:
-        """Tells the shard that the session has ended in order: a call that is under way."""
+        """Begins to tell the shard that the session has ended in order; returns the call."""
         self._attendance.let_end()
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
         return self._end_session.future(request, timeout=timeout_s)
 
     def heartbeat(self, request: session_pb2.HeartbeatRequest, timeout_s: float) -> Any:
-        """Says that a member lives: a call that is under way, over a connection of its own."""
+        """Begins to say that a member lives, over a connection of its own; returns the call."""
         stub = unary_stub(
             self._channel_of(_HEARTBEAT_CONNECTION),
             f"/{_SESSION_SERVICE}/Heartbeat",
@@ -218,7 +209,7 @@ class ShardChannel(ShardEndpoint):
         parameter: str | None = None,
         table: str | None = None,
     ) -> ResponseT:
-        """A unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
+        """Makes a unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         with self.translated(parameter, table):
             if self.unix.is_there and not wait_for_ready:
@@ -240,11 +231,7 @@ class ShardChannel(ShardEndpoint):
     def set_first_weights(
         self, message: bytes, timeout_s: float, parameter: str
     ) -> pb.InitWeightsResponse:
-        """Calls InitWeights for a slice that fits into one message; blocks up to `timeout_s`.
-
-        Raises:
-            grpc.RpcError: it failed; see `translated`.
-        """
+        """Sends a slice that fits into one message; errors are gRPC's. Blocks up to `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         if self.unix.is_there:
             answer = self._asked_here(f"/{_SERVICE}/InitWeights", message, timeout_s)
@@ -270,7 +257,7 @@ class ShardChannel(ShardEndpoint):
         of_table: bool = False,
         service: str = "",
     ) -> Any:
-        """Begins a unary call: a gRPC future; see `result_of`."""
+        """Begins a unary call; returns a gRPC future for `result_of`."""
         name = f"/{service}/{method}" if service else self._method_name(method, of_table=of_table)
         stub = self._stubs.get(name)
         if stub is None:
@@ -278,12 +265,7 @@ class ShardChannel(ShardEndpoint):
         return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
-        """The answer of a call that has one; blocks.
-
-        Raises:
-            grpc.RpcError: it failed, or was cancelled.
-            ShardUnavailableError: gRPC has no answer, because its frame was damaged on its way.
-        """
+        """Blocks for the answer of a call; grpc.RpcError: it failed, or was cancelled."""
         with cancelled_by(call.cancel):
             try:
                 response = call.result()
@@ -294,13 +276,7 @@ class ShardChannel(ShardEndpoint):
     def received(
         self, response: ResponseT | None, parameter: str | None = None, table: str | None = None
     ) -> ResponseT:
-        """The answer of a call that succeeded.
-
-        Raises:
-            ShardUnavailableError: gRPC has none, because its frame was damaged on its way.
-            CorruptChunkError: its CRC does not fit.
-            VersionMismatchError: the shard speaks another version.
-        """
+        """Checks the answer of a call; None is one that gRPC has lost: its frame was damaged."""
         if response is None:
             raise ShardUnavailableError(
                 f"the answer of shard {self.shard_index} at {self.address} was lost; call again",
@@ -341,12 +317,8 @@ class ShardChannel(ShardEndpoint):
     def answers(self, timeout_s: float) -> bool:
         """Waits until the shard answers; False if it has not, or the connection broke again.
 
-        Blocks up to `timeout_s`, sending nothing before there is a connection, which gRPC tries to
+        Blocks up to `timeout_s`. Nothing is sent before gRPC has a connection, which it tries to
         make all the while.
-
-        Raises:
-            ClosedError: the channel was closed, before or meanwhile.
-            VersionMismatchError: a shard of another version has taken its place.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -361,18 +333,12 @@ class ShardChannel(ShardEndpoint):
                 return code not in _ABSENT
 
     def _renew(self) -> bool:
-        """Goes on over another channel, if certificates have changed; whether they have."""
         if not self._channel.renew():
             return False
         self._bind()
         return True
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
-        """The status with which a question for the shard's identity ended.
-
-        Raises:
-            VersionMismatchError: a shard of another version has taken its place.
-        """
         question = self.question(timeout_s)
         code = self._code_of(question)
         if code is grpc.StatusCode.OK and (answer := question.result()) is not None:
@@ -381,11 +347,7 @@ class ShardChannel(ShardEndpoint):
         return code
 
     def question(self, timeout_s: float) -> Any:
-        """Asks the shard who it is: a call that is under way.
-
-        Raises:
-            ClosedError: the channel was closed.
-        """
+        """Begins to ask the shard for its identity; returns the call."""
         stub: Any = self._channel.current.unary_unary(
             f"/{_SERVICE}/GetStatus",
             request_serializer=checksum.sealed,
@@ -395,11 +357,7 @@ class ShardChannel(ShardEndpoint):
             return stub.future(question, timeout=timeout_s, wait_for_ready=True)
 
     def is_silent(self, question: Any) -> bool:
-        """Returns True if no answer to a `question` has come in its time; blocks until then.
-
-        Raises:
-            ClosedError: the channel was closed, before or meanwhile.
-        """
+        """Returns True if no answer to a `question` has come in its time; blocks until then."""
         return self._code_of(question) is grpc.StatusCode.DEADLINE_EXCEEDED
 
     def _code_of(self, call: Any) -> grpc.StatusCode:
@@ -429,7 +387,6 @@ class ShardChannel(ShardEndpoint):
 
 
 def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:
-    """An answer as gRPC would have it; None: it was damaged on its way."""
     try:
         return response_type.FromString(answer)
     except DecodeError:
@@ -439,7 +396,7 @@ def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:
 def went_on_elsewhere(
     channel: ShardChannel, what: str, worker_id: str, *, expected: int, found: int, **where: Any
 ) -> StepOrderError:
-    """A worker's step had closed before, and steps after it, which need that worker."""
+    """Makes the error for a shard whose version is not that of this process's last step."""
     return StepOrderError(
         f"shard {channel.shard_index} is at version {found} of {what}; expected {expected}, which "
         f"step {expected - 1} of worker {worker_id!r} makes: another process went on under that "

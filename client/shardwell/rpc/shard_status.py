@@ -40,13 +40,12 @@ class MissingWorker(Record[types_pb2.MissingWorker]):
     """A worker for whom a step waits, and where it is."""
 
     worker_id: str
-    """The worker's id."""
     host: str
-    """Name of the machine of its process, or of the last one; empty: not known."""
+    """The machine of its process, or of the last one; empty: not known."""
     pid: int
-    """The process there; 0: not known."""
+    """0: not known."""
     connected: bool
-    """Whether that process is connected: one that computes is, and one that was stopped."""
+    """True also for a process that computes, or was stopped."""
 
     def __str__(self) -> str:
         place = f"process {self.pid} on {self.host!r}" if self.pid else ""
@@ -309,7 +308,6 @@ class Trouble(Record[pb.Trouble]):
     name: str
     """Name of the group that it is about; empty: the shard."""
     words: str
-    """The problem, and what to do about it."""
     section: str = ""
     """Section of the runbook that is about it, as its anchor; empty: none is."""
 
@@ -321,15 +319,12 @@ class Resources(Record[pb.Resources]):
     cpu_s: float | None = None
     """Seconds of all its cores that the process has used since it began."""
     core_count: int | None = None
-    """Cores that the process may use."""
     memory_bytes: int | None = None
-    """Bytes of memory that the process occupies, files that it maps included."""
+    """Files that it maps are included."""
     disk_used_bytes: int | None = None
-    """Bytes on disk of the shard's files; None, as all of the disk: it has no files."""
+    """Bytes of the shard's files; None, as all of the disk: it has no files."""
     disk_free_bytes: int | None = None
-    """Bytes that are free on the disk of its files."""
     disk_size_bytes: int | None = None
-    """Size of that disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +334,7 @@ class LimitUse(Record[pb.LimitUse]):
     name: str
     """Such as "stored bytes"."""
     used: int
-    """How much is used."""
     most: int
-    """The most that there may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,12 +356,10 @@ class ShardSettings(Record[pb.ShardSettings]):
     durability: str = ""
     """What --durability says; empty: the shard keeps everything in memory alone."""
     limits: tuple[LimitUse, ...] = ()
-    """Each limit, with what is used of it."""
     endings: tuple[Ending, ...] = ()
     """The certificates and tokens that end first; empty for a token with a prefix."""
     checkpoint_ago_s: float | None = None
-    """Seconds since a parameter or table was last copied whole for a checkpoint; None: none was
-    since the process began."""
+    """Seconds since a parameter or table was last copied whole; None: not since the start."""
 
     FORMS: ClassVar[Mapping[str, Any]] = {"limits": LimitUse, "endings": Ending}
 
@@ -428,12 +419,7 @@ class ShardStatus(Record[pb.GetStatusResponse]):
 
 
 def ask_parameters(channel: ShardChannel, timeout_s: float, name: str = "") -> pb.GetStatusResponse:
-    """The status of a shard of the cluster and of its parameters, or of one, if it has it.
-
-    Raises:
-        WrongShardError: another shard answers at its address now.
-        ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
-    """
+    """The status of a shard of the cluster and of its parameters, or of one, if it has it."""
     status = _ask_parameters(channel, timeout_s, name)
     if status.shard != channel.identity:
         raise WrongShardError(
@@ -475,13 +461,7 @@ def _ask_parameters(
 def ask_tables(
     channel: ShardChannel, timeout_s: float, name: str = "", incarnation: int = 0
 ) -> Sequence[table_pb2.TableStatus]:
-    """The statuses of a shard's tables, or of one.
-
-    Raises:
-        UnknownTableError: it has none of that name, or the one that is meant was deleted.
-        WrongShardError: another shard answers at its address now.
-        ShardUnavailableError, DeadlineError: it does not answer within `timeout_s`.
-    """
+    """The statuses of a shard's tables, or of one; UnknownTableError: it was deleted."""
     answer = channel.call(
         "GetTableStatus",
         table_pb2.GetTableStatusRequest(
@@ -495,12 +475,7 @@ def ask_tables(
 
 
 def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
-    """Asks a shard for parameters and for tables, and waits up to `timeout_s` for each answer.
-
-    Raises:
-        ShardUnavailableError, DeadlineError: it does not answer.
-        ArgumentError: its answer is none; another version runs there.
-    """
+    """Asks a shard for parameters and for tables, and waits up to `timeout_s` for each answer."""
     shard = _ask_parameters(channel, timeout_s)
     found = channel.call(
         "GetTableStatus",
@@ -519,11 +494,7 @@ def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
 def missing_words(
     channels: Sequence[ShardChannel], timeout_s: float, *, parameter: str = "", table: str = ""
 ) -> str:
-    """The workers for which an open step waits, in words, as shards say that answer now.
-
-    Returns:
-        Workers with their places, and how many more; empty: for no worker.
-    """
+    """The workers for which an open step waits, in words, of shards that answer; empty: none."""
     workers: dict[str, MissingWorker] = {}
     unknown_count, deadline_s = 0, time.monotonic() + timeout_s
     for channel in channels if parameter or table else ():

@@ -17,8 +17,7 @@ from shardwell.errors import StepOrderError, WorkerIdInUseError
 from shardwell.rpc.retry import Attempts
 
 TAKE_OVER_S = 2.0
-"""How long a seat is asked for that belongs to a process which is connected: the end of one that
-was killed is not noticed at the instant."""
+"""A connected process's seat is asked for again so long: a kill is not noticed at the instant."""
 _PAUSE_S_FIRST, _PAUSE_S_MAX = 0.05, 0.5
 """Between two questions; doubled each time. A shard logs each that it refuses."""
 
@@ -27,17 +26,15 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, kw_only=True)
 class CrewSteps:
-    """How far the workers of a fixed crew have come with a parameter or table."""
+    """The steps of the workers of a fixed crew in a parameter or table."""
 
     next_steps: Mapping[str, int]
-    """The next step of each worker with a seat, by worker id."""
+    """By worker id, of each worker with a seat."""
     version: int
     """The next step of a worker without one."""
     has_room: bool
-    """Whether a seat is free."""
     is_restored: bool
-    """Whether its first weights or rows came from a checkpoint: at another step than those of
-    others, maybe."""
+    """True if its first weights or rows came from a checkpoint, maybe of another step."""
 
 
 def claim_seat(
@@ -45,18 +42,7 @@ def claim_seat(
     take: Callable[[], ResultT],
     run: Callable[[Attempts, Callable[[], ResultT]], ResultT] = Attempts.run,
 ) -> ResultT:
-    """The result of `take`, attempted again while another process's end may not be noticed yet.
-
-    Args:
-        attempts: Those of the call.
-        take: Asks a shard for the seat.
-        run: How it is attempted.
-
-    Raises:
-        WorkerIdInUseError: the seat belongs to a process that is connected, for 2 s; or that a
-            shard waits for, until the call's deadline.
-        ShardwellError: see `Attempts.run`.
-    """
+    """Returns the result of `take`, repeated while another process's end may not be noticed yet."""
     began_with_s = attempts.remaining_s
     pause_s = _PAUSE_S_FIRST
     while True:
@@ -79,16 +65,10 @@ def common_tenure(tenures: Iterable[int]) -> int:
 
 
 def was_cut_off(worker_id: str, ahead: CrewSteps, behind: CrewSteps) -> bool:
-    """Whether a worker's earlier process ended between its steps of two parameters or tables.
+    """Returns True if a worker's process ended between its steps of two parameters or tables.
 
-    The worker is a step further in one than in the other. In a loop that makes a step of both, a
-    worker is so after the first of the two. It is always so where they began a step apart; there, a
-    worker is two steps further after the first.
-
-    Args:
-        worker_id: The worker.
-        ahead: The one in which the worker is ahead.
-        behind: The other one.
+    In a loop that makes a step of both, a worker is one step further in `ahead` after the first of
+    the two. It is always so where they began a step apart; there, it is two steps further then.
     """
     apart = [
         step - behind.next_steps.get(each, behind.version)
@@ -105,24 +85,10 @@ def was_cut_off(worker_id: str, ahead: CrewSteps, behind: CrewSteps) -> bool:
 def check_next_step(
     what: str, next_step: int, opened_at: int, *, took_over: bool, lost_seat: bool, **where: Any
 ) -> None:
-    """Refuses to go on where things have changed since this process opened a parameter or table.
+    """Refuses to go on where steps were counted, or the seat given away, since it was opened.
 
-    Its seat may have been given away, with all that was known of its steps. Or an earlier process
-    of this worker went on.
-
-    That one's last step may have been under way; this process sends the same step then, and each
-    chunk of it counts once. More steps can't be known to this process.
-
-    Args:
-        what: "parameter 'm'", for the message.
-        next_step: This worker's, now that it has its seat.
-        opened_at: The worker's next step when it was opened.
-        took_over: Whether the seat was another session's.
-        lost_seat: Whether the worker had a seat then, of another tenure.
-        where: `parameter` or `table`, and its name, for errors.
-
-    Raises:
-        StepOrderError: steps were counted meanwhile, or the seat was given away.
+    An earlier process's last step may have been under way: this process sends that step then, and
+    each chunk of it counts once. It can't know of more steps.
     """
     if lost_seat:
         raise StepOrderError(
