@@ -37,7 +37,7 @@ if typing.TYPE_CHECKING:
     from shardwell.torch.loop.trainer_callback import TrainerCallback
 
 _LATER = {"LightningCallback": "lightning_callback", "TrainerCallback": "trainer_callback"}
-"""Where what needs a framework is, which is imported when it is asked for."""
+"""The modules that import a framework, each with the class whose first use imports it."""
 
 __all__ = [
     "DiLoCo",

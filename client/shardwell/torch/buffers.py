@@ -15,44 +15,30 @@ from shardwell.specs.layout import TensorLayout
 
 
 class FlatTensors:
-    """Views of one float32 buffer, as a layout has them: torch's, and NumPy's of the same memory.
-
-    Args:
-        layout: Layout of the parameter.
-        is_pinned: Whether a GPU copies from and to it without waiting.
-    """
+    """Two views of one float32 buffer in a layout's order: torch's tensors and NumPy's arrays."""
 
     def __init__(self, layout: TensorLayout, *, is_pinned: bool = False) -> None:
         # Named, for a program may have another default device.
         flat = torch.zeros(layout.size, dtype=torch.float32, device="cpu", pin_memory=is_pinned)
         self.views = [flat[t.offset : t.stop].view(t.shape) for t in layout]
-        """In the order of the layout."""
         self.arrays = TensorViews(layout, flat.numpy())
-        """By name."""
 
 
 class ModelBuffers:
     """A model's gradients and weights in flat memory, which a parameter's calls read and write.
 
     On a GPU the weights' buffer is read until an event has come, which `await_uploads` awaits.
-
-    Args:
-        tensors: The model's tensors, in the order of the layout.
-        layout: Layout of the parameter.
     """
 
     def __init__(self, tensors: Iterable[torch.nn.Parameter], layout: TensorLayout) -> None:
         self.layout = layout
         self._tensors = list(tensors)
         self.is_on_gpu = self._has_gpu
-        """True if the tensors were there when the buffers were made."""
         self.gradients = FlatTensors(layout, is_pinned=self.is_on_gpu)
         self.weights = FlatTensors(layout, is_pinned=self.is_on_gpu)
         self._large = [tensor.size >= LARGE_ELEMENT_COUNT for tensor in layout]
-        """True for gradients that take longer to copy than to look at."""
         self._uploads: list[torch.cuda.Event] = []
         self._versions: list[int] = []
-        """Versions of the weights, by torch's count, when `put_weights` had put them there."""
         copy_all(self.weights.views, [tensor.detach() for tensor in self._tensors])
 
     @property
@@ -70,10 +56,9 @@ class ModelBuffers:
             copy_all(self.weights.views, before.views)
 
     def copy_gradients(self, but: Container[int], *, may_lie: bool) -> NamedArrays:
-        """Copies gradients into the buffer, except those at some places.
+        """Copies gradients, except those at places `but`.
 
-        Returns:
-            With `may_lie`, large ones that can be sent from where they lie, which are not copied.
+        With `may_lie`, returns large ones, which are sent from where they are, without a copy.
         """
         targets, sources = [], []
         lying: NamedArrays = {}
@@ -120,7 +105,6 @@ class ModelBuffers:
         return found
 
     def _recorded(self) -> list[torch.cuda.Event]:
-        """Events behind what the GPUs' current streams were given."""
         events = []
         for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
             event = torch.cuda.Event(blocking=True)
@@ -187,7 +171,7 @@ def copy_all(
 
 
 def as_float32(name: str, tensor: torch.Tensor) -> Float32:
-    """Floating point values on the CPU, rounded to float32."""
+    """Returns floating point values on the CPU, rounded to float32."""
     check_readable(name, tensor)
     own = tensor.detach().cpu()
     values = own.to(torch.float32)
@@ -234,7 +218,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """As many tensors at a time as fit into `size` words, one at least."""
+    """Yields as many tensors at a time as fit into `size` words, at least one."""
     piece: dict[str, torch.Tensor] = {}
     count = 0
     for name, tensor in tensors.items():

@@ -98,7 +98,6 @@ def broadcast_state(model: torch.nn.Module, group: Group, root: int = 0) -> None
 
 
 def _check_same(state: dict[str, torch.Tensor], group: Group) -> None:
-    """Compares what the ranks have, tensor by tensor: as numbers, of which all see both ends."""
     told = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}" + " on meta" * (tensor.device.type == "meta")
         for name, tensor in state.items()

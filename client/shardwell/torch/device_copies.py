@@ -27,7 +27,7 @@ class Copier(Protocol):
     """An object that begins copies."""
 
     def takes(self, source: torch.Tensor) -> bool:
-        """True if it is worth not to wait for."""
+        """Returns True for a source for whose copy no thread should wait."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Begins to copy; `source` must not be written before the event."""
@@ -59,16 +59,13 @@ class StreamCopier:
 
 
 _Item: TypeAlias = tuple[Event, Callable[[], None]] | threading.Event | None
-"""A copy and what follows it; who waits for all before it; or the end."""
+"""A copy with its follow-up; an event to set once all before it are done; or None, the end."""
 
 
 class DeviceCopies:
-    """Copies under way. Any thread may use it.
+    """The copies under way, by default from GPUs. Any thread may use it.
 
     Its thread begins with the first copy, and ends with `close` or with this object.
-
-    Args:
-        copier: Begins copies; default: from GPUs.
     """
 
     def __init__(self, copier: Copier | None = None) -> None:

@@ -174,7 +174,7 @@ class DiLoCo(Connected):
 
     @property
     def inner_step(self) -> int:
-        """Inner steps that this learner has made."""
+        """The inner steps that this learner has made."""
         return self.outer.inner_step
 
     @property
@@ -241,13 +241,11 @@ class DiLoCo(Connected):
     # Hooks of the optimizers.
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuses tensors that were written to since the last inner step."""
         if optimizer is self._optimizers[0]:
             self._check_untouched()
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer has made its step, which ends an inner step if it is the last."""
         if self._backward.makes_state(optimizer):
             self._local.note()  # torch has written to the tensors, which are as they were
             return
@@ -260,7 +258,6 @@ class DiLoCo(Connected):
             self.outer.after_step(self._local, self.sample_count, into=self._local)
 
     def _check_untouched(self) -> None:
-        """Refuses a model whose tensors something else has changed."""
         for name, tensor in self._model.tensors.items():
             version, address, shape = self._local.seen[name]
             if tensor.shape != shape:
@@ -306,8 +303,6 @@ class DiLoCo(Connected):
 class _LocalWeights(MutableMapping[str, Any]):
     """A model's tensors as float32 arrays on the CPU, made when they are asked for.
 
-    Arrays that are put here are written into the tensors.
-
     A tensor of a narrower type holds a weight rounded. The rest is kept here and added
     again, so that it is not taken for what was trained.
     """
@@ -316,12 +311,10 @@ class _LocalWeights(MutableMapping[str, Any]):
         self._tensors = tensors
         self._rounded_off: NamedArrays = {}
         self.seen: dict[str, tuple[int, int, torch.Size]] = {}
-        """Each tensor's version by torch's count, address and shape, as the last inner step, or
-        what was put here since, left it."""
+        """The version by torch's count, address and shape of each tensor as it should be."""
         self.note()
 
     def note(self) -> None:
-        """Tensors are as they are to be now."""
         for name, tensor in self._tensors.items():
             self.seen[name] = tensor._version, tensor.data_ptr(), tensor.shape
 
@@ -355,7 +348,6 @@ class _LocalWeights(MutableMapping[str, Any]):
 
 
 def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """The parameters that require gradients."""
     found = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     if not found:
         raise ArgumentError("the model has no parameter that requires a gradient")
@@ -367,7 +359,6 @@ def _trained(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Para
 def _optimizers(
     given: Any, tensors: Mapping[str, torch.nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """The inner optimizers, without wrappers of frameworks."""
     listed = list(given) if isinstance(given, list | tuple) else [given]
     ids = {id(tensor) for tensor in tensors.values()}
     found = []
@@ -386,7 +377,6 @@ def _optimizers(
 
 
 def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """Returns a state with all values of a kind converted."""
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, Mapping):

@@ -38,15 +38,11 @@ BagModeName = Literal["sum", "mean", "max"]
 
 
 class _Part(NamedTuple):
-    """Gradients that a pass has brought for one lookup."""
-
     ids: Ids
     gradients: torch.Tensor
 
 
 class _Lookup(NamedTuple):
-    """Rows of one forward pass."""
-
     rows: torch.Tensor
     """(u, dim) by distinct id, ascending; with padding, one more, of zeros."""
     places: torch.Tensor
@@ -56,8 +52,6 @@ class _Lookup(NamedTuple):
 
 @dataclass
 class _Push:
-    """Row gradients of one step."""
-
     ids: Ids
     gradients: Float32
     sample_count: int
@@ -70,8 +64,6 @@ _PASS_COUNT_MAX = 16
 
 
 class _Passes:
-    """Gradients of backward passes, by torch's number of each, and by layer."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._brought: OrderedDict[int, dict[TableModule, list[_Part]]] = OrderedDict()
@@ -79,7 +71,7 @@ class _Passes:
         """Passes of which no more is kept, as they have probably failed."""
 
     def bring(self, layer: TableModule, part: _Part) -> None:
-        """Called by a pass; the first call of each asks for another one at its end."""
+        """Notes a pass's gradients; the first has torch call `_end` after the pass."""
         number = torch._C._current_graph_task_id()
         with self._lock:
             if number in self._dropped:
@@ -156,7 +148,6 @@ class TableModule(Connected, torch.nn.Module):
         self._start()
 
     def _start(self) -> None:
-        """Nothing was looked up yet, and nothing waits to be pushed."""
         self._is_paused = False
         self._is_looked_up = False
         self._lock = threading.RLock()
@@ -238,7 +229,6 @@ class TableModule(Connected, torch.nn.Module):
     # Rows in.
 
     def _look_up(self, ids: Any) -> _Lookup:
-        """Fetches the rows of some ids, and follows their gradients."""
         self._send()
         batch, is_id = self._batch(ids)
         distinct = batch.distinct.ids
@@ -264,7 +254,6 @@ class TableModule(Connected, torch.nn.Module):
         return _Lookup(leaf, where, distinct.size if is_padded else None)
 
     def _batch(self, ids: Any) -> tuple[RowBatch, Any]:
-        """The ids that stand for rows, and which those are."""
         given = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
         is_id = np.ones(given.shape, np.bool_)
         if self.padding_idx is not None:
@@ -285,7 +274,6 @@ class TableModule(Connected, torch.nn.Module):
     # Gradients out.
 
     def _check_trains(self) -> None:
-        """Refuses to push for a copy."""
         if self.is_read_only:
             raise ArgumentError(
                 f"this layer is a copy of one over table {self.table.name!r}, and only reads its "
@@ -294,7 +282,6 @@ class TableModule(Connected, torch.nn.Module):
             )
 
     def _bring(self, ids: Ids, is_nested: bool, gradient: torch.Tensor) -> None:
-        """Called by backward for each lookup."""
         self._check_trains()
         if is_nested:  # of the pass inside it, which would be a step of its own
             raise ArgumentError(
@@ -305,7 +292,6 @@ class TableModule(Connected, torch.nn.Module):
         _passes.bring(self, _Part(ids, own))
 
     def _gather(self, parts: list[_Part]) -> None:
-        """Takes what a pass has brought that has ended."""
         with self._lock:
             self._gathered += parts
             self._is_looked_up = False
@@ -313,7 +299,6 @@ class TableModule(Connected, torch.nn.Module):
                 self._queue()
 
     def _push_if_due(self, parts: list[_Part]) -> None:
-        """Ends a pass."""
         with self._lock:
             self._send()
             self._prefetch()
@@ -328,10 +313,7 @@ class TableModule(Connected, torch.nn.Module):
         self._gathered = []
 
     def _send(self) -> None:
-        """Pushes the steps that are queued, in order.
-
-        Not one that is over: it was abandoned, or has ended though its call was interrupted.
-        """
+        """Pushes the queued steps in order, except one that was abandoned or has ended already."""
         with self._lock:
             while self._queued:
                 push = self._queued[0]
@@ -357,7 +339,7 @@ class TableModule(Connected, torch.nn.Module):
 
 
 class Embedding(TableModule):
-    """`torch.nn.Embedding` whose weight is a table's rows.
+    """A `torch.nn.Embedding` whose weight is a table's rows.
 
     vectors = shardwell.torch.Embedding(client.table("users", row_count=10**9, dim=64, ...))
     loss_fn(head(vectors(ids)), targets).backward()  # pushes the gradients of the rows
@@ -396,7 +378,7 @@ class Embedding(TableModule):
 
 
 class EmbeddingBag(TableModule):
-    """`torch.nn.EmbeddingBag` whose weight is a table's rows; see `Embedding`.
+    """A `torch.nn.EmbeddingBag` whose weight is a table's rows; see `Embedding`.
 
     Args:
         table: See `Embedding`.

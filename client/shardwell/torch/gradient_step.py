@@ -57,14 +57,6 @@ class GradientStep:
     """The step of a `ServerOptimizer` that comes next, by the table above.
 
     Backward has a thread for each device, which call `add`; all else is for one thread.
-
-    Args:
-        parameter: The parameter that the step is of.
-        model: The model.
-        buffers: Its gradients and weights in flat memory.
-        overlap: See `ServerOptimizer`.
-        settings: How a gradient is exchanged.
-        rate: Returns the learning rate as the optimizer's groups have it.
     """
 
     def __init__(
@@ -79,18 +71,14 @@ class GradientStep:
         self.parameter = parameter
         self.model = model
         self.is_paused = False
-        """True in `no_sync`."""
         self.copies = DeviceCopies()
-        """Copies of gradients, from a GPU to their buffer."""
         self.begun: OpenExchange[NamedArrays] | None = None
-        """The exchange of what is announced."""
         self._buffers = buffers
         self._tensors = list(model.tensors.values())
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
         self._settings = settings
         self._rate = rate
         self._agreed: dict[str, Any] = {}
-        """The options with which the exchange was begun."""
         self._is_auto = overlap == "auto"
         self.overlaps = overlap is True
         """True if gradients leave in backward, from the next one on."""
@@ -98,7 +86,6 @@ class GradientStep:
         """Until the first step has shown whether gradients change after backward."""
         self.backward = BackwardWatch()
         self._has_run_backward = False
-        """True if a backward pass made gradients since the last step."""
         self._is_late = False
         """True if this step's gradients were found to change, so `make` copies all of them."""
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
@@ -106,11 +93,8 @@ class GradientStep:
         self._owed: Callable[[], object] | None = None
         """Ends the step that failed, with the same values."""
         self._failed: _Seen = []
-        """The gradients of that step."""
         self._counted: _Seen = []
-        """The gradients of the step that was counted last."""
         self._scaled_back: _Seen = []
-        """The gradients that were divided by a scaler's scale last."""
         self._lock = threading.Lock()
 
     @property
@@ -141,7 +125,6 @@ class GradientStep:
                 self._watch.add(self._places[id(tensor)], tensor.grad, self._exchange_options)
 
     def _announce(self, tensor: torch.Tensor) -> None:
-        """Copies a gradient, which may leave then."""
         place = self._places[id(tensor)]
         buffers = self._buffers
         where, view = buffers.layout.tensors[place], buffers.gradients.views[place]
@@ -172,7 +155,6 @@ class GradientStep:
         return self.begun
 
     def _exchange_options(self) -> dict[str, Any]:
-        """The arguments of the exchange, which are those with which it was begun."""
         options = {
             "gradient": self._buffers.gradients.arrays,
             "sample_count": self._settings.sample_count,
@@ -191,7 +173,6 @@ class GradientStep:
         return options
 
     def _take_back(self, change: str) -> bool:
-        """Takes back all announcements of this step, if nothing of it may have left."""
         if not self._has_left:
             self.copies.wait()  # which write to where `forget` writes, and may announce
         if self._has_left:
@@ -204,14 +185,12 @@ class GradientStep:
         return True
 
     def _reset(self) -> OpenExchange[NamedArrays] | None:
-        """Ends all announcements; returns the exchange that was begun."""
         begun, self.begun = self.begun, None
         self._announced.clear()
         self._is_late = False
         return begun
 
     def _go_on_without_overlap(self, change: str) -> None:
-        """Keeps gradients until `step` from now on, if overlap is "auto"."""
         if self._is_auto:
             self.overlaps = False
             _LOG.debug(
@@ -227,9 +206,8 @@ class GradientStep:
     def make(self, found_inf: torch.Tensor | None, scale: torch.Tensor | None) -> None:
         """Ends the step: its gradients are counted, and the model gets the weights.
 
-        Args:
-            found_inf: A scaler's: more than 0 if a gradient is not finite, which skips the step.
-            scale: A scaler's, by which gradients are divided first.
+        Both arguments are a GradScaler's: gradients are divided by `scale`; a `found_inf` above 0
+        skips the step.
         """
         if self._owed is not None:
             failed = self._failed
@@ -322,7 +300,6 @@ class GradientStep:
         options: Mapping[str, Any],
         lying: NamedArrays | None = None,
     ) -> None:
-        """Makes the call that ends a step, and takes the weights; what fails is owed."""
         step, taken = self.parameter.next_step, self._seen()
         again = self._ending(begun, options)
         end = again
@@ -351,8 +328,6 @@ class GradientStep:
     def _ending(
         self, begun: OpenExchange[NamedArrays] | None, options: Mapping[str, Any]
     ) -> Callable[[], object]:
-        """Returns the call that ends a step, within the time that there is then."""
-
         def end() -> object:
             self._buffers.await_uploads()
             timeout_s = self._settings.timeout_s
@@ -385,7 +360,6 @@ class GradientStep:
         self._scaled_back, self._counted, self._has_run_backward = [], gradients, False
 
     def _has_new_gradients(self) -> bool:
-        """True if a step has something to count."""
         if self._settings.sample_count == 0:
             return True
         if all(tensor.grad is None for tensor in self._tensors):
@@ -401,7 +375,6 @@ class GradientStep:
     # Checks.
 
     def _end_watch(self) -> None:
-        """Decides, at the end of the first step, whether gradients leave in those that follow."""
         if self._watch is None or self._watch.is_empty:
             return
         change = self._watch.change([t.grad for t in self._tensors], self._exchange_options())
@@ -412,7 +385,6 @@ class GradientStep:
             self._go_on_without_overlap(change)
 
     def _check_announced(self) -> None:
-        """Refuses gradients that were changed after they had left."""
         for place, (gradient, version) in self._announced.items():
             if self._tensors[place].grad is not gradient or gradient._version != version:
                 name = self._buffers.layout.tensors[place].name
@@ -424,7 +396,6 @@ class GradientStep:
                 )
 
     def _check_model(self) -> None:
-        """Refuses a model that is not the one that all agreed on, before anything is sent."""
         self.model.check()
         others = self._buffers.other_weights()
         if others:

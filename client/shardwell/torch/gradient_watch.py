@@ -16,19 +16,15 @@ _AGREED = ("sample_count", "learning_rate")
 
 
 class BackwardWatch:
-    """Sees the gradient that a backward pass made last, and so who made those of a step.
+    """Sees the gradient that a backward pass made last, and so what made those of a step.
 
     `torch.distributed.checkpoint.state_dict` calls `step` to make an optimizer's state: with
     gradients of zeros that it makes itself, and a rate of 0. That is no step of the training. Zeros
     that a backward pass made are one, for which other workers wait.
-
-    Args:
-        tensors: Those whose gradients are watched; none where the owner's own hooks call `note`.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._made: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
-        """The last tensor to which backward has added a gradient, and that."""
         self._hooks = [tensor.register_post_accumulate_grad_hook(self.note) for tensor in tensors]
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -55,7 +51,7 @@ class BackwardWatch:
 
 
 class GradientWatch:
-    """Gradients of one step as backward leaves them. Not for several threads at once."""
+    """The gradients of one step as backward leaves them. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[torch.Tensor | None, int]] = {}
@@ -79,13 +75,7 @@ class GradientWatch:
         gradient: torch.Tensor | None,
         options: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Notes a gradient that backward has made.
-
-        Args:
-            place: Number of its tensor.
-            gradient: The gradient as the tensor has it.
-            options: Returns how the step is exchanged; called at the first gradient.
-        """
+        """Notes a gradient that backward has made for the tensor of that number."""
         if not self._seen:
             self._options = options()
         if place in self._seen:
@@ -95,12 +85,7 @@ class GradientWatch:
     def change(
         self, gradients: Sequence[torch.Tensor | None], options: Mapping[str, Any]
     ) -> str | None:
-        """The change since backward, in words; None: there is none.
-
-        Args:
-            gradients: The gradients that the tensors have now, by number.
-            options: How the step is exchanged now.
-        """
+        """Returns the change since backward, in words; None: nothing has changed."""
         if self._change is not None:
             return self._change
         for place, (seen, version) in self._seen.items():

@@ -45,7 +45,6 @@ from shardwell.specs.names import check_name, format_ranks, is_address
 
 ResultT = TypeVar("ResultT")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.005, 0.25
-"""Between two looks at the store."""
 _LOOK = timedelta(milliseconds=20)
 """The wait for a store that can't say whether it has a key."""
 _VALUE_LENGTH_MAX = 65536
@@ -54,7 +53,6 @@ _LOCALHOST = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: the system says which of its own it would use; nothing is sent."""
 _ANY_PORT = 9
-"""A port, which makes no difference where nothing is sent."""
 _MEETING_VARIABLE = "MASTER_ADDR"
 
 
@@ -70,7 +68,7 @@ class Met:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank's process runs."""
+    """The place where a rank's process runs."""
 
     machine: str
     """One value for all processes that share a loopback interface."""
@@ -79,20 +77,12 @@ class Place:
 
     @staticmethod
     def here(store: Any) -> Place:
-        """This process's."""
+        """Returns this process's place."""
         return Place(machine=_this_machine(), hosts=tuple(_own_hosts(store)))
 
 
 class StoreMeeting:
-    """One rank's way into one group.
-
-    Args:
-        store: Torch's, for this process group alone.
-        rank: This rank.
-        size: How many ranks meet.
-        timeout_s: How long the others are waited for.
-        place: Where this rank runs.
-    """
+    """One rank's way into one group, through torch's store for this process group alone."""
 
     def __init__(
         self, store: Any, rank: int, size: int, *, timeout_s: float, place: Place | None = None
@@ -146,7 +136,6 @@ class StoreMeeting:
     # Rank 0.
 
     def _lead(self) -> bool:
-        """Writes the roster when it has changed; whether all ranks have agreed to it."""
         entries = [self._read(f"rank/{rank}") for rank in range(self._size)]
         if not all(entries):
             return False
@@ -166,7 +155,6 @@ class StoreMeeting:
         return True
 
     def _address(self, machines: Sequence[str]) -> dict[str, str]:
-        """Where this rank can be reached from these machines, or why it can't."""
         elsewhere = [rank for rank, one in enumerate(machines) if one != machines[0]]
         hosts = [host for host in self._place.hosts if not _is_loopback(host)]
         if not elsewhere and (Tls.from_environment() is None or not hosts):
@@ -184,7 +172,6 @@ class StoreMeeting:
     # The others.
 
     def _follow(self) -> bool:
-        """Agrees to a roster that has this rank's id; whether it has begun."""
         roster = self._read("roster")
         ids = roster.get("ids")
         if not isinstance(ids, list) or ids[self._rank : self._rank + 1] != [self._id]:
@@ -197,7 +184,6 @@ class StoreMeeting:
     # Both.
 
     def _disagreeing(self) -> tuple[int, ...]:
-        """Ranks that have not agreed to the roster."""
         return tuple(
             rank
             for rank in range(self._size)
@@ -205,7 +191,6 @@ class StoreMeeting:
         )
 
     def _missing(self) -> tuple[int, ...]:
-        """Ranks that are waited for, as far as the store shows it."""
         if self._roster:
             missing = self._disagreeing()
         else:
@@ -227,7 +212,6 @@ class StoreMeeting:
         return bytes(found).decode(errors="replace")
 
     def _has(self, name: str) -> bool:
-        """True if the store has a value for a key."""
         if hasattr(self._store, "check"):
             return bool(self._store.check([name]))
         try:  # earlier versions of torch
@@ -237,7 +221,6 @@ class StoreMeeting:
         return True
 
     def _read(self, key: str) -> dict[str, Any]:
-        """An object of the store's; {} where it has none, or what is none of ours."""
         try:
             found = json.loads(self._read_text(key))
         except ValueError:
@@ -256,7 +239,6 @@ class StoreMeeting:
 
 
 def _checked(roster: dict[str, Any]) -> dict[str, Any]:
-    """Returns a roster that is whole."""
     is_whole = isinstance(roster.get("id"), str) and isinstance(roster.get("name"), str)
     address = roster.get("address")
     if not is_whole or not (
@@ -270,7 +252,6 @@ def _checked(roster: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(store: Any) -> str:
-    """For messages: "the store at host:port"."""
     inner = _innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     path = getattr(inner, "path", None)
@@ -279,14 +260,13 @@ def _described(store: Any) -> str:
 
 
 def _innermost(store: Any) -> Any:
-    """The store under torch's prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def _this_machine() -> str:
-    """Differs between machines, and between containers that have a network of their own."""
+    """Returns a text that differs between machines, and containers with networks of their own."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -297,7 +277,6 @@ def _this_machine() -> str:
 
 
 def _own_hosts(store: Any) -> list[str]:
-    """This machine's addresses: on the way to the store, to $MASTER_ADDR, and to other networks."""
     inner = _innermost(store)
     meeting = [getattr(inner, "host", None), os.environ.get(_MEETING_VARIABLE)]
     found = [
@@ -307,7 +286,6 @@ def _own_hosts(store: Any) -> list[str]:
 
 
 def _address_towards(host: str) -> str | None:
-    """The own address that the system uses on the way to a host; None: there is no way."""
     with contextlib.suppress(OSError):
         return address_towards(host, _ANY_PORT)
     return None
@@ -318,7 +296,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _free_address(host: str) -> str:
-    """A free port of an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as free:
         port = free.getsockname()[1]

@@ -22,14 +22,7 @@ _RULE_OPTIONS = {
 
 
 def check_call(kind: type, line: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Refuses arguments that a class does not take.
-
-    Args:
-        kind: The class.
-        line: A call of it that is right, for the message.
-        args: Those of the call, without `self`.
-        options: Its keywords.
-    """
+    """Refuses arguments that a class does not take; `line` is a right call, for the message."""
     signature = inspect.signature(kind.__init__)  # type: ignore[misc]
     try:
         signature.bind(None, *args, **options)
@@ -40,7 +33,6 @@ def check_call(kind: type, line: str, args: Sequence[Any], options: Mapping[str,
 
 
 def _place_of(name: str, known: Iterable[str]) -> str:
-    """Where an option belongs that a class does not have, as "; ...", or nothing."""
     of_client = inspect.signature(connect).parameters
     if name in _RULE_OPTIONS:
         return f"; {name}= is an option of the update rule, as of shardwell.AdamW(3e-4)"

@@ -355,7 +355,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._step.forget(are_zeros=not set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, of the rates alone, and which training it is of: name, step, digest of weights.
+        """Returns torch's state, of the rates alone, and the training: name, step, weights' digest.
 
         The update rule's arrays stay on the shards, in whose checkpoints they are; with
         `saves_values` they are in the state, too, by tensor, through a temporary directory.
@@ -443,7 +443,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._replace(PushedValues({"weights": weights}))
 
     def _replace(self, values: PushedValues) -> None:
-        """Puts values in place of the cluster's, and takes the weights."""
         old, tensors = self.parameter, self._model.tensors
         if self._meeting is None:
             self._meeting = Meeting(self.client, old.name, old.spec.worker_count)
@@ -467,13 +466,11 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._buffers.put_weights()
 
     def _read_weights(self, timeout_s: float | None = None) -> None:
-        """Puts the cluster's weights into the model, those that the next step begins with."""
         # Started again, it goes on from the step that it had ended, which may wait for the others.
         is_sync = self.parameter.spec.mode == "sync"
         self._take_weights(self.parameter.next_step if is_sync else 0, timeout_s)
 
     def _check_all_meet(self, what: str) -> None:
-        """Refuses to wait for workers that come and go."""
         if self.parameter.spec.members is not None:
             raise ArgumentError(
                 f"{what} waits until all workers call it, and with members= these are not known: "
@@ -482,7 +479,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             )
 
     def _training_state(self) -> TrainingState:
-        """The training state at the weights of the last step."""
         is_sync = self.parameter.spec.mode == "sync"
         return TrainingState(
             name=self.parameter.name,
@@ -541,10 +537,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         self._step.close()
 
     def _left_by_scaler(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns whether a scaler found a gradient that is not finite, and its scale.
-
-        None each: there is no scaler, or it has scaled back itself.
-        """
+        """Returns a scaler's `found_inf` and scale; None each: none, or it scaled back itself."""
         found_inf = self.__dict__.pop("found_inf", None)
         scale = self.__dict__.pop("grad_scale", None)
         if found_inf is not None and self._overlap is True:
@@ -560,12 +553,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
 
 
 def _tables(model: torch.nn.Module) -> list[TableModule]:
-    """The model's layers whose weight is a table."""
     return [module for module in model.modules() if isinstance(module, TableModule)]
 
 
 def _check_tables(model: torch.nn.Module) -> None:
-    """Refuses tables in the model that would wait for a worker which has gone."""
     for module in _tables(model):
         spec = module.table.spec
         if spec.mode == "sync" and spec.members is None:
@@ -578,7 +569,6 @@ def _check_tables(model: torch.nn.Module) -> None:
 def _trained(
     model: torch.nn.Module, names: PlainNames, groups: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.nn.Parameter], list[list[str]]]:
-    """The tensors of groups that are trained, by name, and the names of each group's."""
     known = {id(tensor): name for name, tensor in names.of(model.named_parameters()).items()}
     tensors: dict[str, torch.nn.Parameter] = {}
     names_of_groups: list[list[str]] = []
@@ -610,10 +600,7 @@ def _opened(
     *,
     order: Sequence[str] | None = None,
 ) -> Parameter[NamedArrays]:
-    """The parameter of a model: in the order that it has, or, if it is new, as gradients come.
-
-    With `order`, a new one has that.
-    """
+    """Opens a model's parameter; a new one has `order`, or else that in which gradients come."""
     client, name = training.client, training.name
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     try:

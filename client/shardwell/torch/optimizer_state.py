@@ -44,10 +44,9 @@ _WHERE_ARRAYS_ARE = (
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a training is. Saved with a state_dict, as plain numbers and strings."""
+    """The point that a training has reached; a state_dict has it as plain numbers and strings."""
 
     name: str
-    """Name of the parameter."""
     version: int
     """Steps that the weights have seen; in asynchronous mode, updates."""
     digest: str
@@ -84,11 +83,8 @@ class TrainingState:
     ) -> None:
         """Refuses to go on where the cluster is elsewhere; says what to do.
 
-        Args:
-            now: Where it is.
-            is_sync: Whether its versions are steps that all workers make together.
-            may_go_on_alone: Whether such a step may close without a worker: a state of any earlier
-                step is good then, and weights of a worker may be of two versions.
+        With `may_go_on_alone` a step may close without a worker: a state of any earlier step is
+        good then, and weights of a worker may be of two versions.
         """
         if self.name != now.name:
             raise ArgumentError(
@@ -122,11 +118,7 @@ class TrainingState:
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of weights, in whatever order they come.
-
-    Args:
-        tensors: By name: float32, contiguous, on the CPU.
-    """
+    """Returns a digest of weights, in any order: float32, contiguous, on the CPU."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
         found.update(f"{name!r} {tuple(tensor.shape)}".encode())
@@ -135,7 +127,6 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _foreign(state: Any) -> str:
-    """The given state, in words."""
     if not isinstance(state, Mapping):
         return f"got {type(state).__name__}"
     own = state.get("state")
@@ -148,12 +139,10 @@ def _foreign(state: Any) -> str:
 
 @dataclass(frozen=True)
 class PushedValues:
-    """The values to put in place of a parameter's.
+    """The values that replace a parameter's, after `version` steps.
 
-    Args:
-        arrays: By name: "weights", and the update rule's arrays, all of them or none: (size,), in
-            the order of the parameter's layout.
-        version: Steps that they have seen.
+    `arrays` are the "weights", and the update rule's arrays, all of them or none: (size,) each, in
+    the order of the parameter's layout.
     """
 
     arrays: Mapping[str, Float32]
@@ -161,7 +150,7 @@ class PushedValues:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that tell these values from any others."""
+        """A digest of 32 bytes that tells these values from any others."""
         found = hashlib.sha256(f"{self.version}".encode())
         for name, array in self.arrays.items():
             found.update(name.encode())
@@ -197,7 +186,7 @@ class PushedValues:
 
 
 def saved_values(client: Client, parameter: Parameter[NamedArrays], version: int) -> dict[str, Any]:
-    """Weights and the update rule's arrays by tensor, as the shards have them. Blocks.
+    """Returns weights and the update rule's arrays by tensor. Blocks.
 
     They come through files in a temporary directory, one at a time.
     """
@@ -234,15 +223,9 @@ def replace(
     *,
     timeout_s: float | None,
 ) -> Parameter[NamedArrays]:
-    """Makes a parameter again with other values. All its workers call it; blocks until all do.
+    """Makes a parameter again with other values; blocks until all of its workers have called it.
 
-    Args:
-        client: The worker's.
-        old: The parameter as it is; closed, if all agree.
-        values: What it gets.
-        meeting: Meeting of its workers.
-        opened: Opens it as it was at first.
-        timeout_s: Bound of each wait; default: the client's.
+    If all agree, `old` is closed; `opened` opens the parameter as it was at first.
     """
     name, digest = old.name, values.digest
     if not meeting.agrees(digest, timeout_s):
@@ -275,15 +258,10 @@ def _named(parameter: Parameter[NamedArrays], array: Float32) -> NamedArrays:
 
 
 class Meeting:
-    """Where all workers of a parameter compare 32 bytes: the mean of theirs, `NAME.pushed`.
+    """A place where all workers compare 32 bytes: the mean of theirs, the parameter `NAME.pushed`.
 
     One for each worker: a comparison that failed for want of another worker is gone on with by the
     next one, as its first bytes are counted.
-
-    Args:
-        client: The worker's.
-        name: Name of the parameter.
-        worker_count: Its workers.
     """
 
     def __init__(self, client: Client, name: str, worker_count: int) -> None:

@@ -24,12 +24,7 @@ are the user's, or say how something is computed."""
 
 
 class GroupRates:
-    """An optimizer's groups as the shards know them: rates, and options that stay.
-
-    Args:
-        optimizer: The update rule, whose rate the ratios are to.
-        param_groups: Groups as torch has them.
-    """
+    """An optimizer's groups as the shards know them: rates, and options that stay."""
 
     def __init__(self, optimizer: Optimizer, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self._factors = [_factor_of(optimizer, group) for group in param_groups]
@@ -48,13 +43,9 @@ class GroupRates:
                 param_groups, self._factors, self._numbers, strict=True
             )
         ]
-        """The options by which each group's tensors differ from the rest."""
 
     def tensor_groups(self, names: Sequence[Sequence[str]]) -> list[TensorGroup]:
-        """The groups as a parameter takes them; `names` are those of each group's tensors.
-
-        Groups without a tensor have no number.
-        """
+        """Returns the groups as a parameter takes them; groups without a tensor have no number."""
         used = [number for number, own in zip(self._numbers, names, strict=True) if own and number]
         self._numbers = [
             used.index(number) + 1 if number in used else 0 for number in self._numbers
@@ -66,11 +57,7 @@ class GroupRates:
         ]
 
     def rate(self, param_groups: Sequence[Mapping[str, Any]]) -> float:
-        """The parameter's learning rate as the groups have it now.
-
-        Returns:
-            One number where all groups have the ratios that they began with, else a GroupedRate.
-        """
+        """Returns one number where all groups have their first ratios, else a GroupedRate."""
         rate = 0.0
         own_rates = []
         for number, group in enumerate(param_groups):
@@ -113,7 +100,7 @@ def groups_of(
     param_groups: Iterable[Any] | None,
     optimizer: Optimizer,
 ) -> list[dict[str, Any]]:
-    """Torch's groups of a model."""
+    """Returns torch's groups of a model."""
     if param_groups is None:
         return [{"params": [tensor for tensor in model.parameters() if tensor.requires_grad]}]
     given = list(param_groups)
@@ -164,13 +151,11 @@ def torch_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _factor_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """The ratio of a group's rate to the optimizer's at the start; 1 where there is none."""
     base = rate_of(optimizer)
     own = check_learning_rate("lr of a group", float(group["lr"]))
     return own / base if own and base and own != base else 1.0
 
 
 def _decay_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
-    """A group's own weight decay; None: the optimizer's."""
     decay = float(group.get("weight_decay", 0.0))
     return decay if decay != getattr(optimizer, "weight_decay", 0.0) else None

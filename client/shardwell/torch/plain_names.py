@@ -19,18 +19,14 @@ _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 class PlainNames:
-    """The plain name of each tensor of a model.
-
-    Args:
-        model: The model, wrapped or not.
-    """
+    """The plain name of each tensor of a model, which may be wrapped."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known: dict[str, str] = {}
 
     def __call__(self, name: str) -> str:
-        """The plain name of what the model calls so."""
+        """Returns the plain name of what the model calls so."""
         known = self._known.get(name)
         if known is None:
             known = self._known[name] = self._stripped(name)
@@ -63,7 +59,6 @@ class PlainNames:
 
 
 def _wraps(module: torch.nn.Module, child: str) -> bool:
-    """True if a child of a module is the model that the module wraps."""
     if child in _WRAPPED:
         return True
     if child != "module":

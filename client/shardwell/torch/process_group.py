@@ -74,7 +74,6 @@ class _Work(dist.Work):
         self._future = self._told.then(self._outcome)
 
     def end(self, error: BaseException | None) -> None:
-        """Its tensor is what it is to be, or there is an error."""
         if error is None:
             self._ended.set_result(None)
         else:
@@ -89,7 +88,6 @@ class _Work(dist.Work):
         return [self._tensor]
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Blocks until it has ended, and raises its error; DeadlineError if it takes longer."""
         timeout_s = timeout.total_seconds()
         try:
             self._ended.result(timeout_s or None)
@@ -103,7 +101,6 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if it has ended."""
         return self._ended.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -111,17 +108,15 @@ class _Work(dist.Work):
         return self._future
 
     def result(self) -> list[torch.Tensor]:
-        """The tensor."""
         return [self._tensor]
 
 
 class ShardwellProcessGroup(dist.ProcessGroup):
-    """One, over a group. Errors of the group come out of the calls, or of `Work.wait`."""
+    """A process group of torch over a group, whose errors calls or `Work.wait` raise."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group.rank, group.size)
         self.group = group
-        """The group that does the work."""
         # C++ callers hold no reference to what Python adds to a Work: it is kept until it has
         # ended, and they have asked for its future.
         self._under_way: set[_Work] = set()
@@ -138,7 +133,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         return BACKEND_NAME
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
-        """See torch, which then finds the group by it."""
+        """Sets the name by which torch finds the group."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 (torch's name)
@@ -243,7 +238,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> Any:
-        """See `torch.distributed.reduce_scatter`; parts may have different lengths."""
+        """Serves `torch.distributed.reduce_scatter`; parts may have different lengths."""
         ((output,), (parts,)) = outputs, tensors
         width = max(part.numel() for part in parts)
         pad = torch.nn.functional.pad
@@ -270,7 +265,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Any:
-        """See `torch.distributed.all_gather`; ranks' tensors may have different shapes."""
+        """Serves `torch.distributed.all_gather`; ranks' tensors may have different shapes."""
         (places,) = outputs
         self._gather([[place] for place in places], tensors)
         return _done(list(places))
@@ -296,7 +291,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         tensors: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> Any:
-        """See `torch.distributed.all_gather_coalesced`: a list of outputs for each rank."""
+        """Serves `torch.distributed.all_gather_coalesced`, with a list of outputs for each rank."""
         self._gather(outputs, tensors)
         return _done([place for places in outputs for place in places])
 
@@ -347,7 +342,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def alltoall(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """See `torch.distributed.all_to_all`. Each rank gets all that any rank sends."""
+        """Serves `torch.distributed.all_to_all`. Each rank gets all that any rank sends."""
         counts = [tensor.numel() for tensor in tensors]
         counts_of = self._gathered(torch.tensor(counts, device="cpu"))
         dtype = tensors[0].dtype
@@ -374,15 +369,15 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     # What there is not.
 
     def send(self, tensors: Sequence[torch.Tensor], destination: int, tag: int) -> Any:
-        """Refused: a group makes collectives alone."""
+        """Refuses the call: a group makes collectives alone."""
         raise ArgumentError(_NO_MESSAGES)
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Any:
-        """Refused, as `send`."""
+        """Refuses the call, as `send` does."""
         raise ArgumentError(_NO_MESSAGES)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
-        """Refused, as `send`."""
+        """Refuses the call, as `send` does."""
         raise ArgumentError(_NO_MESSAGES)
 
     # Earlier versions of torch call them so.
@@ -404,7 +399,6 @@ class ShardwellProcessGroup(dist.ProcessGroup):
         self.shutdown()
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, bit for bit; all have the same shape."""
         like = {"dtype": tensor.dtype, "device": "cpu"}
         found = [torch.empty(tensor.shape, **like) for _ in range(self.size())]
         self._gather([[each] for each in found], [tensor])
@@ -413,10 +407,7 @@ class ShardwellProcessGroup(dist.ProcessGroup):
     def _gather(
         self, places: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Puts every rank's tensors, bit for bit, into the places for that rank.
-
-        Lengths may differ among ranks, if all know them: rows are as long as the longest.
-        """
+        """Puts every rank's tensors, bit for bit, into its places; all ranks know all lengths."""
         own = words_of(tensors)
         words = np.zeros((self.size(), max(map(word_count, places))), np.float32)
         if own.size != word_count(places[self.rank()]):
@@ -431,7 +422,6 @@ class ShardwellProcessGroup(dist.ProcessGroup):
             put_back(row, found)
 
     def _sum_sparse(self, tensor: torch.Tensor, op: Any) -> None:
-        """Sums sparse tensors, such as an embedding's gradients."""
         if op != dist.ReduceOp.SUM:
             raise ArgumentError(f"sparse tensors are reduced by SUM alone; got {op}")
         own = tensor.detach().cpu().coalesce()
@@ -447,7 +437,6 @@ class ShardwellProcessGroup(dist.ProcessGroup):
 
 
 def _reduction(op: Any, tensor: torch.Tensor) -> ReductionName | None:
-    """The group's name of a reduction, if it makes it of such tensors."""
     if tensor.dtype not in _AS_FLOAT32:
         return None
     return next((name for known, name in _REDUCTIONS if op == known), None)
@@ -464,19 +453,17 @@ def _reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values as contiguous float32 on the CPU: itself, where it is that."""
+    """Returns its values as contiguous float32 on the CPU: itself, where it is that."""
     return tensor.detach().to("cpu", torch.float32).contiguous()
 
 
 def _put(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Puts a result where it belongs, if that is elsewhere."""
     if values.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(values)
 
 
 def _done(result: list[torch.Tensor]) -> Any:
-    """Returns work that has ended."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     make: Any = torch._C._distributed_c10d._create_work_from_future
@@ -484,7 +471,6 @@ def _done(result: list[torch.Tensor]) -> Any:
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShardwellProcessGroup:
-    """Makes a process group, for torch."""
     seconds = timeout.total_seconds()
     met = StoreMeeting(store, rank, size, timeout_s=seconds).meet()
     codec: Any = variable(CODEC_VARIABLE) or "fp32"  # which join_group checks

@@ -24,19 +24,12 @@ _STEP_COUNT = 3
 """Steps after each of which the shards are asked: they name the workers that have yet to send
 their next gradient, and nearly all have while the last weights are fresh."""
 _TIMEOUT_S = 2.0
-"""Of a question."""
 
 
 def watch_threads(
     optimizer: torch.optim.Optimizer, client: Client, parameter: Parameter[Any]
 ) -> None:
-    """Counts this machine's workers after an optimizer's first steps, and logs if it is crowded.
-
-    Args:
-        optimizer: The optimizer whose steps they are.
-        client: This worker's.
-        parameter: What it trains.
-    """
+    """Counts this machine's workers after an optimizer's first steps, and logs if it is crowded."""
     if torch.get_num_threads() < 2 or parameter.spec.worker_count == 1:
         return
     left = _STEP_COUNT
@@ -63,7 +56,6 @@ def crowding(worker_count: int, thread_count: int, cores: int) -> str:
 
 
 def _has_logged(client: Client, parameter: str) -> bool:
-    """Looks once; whether it had to log."""
     words = crowding(_workers_here(client, parameter), torch.get_num_threads(), core_count())
     if words:
         _LOG.warning("%s", words)
@@ -71,7 +63,6 @@ def _has_logged(client: Client, parameter: str) -> bool:
 
 
 def _workers_here(client: Client, parameter: str) -> int:
-    """Workers of the parameter on this machine, this one among them, as far as the shards say."""
     names = {client.worker_id}
     with contextlib.suppress(ShardwellError):  # a token without the right to ask, a busy shard
         host = socket.gethostname()

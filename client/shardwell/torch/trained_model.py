@@ -28,25 +28,13 @@ class Training:
     """A training as all its workers give it."""
 
     client: Client
-    """The worker's."""
     name: str
-    """Name of its parameter."""
     options: Mapping[str, Any]
-    """Options of `Client.parameter`."""
     timeout_s: float | None
-    """Bound of a wait; None: the client's."""
 
 
 class TrainedModel:
-    """The tensors of a model that are trained, and whatever is attached to it for that.
-
-    Args:
-        model: The model.
-        names: The plain names of its tensors.
-        tensors: Those that are trained, by name.
-        kind: Name of the class that trains them, for messages.
-        left_out: Names of tensors that require a gradient and are not trained.
-    """
+    """The tensors of a model that are trained, and whatever is attached to it for that."""
 
     def __init__(
         self,

@@ -55,11 +55,10 @@ _PIECE_WORD_COUNT = 2**25
 alone."""
 _DIGEST_BYTES = 16
 _PAUSE_S = 0.05
-"""Between two looks at whether a worker has sent its frozen tensors."""
 
 
 class Untrained:
-    """One model's, beside the parameter of those that are trained.
+    """One model's frozen tensors and buffers, beside the parameter of those that are trained.
 
     With `broadcast_frozen`, workers without the first worker's frozen tensors get them.
     """
@@ -115,7 +114,6 @@ class Untrained:
                 buffer.copy_(torch.from_numpy(arrays[buffer_name]))
 
     def _means(self) -> dict[str, torch.Tensor]:
-        """Buffers of floating point that a checkpoint of the model has."""
         saved = set(self._model.state_dict(keep_vars=True))
         buffers = self._names.of(
             (name, each) for name, each in self._model.named_buffers() if name in saved
@@ -128,7 +126,6 @@ class Untrained:
 
 
 def _frozen_of(model: torch.nn.Module, names: PlainNames) -> dict[str, torch.Tensor]:
-    """The parameters that require no gradient, each under the first of its names."""
     found = names.of(model.named_parameters())
     return {
         name: tensor
@@ -140,7 +137,6 @@ def _frozen_of(model: torch.nn.Module, names: PlainNames) -> dict[str, torch.Ten
 def _shared_of(
     model: torch.nn.Module, names: PlainNames, others: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint of the model, without some others."""
     state = names.of(model.state_dict(keep_vars=True).items())
     ids = {id(tensor) for tensor in others.values()}
     return {
@@ -160,7 +156,6 @@ def hand_over_model(client: Client, name: str, model: torch.nn.Module) -> None:
 def _hand_over(
     client: Client, name: str, tensors: Mapping[str, torch.Tensor], timeout_s: float | None
 ) -> None:
-    """Gives tensors the values that the first worker has of them."""
     own = {_title(key, tensor): _encoded(key, tensor) for key, tensor in tensors.items()}
     handed = client.parameter(name, tensors=own, **_HANDED_OVER)
     handed.init(own, timeout_s=timeout_s)
@@ -171,10 +166,10 @@ def _hand_over(
 
 
 def _title(name: str, tensor: torch.Tensor) -> str:
-    """The name on the cluster of a tensor that is handed over.
+    """Returns the name on the cluster of a tensor that is handed over: for float32 its own.
 
-    Of a float32 tensor its name, under which an export has it. Others are there as their bytes, and
-    say what these are: a worker whose tensor has another type or shape gets an error that names it.
+    Others are there as their bytes, and say what these are: a worker whose tensor has another type
+    or shape gets an error that names it.
     """
     if tensor.dtype == torch.float32:
         return name
@@ -182,13 +177,11 @@ def _title(name: str, tensor: torch.Tensor) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Type and shape, such as "int64 2x3"."""
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
 
 
 def _encoded(name: str, tensor: torch.Tensor) -> Float32:
-    """A tensor's values as float32 without loss: as they are, or its bytes."""
     check_readable(name, tensor)
     if tensor.dtype == torch.float32:
         return as_float32(name, tensor)
@@ -196,7 +189,6 @@ def _encoded(name: str, tensor: torch.Tensor) -> Float32:
 
 
 def _decode(values: Float32, tensor: torch.Tensor) -> None:
-    """Puts into a tensor what `_encoded` made of another one of its type and shape."""
     if tensor.dtype == torch.float32:
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(values))
@@ -251,7 +243,7 @@ def _agree_on_frozen(
 
 
 def _digests(frozen: Mapping[str, torch.Tensor]) -> list[Float32]:
-    """Digest of each tensor's bytes: 8 numbers of 16 bits."""
+    """Returns a digest of each tensor's bytes: 8 numbers of 16 bits."""
     for name, tensor in frozen.items():
         check_readable(name, tensor)
     thread_count = min(8, os.cpu_count() or 1)  # hashing lets go of the GIL
@@ -269,7 +261,6 @@ def _digest(tensor: torch.Tensor) -> Float32:
 def _send(
     client: Client, name: str, piece: Mapping[str, torch.Tensor], timeout_s: float | None
 ) -> None:
-    """Puts the bytes of frozen tensors on the shards, if they are not there."""
     words = words_of(list(piece.values()))
     kept = client.parameter(name, size=words.size, **_HANDED_OVER)
     kept.init(words, timeout_s=timeout_s)
@@ -277,7 +268,6 @@ def _send(
 
 
 def _fetch(client: Client, name: str, piece: Mapping[str, torch.Tensor], deadline_s: float) -> None:
-    """Waits for the bytes of frozen tensors, and puts them into these."""
     pause = threading.Event()
     while True:
         rest_s = max(deadline_s - time.monotonic(), _PAUSE_S)

@@ -73,7 +73,6 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
 
 
 def _sample_count(batch: Any) -> int:
-    """Length of the first tensor in a batch; 1 where it has none."""
     parts = [batch]
     while parts:
         part = parts.pop(0)

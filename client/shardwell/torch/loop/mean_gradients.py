@@ -111,7 +111,7 @@ def mean_gradients(
 
 
 class MeanGradients(Connected):
-    """Made by `mean_gradients`. A context manager; leaving it takes the hooks off the optimizer.
+    """A context manager that `mean_gradients` makes; its end takes the hooks off the optimizer.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -214,8 +214,6 @@ class MeanGradients(Connected):
         self._is_synchronized = False
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients and loss are means."""
-
         def averaged() -> Any:
             loss = closure()
             plain = loss.detach() if isinstance(loss, torch.Tensor) else loss
@@ -238,7 +236,6 @@ class MeanGradients(Connected):
 
     @torch.no_grad()
     def _average(self, loss: float | None) -> float:
-        """Makes gradients means; returns the mean loss."""
         count = check_integer("sample_count", self.sample_count, 0, SAMPLE_COUNT_MAX)
         tensors = _trained(self.optimizer)
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
@@ -289,7 +286,6 @@ def _closure(optimizer: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's tensors that require gradients."""
     found = [t for group in optimizer.param_groups for t in group["params"] if t.requires_grad]
     if not found:
         raise ArgumentError("the optimizer has no tensor that requires a gradient")
@@ -299,13 +295,11 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _zeros(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Room for what travels."""
     size = sum(tensor.numel() for tensor in tensors) + len(tensors) + _EXTRA_COUNT
     return torch.zeros(size, dtype=torch.float32, device="cpu")
 
 
 def _places(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor's part of it, as a view."""
     stops = np.cumsum([tensor.numel() for tensor in tensors]).tolist()
     return [
         flat[stop - tensor.numel() : stop].view(tensor.shape)
@@ -316,7 +310,6 @@ def _places(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tenso
 def _sync_of(
     through: Any, size: int, timeout_s: float | None, options: dict[str, Any]
 ) -> GradientSync:
-    """Returns an object that averages vectors of that size."""
     if isinstance(through, Group):
         return GroupSync(through, timeout_s)
     if isinstance(through, Client):

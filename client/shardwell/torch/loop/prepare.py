@@ -149,7 +149,6 @@ def _prepared(
     client: Client | None,
     options: dict[str, Any],
 ) -> tuple[Any, _Counter]:
-    """The optimizer that makes the steps, and what counts them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer must be an optimizer of torch, such as "
@@ -193,7 +192,6 @@ def _on_workers(
     why: str,
     options: dict[str, Any],
 ) -> tuple[Any, _Counter]:
-    """The optimizer itself, which steps with means; the model gets the first worker's weights."""
     name = str(options.pop("name", _NAME))
     means = mean_gradients(optimizer, client, name=name, **options)
     sync: Any = means.sync
@@ -237,7 +235,6 @@ def _crew(options: dict[str, Any]) -> int | None:
 
 
 def _connected(name: str, crew: int | None) -> Client:
-    """A client for the rest of the program."""
     worker_id = variable(WORKER_ID_VARIABLE)
     if not worker_id:
         launcher = known_launcher(os.environ)
@@ -264,7 +261,6 @@ def _own_id() -> str:
 
 
 def _end(client: weakref.ref[Client]) -> None:
-    """Closes a client at the end of the program, as its `with` block would."""
     ended = client()
     if ended is not None:
         error = getattr(sys, "last_value", None)  # which has ended the program
@@ -292,7 +288,6 @@ def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> N
 
 
 def _share(client: Client, counter: _Counter, batches_per_step: int, seed: int) -> Share:
-    """This worker's part of the data."""
     spec = counter.parameter.spec
     by_id = spec.members is not None or spec.mode == "async"
     worker_count = 1

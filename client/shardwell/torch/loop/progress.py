@@ -22,14 +22,7 @@ _LOG = logging.getLogger("shardwell")
 
 
 class StepProgress:
-    """Of one worker; for one thread.
-
-    Args:
-        checkpoint: Where the first worker saves, with `{step}` in its name; None: nowhere.
-        every: Steps between two checkpoints; at `max_steps` there is one, too.
-        keep: How many checkpoints stay; None: all.
-        max_steps: The cluster's step at which training ends; None: the framework alone decides.
-    """
+    """The progress of one worker's training, with its checkpoints and reports. For one thread."""
 
     def __init__(
         self,
@@ -53,10 +46,9 @@ class StepProgress:
         self._began_s = 0.0
         self._sample_count = 0
         self._speed: float | None = None
-        """Samples a second of the last step, until they are reported."""
 
     def begin(self, optimizers: Iterable[Any]) -> None:
-        """Training begins, with one of these."""
+        """Begins training with the `ServerOptimizer` that is one of these, or wrapped in one."""
         # Accelerate's and Lightning's wrappers have the optimizer.
         given = [getattr(each, "optimizer", each) for each in optimizers]
         for each in given:
@@ -94,10 +86,7 @@ class StepProgress:
     ) -> None:
         """Counts a batch of samples; saves and reports where a step has ended with it.
 
-        Args:
-            sample_count: Samples of the batch.
-            figures: Figures to report with the samples a second.
-            reports: Whether now; else with the next `report`, for one at a time is sent.
+        Without `reports` the speed waits for the next `report`, as a step has one report at a time.
         """
         optimizer, before = self._begun, self._step
         self._sample_count += sample_count
@@ -132,13 +121,13 @@ class StepProgress:
         return self._begun.is_leaving or self._is_done
 
     def end(self) -> None:
-        """Training ends."""
+        """Ends the training, and the program if this worker is asked to leave."""
         if self._begun.is_leaving:
             raise SystemExit(EXIT_CODE)
 
 
 def _warn_of_ranks() -> None:
-    """Warns of a process group beneath, which a launcher's variables have frameworks set up."""
+    """Warns a user whose framework has set up a process group, as a launcher's variables say."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         count = distributed.get_world_size()

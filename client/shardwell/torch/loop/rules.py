@@ -19,8 +19,6 @@ _OF_GROUPS = ("lr", "weight_decay")
 
 
 class _Kind(NamedTuple):
-    """An optimizer of torch as the shards call it."""
-
     rule: Callable[..., Optimizer]
     options: Mapping[str, str]
     """Torch's name of each option, and the rule's."""

@@ -47,14 +47,8 @@ _BY_HAND = (
 class Share:
     """The part of the data that a worker takes.
 
-    Args:
-        next_step: Returns the step that the worker's next gradient joins.
-        rank: The worker's, in a crew of fixed size.
-        worker_count: The size of the crew; where workers come and go, the number of workers for
-            which an epoch is short enough.
-        worker_id: The worker's, where workers come and go; empty: the crew is fixed.
-        batches_per_step: Batches that one step takes.
-        seed: Seed of shuffling; the same on all workers.
+    A crew of fixed size has `rank` and `worker_count`. Where workers come and go, `worker_id` is
+    set, and `worker_count` is the number of workers for which an epoch is short enough.
     """
 
     def __init__(
@@ -145,7 +139,6 @@ class SharedLoader(DataLoader[Any]):
         return self._epoch(epoch)
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
-        """Batches of an epoch that the cluster has not behind it."""
         share, length = self._share, len(self._batches)
         comes_and_goes = bool(share.worker_id)
         at = share.next_step() * share.batches_per_step if comes_and_goes else self._begun_at
@@ -179,13 +172,10 @@ class SharedLoader(DataLoader[Any]):
 
 
 class _Batches(BatchSampler):
-    """Batches of an epoch, from one of them on."""
-
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
         self.epoch = self.first = 0
         self.count: int | None = None
-        """Batches of an epoch; None: as many as there are."""
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
@@ -231,7 +221,7 @@ class _OwnOrder(Sampler[int]):
 
 
 def check_loader(loader: Any, seed: int = 0) -> tuple[bool, int]:
-    """True if a loader shuffles, and by which seed."""
+    """Returns True for a loader that shuffles, and the seed by which it does."""
     if not isinstance(loader, DataLoader):
         raise ArgumentError(
             f"loader must be a torch.utils.data.DataLoader; got {type(loader).__name__}; {_BY_HAND}"
