@@ -62,34 +62,33 @@ _SHORT_ELEMENT_COUNT = SHORT_BYTES // 4
 """Elements of a slice whose messages and answers, of up to 4 bytes an element, are short."""
 
 _LOOK_ELEMENT_COUNT = 1 << 20
-"""Values that one thread looks at before others are woken for their part."""
+"""The values that one thread looks at before others are woken for their part."""
 
 
 @dataclass
 class Gradient:
-    """A gradient on its way, and what the shards have said of it. Attempts share it."""
+    """A gradient on its way, and the shards' answers to it, which attempts share."""
 
     values: Pieces
     step: int
     sample_count: int
     learning_rate: float | None
-    """From its step on; None: as it is."""
+    """The rate from its step on; None: no change."""
     looked_at: set[int] = field(default_factory=set)
-    """Numbers of chunks that were found to be finite: of all parts, in order."""
+    """Numbers of chunks that were found to be finite, over all parts in order."""
     after_refusal: bool = False
-    """Whether a shard refused a part of the step's gradient before, and this is another one."""
+    """True if a shard refused another gradient of this step before."""
     superseded: set[Slice] = field(default_factory=set)
-    """Ranges that a shard had counted before with other values; those of calls that failed, too."""
+    """Ranges that a shard had counted before with other values, also in calls that failed."""
     late: set[Slice] = field(default_factory=set)
     """Ranges whose step had closed, or that were of a tenure that is over."""
     unknown: set[Slice] = field(default_factory=set)
-    """Those of them that may have counted when an earlier attempt or call sent them."""
+    """Those of `late` that may have counted when an earlier attempt or call sent them."""
     outcomes: dict[int, pb.StepOutcome] = field(default_factory=dict)
-    """The outcome of the step on each shard, where sets are open."""
 
 
 class ShardSlice:
-    """What this parameter is on one shard that owns a slice of it."""
+    """The part of this parameter on one shard that owns a slice of it."""
 
     def __init__(
         self, channel: ShardChannel, where: Slice, chunk_element_count: int, first_chunk: int
@@ -98,7 +97,7 @@ class ShardSlice:
         self.where = where
         self.chunk_element_count = chunk_element_count
         self.first_chunk = first_chunk
-        """How many chunks the parts before this one have."""
+        """Chunks of all parts before this one."""
         self.chunks = [
             where.chunk(index, chunk_element_count)
             for index in range(where.chunk_count(chunk_element_count))
@@ -107,16 +106,14 @@ class ShardSlice:
 
 @dataclass
 class Progress:
-    """How far one gradient has come, whatever becomes of its connections: attempts go on there."""
+    """The progress of one gradient; it survives connections, and the next attempt goes on there."""
 
     row: int = 0
     """Every shard has answered its chunks before this one, of those that it is sent."""
     version: float = math.inf
     """The fewest updates that a chunk among them has seen."""
     version_max: int = 0
-    """The most."""
     counted_shards: set[int] = field(default_factory=set)
-    """Shards that have confirmed the whole gradient."""
 
 
 Line: TypeAlias = transfer.Line[ShardSlice]
@@ -124,7 +121,7 @@ Stretch: TypeAlias = transfer.Stretch[ShardSlice]
 
 
 def _stride(count: int) -> int:
-    """How far apart two steps begin, of so many chunks: by the golden ratio, so that few meet."""
+    """Returns the distance of two steps' first chunks: by the golden ratio, so that few meet."""
     return round(count * 0.382)
 
 
@@ -137,16 +134,13 @@ def _whole(parts: Sequence[ShardSlice]) -> list[Stretch]:
 
 
 class _Wanted(NamedTuple):
-    """What a call wants of weights."""
-
     weights: Pieces
     """(size,), filled."""
     min_version: int
-    """The version that is waited for."""
     step: int
-    """After which they are wanted."""
+    """The step after which they are wanted."""
     is_exchange: bool
-    """Whether versions must be `min_version` exactly, in synchronous mode."""
+    """True if versions must be `min_version` exactly, in synchronous mode."""
 
 
 class Transfer(StepTransfer[ShardSlice]):
@@ -170,36 +164,33 @@ class Transfer(StepTransfer[ShardSlice]):
         super().__init__(opening, pool, shards, traffic)
         spec = self._spec = opening.spec
         self.parts: list[ShardSlice] = []
-        """Where the elements are, in the order of the shards; once the shards have said it."""
+        """The parts in the order of the shards; empty until the shards have said them."""
         self._rotates = spec.min_contributors > 0
-        """Whether each step begins with another chunk."""
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, opening.worker_id)
         self._fetch_context = checksum.weights_fetch_context(spec.name)
         self._outcome_context = checksum.outcome_context(spec.name)
         self._weights_context = checksum.weights_context(spec.name)
         self.image = Image(spec, self._weights_context) if spec.has_image else None
-        """What this worker holds of the weights, where shards send what changes it."""
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
         self.non_finite_remedy = OF_PARAMETER
-        """What NonFiniteError advises about a gradient that was not sent."""
+        """The advice of NonFiniteError about a gradient that was not sent."""
         self.refusal_remedy = REFUSED_STEP.format("parameter")
-        """What it advises beside what a shard says that has refused a part."""
 
     def reopen(self, parts: list[ShardSlice]) -> None:
-        """Goes on with what the shards have now, whose past may be another one."""
+        """Takes the shards' current parts; their past may be another one."""
         self.parts, self._closed_version = parts, 0
         if self.image is not None:
             self.image.forget()
 
     def read(self, weights: Pieces, min_version: int, attempts: Attempts) -> int:
-        """Fills `weights`; returns their version. Attempts it until it succeeds."""
+        """Fills `weights` and returns their version; makes attempts until one succeeds."""
         self.close_steps_before(min_version, attempts)
         return int(attempts.run(lambda: self.get_weights(weights, min_version, attempts)).version)
 
     def close_steps_before(self, version: int, attempts: Attempts) -> None:
-        """Closes the step that leads to a version, where that needs a call. Attempts it, too."""
+        """Closes the step that leads to a version, if it needs a call; makes attempts, too."""
         if self._spec.closes_by_norm and version > self._closed_version:
             attempts.run(lambda: self.close_step(version - 1, attempts))
             self._closed_version = version
@@ -207,10 +198,7 @@ class Transfer(StepTransfer[ShardSlice]):
     def get_weights(
         self, weights: Pieces, min_version: int, attempts: Attempts, max_version: int | None = None
     ) -> Progress:
-        """Fills `weights`; returns the versions of their chunks.
-
-        `max_version`: see GetWeightsRequest.
-        """
+        """Fills `weights`; returns their versions. GetWeightsRequest explains `max_version`."""
         step = min_version - 1
         whole = _whole(self.parts)
         with self._lines(whole, attempts, SPAN_KIND_GET, step, reads=True) as lines:
@@ -234,7 +222,7 @@ class Transfer(StepTransfer[ShardSlice]):
             return progress
 
     def check_finite(self, work: Gradient, stretches: Sequence[Stretch] | None = None) -> None:
-        """Looks at chunks, or at all, and refuses what is not finite."""
+        """Refuses chunks that are not finite; looks at all by default."""
         if self._spec.allow_non_finite:
             return
         every = _whole(self.parts) if stretches is None else stretches
@@ -348,10 +336,10 @@ class Transfer(StepTransfer[ShardSlice]):
         ranges: Ranges | None,
         attempts: Attempts,
     ) -> int:
-        """Sends chunks of a gradient, from `progress` on; fills `weights` with what comes of them.
+        """Sends chunks of a gradient from `progress` on; fills `weights` with the results.
 
-        Returns the fewest updates that a chunk has seen. `ranges` are the indexes of the chunks of
-        each part; None: all.
+        Returns the fewest updates that a chunk has seen. `ranges` are chunk indexes of each part;
+        None: all.
         """
         min_version = work.step + 1 if self._spec.mode == "sync" else 0
         if self._spec.has_open_sets:  # what was late before is late again, and said so
@@ -382,10 +370,10 @@ class Transfer(StepTransfer[ShardSlice]):
         return wanted_bytes([size_of(each.size) for each in chunks])
 
     def _chunk_index(self, line: Line, unit: int, step: int) -> int:
-        """Index of a line's chunk `unit`: with a quorum, each step begins with another one.
+        """Returns the index of chunk `unit`; with a quorum, each step begins with another chunk.
 
-        So that a slow link does not lose the same chunks in each step, which are the same layers.
-        All workers do so, and meet in the same chunks.
+        So a slow link does not lose the same layers in each step. All workers meet in the same
+        chunks.
         """
         count = len(line.part.chunks)
         if line.stop - line.first != count:
@@ -402,9 +390,9 @@ class Transfer(StepTransfer[ShardSlice]):
     ) -> None:
         """Sends each line's chunks of a gradient, all of them finite.
 
-        Where everything is shared, or short, the messages are made here: the encoder looks at the
-        values in the same pass, and nothing has left by then. Elsewhere all values are looked at
-        first, and messages made as they leave.
+        Where all is shared, or short, the encoder looks at the values as messages are made here,
+        before any leaves. Elsewhere all values are looked at first, and messages made as they
+        leave.
         """
         are_short = all(line.part.where.size <= _SHORT_ELEMENT_COUNT for line in lines)
         are_made_here = are_short or all(line.is_shared for line in lines)
@@ -461,7 +449,6 @@ class Transfer(StepTransfer[ShardSlice]):
         messages += self._messages(line, work, common, stretch)
 
     def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
-        """Says what the first message of a call has to say about its stream."""
         if line.opens:
             request.open.CopyFrom(self._stream_open(line.part.channel))
         arena = line.arena
@@ -477,10 +464,10 @@ class Transfer(StepTransfer[ShardSlice]):
         *,
         leaves: bool = False,
     ) -> Iterator[bytes]:
-        """A line's chunks of a gradient; on another thread, mostly.
+        """Yields a line's chunks of a gradient; on another thread, mostly.
 
-        `stretch` has the first chunk that is made, and the one behind the last; None: all. With
-        `leaves` each is sent when it is made: its values were looked at before.
+        `stretch` has the first chunk and the one behind the last; None: all. With `leaves` each is
+        sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
         spans, name, peer = self._spans, self._name, part.channel.name
@@ -546,9 +533,9 @@ class Transfer(StepTransfer[ShardSlice]):
         error.args = (f"{error.message}; {self.refusal_remedy}",)
 
     def _fill(self, lines: Sequence[Line], progress: Progress, wanted: _Wanted) -> int:
-        """Reads all chunks of weights, which follow `progress`; returns the version so far.
+        """Reads all chunks of weights behind `progress`; returns the version so far.
 
-        `progress` says after an error, too, how far it came.
+        `progress` says how far it came, after an error too.
         """
         first, stop = progress.row, max((line.stop for line in lines), default=0)
         versions: dict[int, list[int]] = {row: [] for row in range(first, stop)}
@@ -566,7 +553,6 @@ class Transfer(StepTransfer[ShardSlice]):
 
     @override
     def _take_aside(self, line: Line, answer: pb.ExchangeResponse) -> None:
-        """Notes chunks that a shard had counted before with other values."""
         part, found = line.part, answer.superseded
         indexes = found.chunk_indexes
         is_whole = checksum.of_message(found) == found.crc32c
@@ -605,10 +591,7 @@ class Transfer(StepTransfer[ShardSlice]):
         unit: int,
         answer: Answer,
     ) -> None:
-        """Checks a chunk of weights and writes it where it belongs, on any thread.
-
-        Its version is added to those of its row, in `versions`.
-        """
+        """Writes a checked chunk of weights, on any thread, and adds its version to `versions`."""
         part, begin_ns = line.part, now_ns()
         header, payload, size_bytes = answer
         index = unit

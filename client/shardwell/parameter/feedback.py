@@ -42,8 +42,8 @@ from shardwell.placement.slices import Slice
 from shardwell.process.html_table import html_table
 
 _TRIED_COUNT_MAX = 3
-"""How many gradients of a step are kept apart by what rounding takes off them. With more it is
-unknown which of them was counted, as it is of two beside the one that ends the step."""
+"""Gradients of a step whose rounding is kept apart. With more, and with two beside the one that
+ends the step, it is unknown which was counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def merged(ranges: Iterable[Slice]) -> tuple[Slice, ...]:
-    """Ranges in order, those that touch each other as one."""
+    """Returns ranges in order, those that touch each other as one."""
     found: list[Slice] = []
     for each in sorted(ranges, key=lambda each: each.offset):
         if found and found[-1].stop == each.offset:
@@ -114,7 +114,7 @@ def merged(ranges: Iterable[Slice]) -> tuple[Slice, ...]:
 
 @dataclass
 class Ended:
-    """What became of a worker's contribution to a step, by chunk."""
+    """The fate of a worker's contribution to a step, by chunk."""
 
     late: Collection[Slice] = ()
     superseded: Collection[Slice] = ()
@@ -126,56 +126,52 @@ NOTHING_LOST = Ended()
 
 
 class Feedback:
-    """See the module. For one thread at a time.
+    """The values that the next gradient adds to its own; for one thread at a time.
 
-    Args:
-        size: Elements of the parameter.
-        codec: The codec whose rounding is made up for; None: there is none.
+    `size` counts the parameter's elements. `codec` is the one whose rounding is made up for, or
+    None.
     """
 
     def __init__(self, size: int, codec: BlockCodec | None) -> None:
         self._size = size
         self._codec = codec
         self.carries = False
-        """Whether late="carry"."""
         self.keeps = codec is not None
-        """Whether anything is ever kept."""
         self.carried: Float32 | None = None
-        """What did not count of earlier gradients: (size,)."""
+        """(size,): uncounted values of earlier gradients."""
         self.residual: Float32 | None = None
-        """What rounding took off earlier gradients that counted: (size,)."""
+        """(size,): the loss by rounding of earlier gradients that counted."""
         self._tried: dict[int, Float32 | None] = {}
-        """By their checksums, the gradients that calls for `tried_step` have failed with: what
-        rounding takes off each."""
+        """The loss by rounding of each gradient of `tried_step` in a failed call, by checksum."""
         self.tried_step = -1
         self._uncounted: Collection[Slice] = ()
-        """What an earlier outcome of `_ended_step` has said not to be counted."""
+        """Uncounted ranges by an earlier outcome of `_ended_step`."""
         self._ended_step = -1
 
     def set_carries(self, carries: bool) -> None:
-        """Goes on with late="carry", or with "drop", which forgets what is carried."""
+        """Sets late="carry" or "drop"; "drop" forgets the carried values."""
         self.carries, self.keeps = carries, carries or self._codec is not None
         if not carries:
             self.carried = None
 
     @property
     def is_due(self) -> bool:
-        """Whether the next gradient adds anything."""
+        """Returns True if the next gradient adds anything."""
         return self.carried is not None or self.residual is not None
 
     def is_open(self, next_step: int) -> bool:
-        """Whether a call has failed in a step before that, and may have counted in part."""
+        """Returns True if a call has failed in an earlier step, which may have counted in part."""
         return bool(self._tried) and self.tried_step < next_step
 
     def added(self, values: Float32) -> Float32:
-        """A gradient with what it is to make up for: new, unless there is nothing."""
+        """Returns a gradient with the values that it makes up for: new, unless there are none."""
         with np.errstate(all="ignore"):  # what is not finite is found where it is looked at
             for more in (self.carried, self.residual):
                 values = values if more is None else values + more
         return values
 
     def tried(self, step: int, sent: Pieces) -> None:
-        """Notes a gradient that a call has failed with, parts of which may be counted."""
+        """Notes the gradient of a failed call, parts of which may be counted."""
         if not self.keeps:
             return
         if self.tried_step != step:
@@ -184,7 +180,7 @@ class Feedback:
             self._tried.setdefault(_crc_of(sent), self._rounded_off(sent))
 
     def reopened(self, next_step: int) -> None:
-        """Goes on at the step that shards with fixed sets say: those before it have counted."""
+        """Goes on at the step that shards with fixed sets name: those before it have counted."""
         if self._tried and next_step != self.tried_step:
             if next_step == self.tried_step + 1:
                 self.residual = self._only(self._tried)
@@ -193,8 +189,8 @@ class Feedback:
     def end(self, step: int, sent: Pieces | None, own: Pieces | None, ended: Ended) -> None:
         """Goes on behind a step.
 
-        `sent` is the gradient as it was sent; None: a contribution without values. `own` is the
-        gradient without what was added to it; None: nothing was.
+        `sent` is the gradient as it was sent; None: no values. `own` is the gradient without the
+        added values; None: none were added.
         """
         tried = self._tried if step == self.tried_step else {}
         uncounted = self._uncounted if step == self._ended_step else None
@@ -260,7 +256,6 @@ class Feedback:
             self._forget_carried(superseded)
 
     def _forget(self, unknown: Collection[Slice]) -> None:
-        """Drops what may have counted."""
         self._forget_carried(unknown)
         if self.residual is not None:
             for where in unknown:
@@ -272,21 +267,16 @@ class Feedback:
                 self.carried[where.offset : where.stop] = 0
 
     def _rounded_off(self, sent: Pieces) -> Float32 | None:
-        """What rounding takes off a gradient as it is sent: (size,), new."""
         if self._codec is None:
             return None
         return self._codec.residual(sent.whole().astype(np.float32, copy=False))
 
     @staticmethod
     def _only(tried: dict[int, Float32 | None]) -> Float32 | None:
-        """What rounding took off the one gradient that was tried; None: it may be any of several.
-
-        Or none was tried.
-        """
+        """Returns the loss by rounding of the one tried gradient; None: of none or of several."""
         return next(iter(tried.values())) if len(tried) == 1 else None
 
 
 def _crc_of(sent: Pieces) -> int:
-    """Tells a gradient from others that calls for its step have tried."""
     values = np.ascontiguousarray(sent.whole(), np.float32)
     return int(crc32.iscsi(values.view(np.uint8).data))

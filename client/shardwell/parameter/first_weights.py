@@ -37,22 +37,20 @@ class FirstValues(Protocol):
     """The values to set, read piece by piece."""
 
     size: int
-    """Elements of the parameter."""
     array_count: int
     """1: the weights; more: the arrays of optimizer state too."""
     version: int
-    """Updates that they have seen."""
     learning_rate: float | None
-    """From that version on; None: the spec's."""
+    """The rate from that version on; None: the spec's."""
     load_id: int
-    """See InitWeightsRequest; 0: none."""
+    """The load_id of InitWeightsRequest; 0: none."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
-        """A range of an array, (where.size,) of floating point numbers; any thread calls it."""
+        """Returns a range of an array, (where.size,) of floating point; any thread calls it."""
 
 
 class GivenValues:
-    """Arrays that the caller passed, the weights first. See FirstValues."""
+    """The caller's arrays, the weights first."""
 
     learning_rate: float | None = None
 
@@ -64,7 +62,7 @@ class GivenValues:
         self._arrays = arrays
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
-        """A view."""
+        """Returns a view."""
         return self._arrays[array_index][where.offset : where.stop]
 
 
@@ -92,15 +90,15 @@ class FirstWeights:
         self._attempts = attempts
         self._epoch = 0
         self._above_epoch = 0
-        """What a shard that refused the last claim has seen."""
+        """The highest epoch that a shard has seen which refused the last claim."""
         self._failure: ShardwellError | None = None
         self.is_own = False
-        """Once settled: whether it is this client's values that stand."""
+        """True once this client's values are the committed ones."""
 
     def settle(self) -> int:
-        """Blocks until this client's values or another's stand; returns the version.
+        """Blocks until this client's values or another's are committed; returns the version.
 
-        Safe to repeat: another claim is granted to the worker that has the last one.
+        Safe to repeat: the worker that has the last claim is granted another.
         """
         pause_s = 0.02
         while True:
@@ -152,12 +150,10 @@ class FirstWeights:
         confirm(self._name, self._channels, epoch, self._attempts, self._incarnation)
 
     def _send(self, epoch: int) -> int:
-        """Sends the values, to shard 0 last."""
         ask_all(self._channels[1:], partial(self._send_to, epoch=epoch))
         return self._send_to(self._channels[0], epoch=epoch)
 
     def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
-        """Sends one shard's slice; returns the version."""
         count = len(self._channels)
         where = slice_of(self._values.size, channel.shard_index, count, self._slice_unit)
         try:
@@ -177,7 +173,7 @@ class FirstWeights:
         return version
 
     def _ended_by_failure(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """Values that can't be read end the stream, which no shard then believes."""
+        """Ends the stream at values that can't be read: no shard then believes it."""
         try:
             yield from messages
         except ShardwellError as error:
@@ -214,7 +210,6 @@ class FirstWeights:
 
 
 def _ranges(where: Slice) -> list[Slice]:
-    """The pieces that a slice is sent in; an empty one is one piece."""
     count = where.chunk_count(_RANGE_ELEMENT_COUNT)
     return [where.chunk(index, _RANGE_ELEMENT_COUNT) for index in range(count)] or [where]
 
@@ -224,8 +219,8 @@ def confirm(
 ) -> None:
     """Has all shards but shard 0 commit the first weights of the epoch that shard 0 committed.
 
-    Safe to repeat, by any client: the one that set them may have died before it could. With the
-    epoch 0 nothing is to be committed; an incarnation of 0 means whatever has the name.
+    Safe to repeat, by any client: the one that set them may have died before it could. Epoch 0:
+    nothing is to be committed; incarnation 0: any of that name.
     """
     if epoch == 0:
         return

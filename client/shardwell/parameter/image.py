@@ -27,44 +27,38 @@ _LOCK_COUNT = 16
 
 
 class Image:
-    """One parameter's. Any thread may use it.
-
-    Args:
-        spec: The parameter.
-        context: Checksum context of its weights: see checksum.py.
-    """
+    """The image of one parameter; `context` is the checksum's. Any thread may use it."""
 
     def __init__(self, spec: ParameterSpec, context: int) -> None:
         self._is_mean = isinstance(spec.optimizer, Average)
         self._codec = ChunkCodec.of(spec)
         self._context = context
         self._values: Float32 = np.zeros(0 if self._is_mean else spec.size, np.float32)
-        """(size,), of which pages that nothing was taken into use no memory; of an Average (0,)."""
+        """(size,), whose untouched pages use no memory; of an Average (0,)."""
         self._versions: dict[int, int] = {}
         """Versions of the chunks that are held, by their number in the parameter."""
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
 
     def held(self, number: int) -> int | None:
-        """The version in which a chunk is held; None: it is not."""
+        """Returns the version in which a chunk is held; None: it is not."""
         return self._versions.get(number)
 
     def held_versions(self, numbers: Sequence[int]) -> list[int]:
-        """The held versions of some chunks, for a WeightsFetch: nothing if none is held."""
+        """Returns the held versions of some chunks, for a WeightsFetch; empty if none is held."""
         found = [self._versions.get(number, -1) + 1 for number in numbers]
         return found if any(found) else []
 
     def forget(self) -> None:
-        """Holds nothing any more: the parameter's past may be another one."""
+        """Drops all chunks: the parameter's past may be another one."""
         self._versions.clear()
 
     def take(
         self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
     ) -> int:
-        """Takes a chunk that came, and fills `out` with it, or with a later version that is here.
+        """Takes a chunk, and fills `out` with it or with a later version that is here.
 
-        Returns the version of what `out` has. CorruptChunkError: it was damaged, or does not go on
-        from what is held; a repeated call has all of it. ArgumentError: it is not that chunk, or of
-        no form.
+        Returns the version of `out`. CorruptChunkError: it was damaged, or does not go on from the
+        held version; a repeated call has all of it. ArgumentError: another chunk, or no known form.
         """
         form = header.image.form
         if form in (pb.IMAGE_FORM_CHANGE, pb.IMAGE_FORM_SAME):

@@ -46,19 +46,18 @@ PIECES_AT_ONCE_MAX = 3
 """Pieces of one exchange that are under way at once. With the call of `finish` they use as many
 sets of streams as a client keeps."""
 _CLOSE_S = 1.0
-"""How long `finish` waits for a thread that is beginning a piece, which takes no time unless a
+"""The longest wait of `finish` for a thread that is beginning a piece, which takes no time unless a
 signal ended it there."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """Chunks that are exchanged by one call."""
+    """The chunks that one call exchanges."""
 
     ranges: Ranges
     is_empty: bool = field(init=False)
     progress: Progress = field(init=False)
     is_through: bool = False
-    """Whether all its weights are here."""
     call: Future[None] | None = None
     """The call in the background; None: `finish` exchanges it."""
 
@@ -106,8 +105,7 @@ class OpenExchange(Generic[ValuesT]):
         self._parts = call.tools.transfer.parts
         self._chunks = ReadyChunks([part.chunks for part in self._parts])
         self._pieces: list[Piece] = []
-        """The pieces that were begun, in order: each begins in a slice where the one before
-        ends."""
+        """The begun pieces in order: each begins in a slice where the one before ends."""
         self._rest: Piece | None = None
         """The rest when `finish` was called first."""
         self._under_way_count = 0
@@ -229,7 +227,6 @@ class OpenExchange(Generic[ValuesT]):
     # In the call of `finish`.
 
     def _exchange_rest(self, attempts: Attempts) -> int:
-        """Exchanges what is left; returns the fewest updates that a chunk has seen."""
         is_locked = self._lock.acquire(timeout=_CLOSE_S)  # no thread begins a piece from here on
         if is_locked:
             self._lock.release()
@@ -246,7 +243,6 @@ class OpenExchange(Generic[ValuesT]):
         return int(min(piece.progress.version for piece in self._pieces))
 
     def _send_rest(self, attempts: Attempts) -> None:
-        """Exchanges what no piece has, beside those that are under way."""
         if self._rest is None:
             self._rest = Piece(self._chunks.rest())
         try:
@@ -281,7 +277,6 @@ class OpenExchange(Generic[ValuesT]):
         return [(first, len(part.chunks)) for first, part in zip(through, self._parts, strict=True)]
 
     def _missing_workers(self) -> WorkersMissingError | None:
-        """What a piece waited for in vain."""
         for piece in self._pieces:
             if piece.call is not None and piece.call.done():
                 error = piece.call.exception()

@@ -35,7 +35,7 @@ from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 
 def find_spec(name: str, channels: list[ShardChannel], attempts: Attempts) -> ParameterSpec | None:
-    """The spec of a parameter that a shard holds; None if none does."""
+    """Returns the spec of a parameter that a shard holds; None if none does."""
     check_name("parameter name", name)
     for channel in channels:
         for found in _status(channel, name, attempts).parameters:
@@ -48,7 +48,7 @@ def _status(channel: ShardChannel, name: str, attempts: Attempts) -> pb.GetStatu
 
 
 class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
-    """One worker's calls about one parameter as a whole."""
+    """The calls of one worker about one parameter as a whole."""
 
     calls = KindCalls(
         "parameter",
@@ -59,11 +59,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     """The fewest updates that a chunk had seen when this worker joined as an elastic member."""
 
     def open(self, attempts: Attempts, *, is_known: bool = False) -> tuple[list[ShardSlice], int]:
-        """Creates or joins the parameter on all shards, that which is open if `is_known`.
-
-        Returns the parts that have elements, in the order of the shards, and the step at which this
-        worker is to go on.
-        """
+        """Creates or joins it; returns its parts with elements, and this worker's next step."""
         # While one shard is waited for the others go on, so all are asked again.
         known = self.incarnation if is_known else 0
         join = partial(self.join_all, attempts, incarnation=known)
@@ -116,10 +112,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         return parts, min(next_steps) if len(tenures) == 1 else 0
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> None:
-        """Takes this worker's seat among worker_count: shard 0 decides, the others follow.
-
-        The worker was to go on at the step `opened_at` when it opened the parameter.
-        """
+        """Takes this worker's seat; its next step was `opened_at` when it opened the parameter."""
         answers = self._seated(attempts)
         tenure = common_tenure(answer.tenure for answer in answers)
         check_next_step(
@@ -196,7 +189,7 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     def contributions(
         self, parts: Sequence[ShardSlice], step: int, attempts: Attempts
     ) -> list[tuple[Slice, tuple[str, ...]]]:
-        """Ranges that have closed a step, in order, each with its workers."""
+        """Returns the ranges that have closed a step, in order, each with its workers."""
         ask = partial(self._contributions, step=step)
         found: list[tuple[Slice, tuple[str, ...]]] = []
         of_parts = ask_all(parts, lambda part: ask(part, attempts=attempts.beside()))

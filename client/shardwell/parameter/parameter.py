@@ -45,15 +45,11 @@ _OVERLAPS = "out must not overlap the gradient; pass another array"
 _LOG = logging.getLogger("shardwell")
 
 LateName = Literal["drop", "carry"]
-"""What becomes of a gradient whose step has closed without it."""
+"""The handling of a gradient whose step has closed without it."""
 
 
 def checked_late(late: Any) -> LateName:
-    """`late` if it is one.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Returns `late`; ArgumentError: it is not a LateName."""
     if late not in get_args(LateName):
         raise ArgumentError(f"late must be 'drop' or 'carry'; got {late!r:.80}")
     found: LateName = late
@@ -96,14 +92,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         opening = ParameterOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
         self.is_draining = False
-        """Whether an operator wants this elastic member to leave after its step, as `shardwell
-        members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
+        """True once `shardwell members drain` has asked this elastic member to leave after its
+        step: a loop that looks here calls `leave`, or closes the client."""
         codec = block_codec(spec.codec_name) if spec.has_image else None
         self._feedback = Feedback(spec.size, codec)
-        """What the next gradient adds of earlier ones."""
         self.late = late
         self.outcome: Outcome | None = None
-        """What the shards counted of this worker's last gradient; None: it gave none."""
+        """The counted ranges of this worker's last gradient; None: it gave none."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._timeout_s = timeout_s
@@ -117,10 +112,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         rules = TensorRules(spec.optimizer, spec.layout)
         self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
         self._tried = Tried()
-        """What calls that failed have left of the next step."""
         self._is_in_step = False
-        """Whether a part of this worker's next step may be counted: of an earlier process of it, or
-        of a call that failed."""
+        """True if a part of the next step may be counted, of an earlier process or failed call."""
         self._has_seat = False
         self._calls.run(self._open)
 
@@ -238,7 +231,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return self._calls.run(settle, timeout_s, in_turn=True)
 
     def _first_values(self, given: Any, *, is_weights: bool) -> Float32:
-        """Values for all elements, checked; state may be infinite, as squares overflow."""
+        """Returns checked values for all elements; state may be infinite, as squares overflow."""
         what = f"first weights of {self.name!r}"
         values: Float32 = self._values.pieces(what, given).whole()
         if is_weights and not self.spec.allow_non_finite:
@@ -248,7 +241,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return values
 
     def _settle(self, values: GivenValues, attempts: Attempts) -> tuple[int, bool]:
-        """Has first weights; returns their version, and whether they are the caller's."""
         first_weights = FirstWeights(
             self.spec,
             values,
@@ -606,7 +598,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return self._calls.run(get, timeout_s)
 
     def _read_first(self, member: Member, weights: Pieces, attempts: Attempts) -> None:
-        """Reads the weights of the first step that awaits this member, waiting for them."""
 
         def read(step: int, part: Attempts) -> int:
             if self.spec.closes_by_norm:  # all who were to close these steps may be gone
@@ -683,7 +674,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._is_in_step = True
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:
-        """Opens the parameter on all shards, that which is open if `is_known`; sets `next_step`."""
         parts, self.next_step = self._opening.open(attempts, is_known=is_known)
         self._transfer.reopen(parts)
         self.spec = self._opening.spec
@@ -758,10 +748,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_whole: bool = True,
         has_values: bool = True,
     ) -> StepCall:
-        """Checks everything that can be checked before anything is sent; takes a seat, once.
+        """Checks all that can be checked before anything is sent; takes a seat, once.
 
         Without `has_values` it is a contribution of the weight 0, which joins what was counted of
-        the step. With `is_whole` values are there; if not, they are read later, where they lie.
+        the step. Without `is_whole` values are read later, where they lie.
         """
         feedback = self._feedback
         if has_values:
@@ -811,7 +801,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return call
 
     def _go_on(self, call: StepCall) -> None:
-        """Goes on to the step behind a call, if all of it is counted."""
         if call.outcome is not None:
             if call.found_version is not None:
                 self.version = call.found_version
@@ -819,7 +808,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self.is_draining, self._is_in_step, self._tried = call.is_draining, False, Tried()
 
     def _end_tried(self, attempts: Attempts) -> None:
-        """Asks what became of a step that calls have failed with, and that has closed since.
+        """Asks for the outcome of a step in which calls have failed, and that has closed since.
 
         A contribution without values joins what was counted of it, and changes nothing.
         """
@@ -835,19 +824,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
 
 class SliceProbe(Parameter[Any]):
-    """A parameter whose calls move one shard's slice alone, for measuring; see `shardwell bench`.
+    """A parameter whose calls move one shard's slice alone, for `shardwell bench`.
 
-    A gradient that one shard has and the others have not is a step that is not whole. So it is for
-    asynchronous parameters without training. Values are those of the whole.
-
-    Args:
-        parameter: An asynchronous one, open and initialized. Its connections are used, and its
-            client counts nothing of it: `traffic` does.
-        shard_index: The shard.
-
-    Raises:
-        ArgumentError: the parameter is synchronous, or that shard has nothing of it.
-        ShardUnavailableError: a shard is away.
+    It is for an asynchronous parameter without training, open and initialized: a gradient that one
+    shard has and the others have not is a step that is not whole. Values are those of the whole. It
+    uses the parameter's connections, whose client counts nothing of it: `traffic` does.
     """
 
     def __init__(self, parameter: Parameter[Any], shard_index: int) -> None:
@@ -860,7 +841,6 @@ class SliceProbe(Parameter[Any]):
             raise ArgumentError(f"shard {shard_index} has no elements of {parameter.name!r}")
         self._shard_index = shard_index
         self.traffic = Traffic()
-        """What went to this shard, and came from it."""
         super().__init__(
             parameter.spec,
             parameter._shards,

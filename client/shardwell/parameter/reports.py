@@ -27,29 +27,20 @@ from shardwell.specs.names import check_name
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _GIVE_UP_S = 10.0
-"""After so long a report is given up."""
 _ERROR_COUNT_MAX = 10
-"""Reasons that are logged why reports were refused."""
+"""Different refusals that are logged."""
 _LOG = logging.getLogger("shardwell")
 
 
 class Reports:
-    """The reports that are under way, or wait for one.
-
-    Args:
-        opening: The calls about the parameter as a whole.
-        calls: The parameter's calls.
-        channel: Shard 0's.
-    """
+    """The reports that are under way, or wait for one."""
 
     def __init__(self, opening: ParameterOpening, calls: CallScope, channel: ShardChannel) -> None:
         self._opening = opening
         self._calls = calls
         self._channel = channel
         self._figures: Future[None] | None = None
-        """The call that sends the last figures."""
         self._errors: set[str] = set()
-        """Reasons for refusals that were logged."""
         self._progress: LearnerProgress | None = None
         """The progress that waits to be sent."""
         self._saying: Future[None] | None = None
@@ -57,7 +48,7 @@ class Reports:
 
     @property
     def are_sent(self) -> bool:
-        """Whether no report is under way."""
+        """Returns True if no report is under way."""
         return all(call is None or call.done() for call in (self._figures, self._saying))
 
     def send_figures(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -120,7 +111,7 @@ class Reports:
 
 
 def _figure(name: str, value: Any) -> float:
-    """A figure as a number; a torch tensor or NumPy array of one element is one, too."""
+    """Returns a figure as a number, also of a torch tensor or NumPy array of one element."""
     check_name("figure", name)
     try:
         return float(value)

@@ -43,7 +43,7 @@ _LOG = logging.getLogger("shardwell")
 
 @dataclass(frozen=True)
 class Tools:
-    """The things that all steps of one parameter use."""
+    """The objects that all steps of one parameter use."""
 
     spec: ParameterSpec
     opening: ParameterOpening
@@ -54,7 +54,7 @@ class Tools:
 
     @cached_property
     def clips(self) -> bool:
-        """Whether the worker clips, which then knows the norm of the mean."""
+        """Returns True if the worker clips, which then knows the norm of the mean."""
         return bool(self.spec.optimizer.clip_norm) and not self.spec.closes_by_norm
 
 
@@ -65,11 +65,8 @@ class Tried:
     step: int = -1
     """-1: no step."""
     is_sent: bool = False
-    """Whether one may have sent something."""
     is_refused: bool = False
-    """Whether a shard refused a part."""
     superseded: set[Slice] = field(default_factory=set)
-    """Ranges that a shard had counted before with other values."""
 
 
 @dataclass(eq=False)
@@ -80,28 +77,27 @@ class StepCall:
     tried: Tried
     work: Gradient
     version: int
-    """That of the weights in this worker before it."""
+    """The version of the weights in this worker before it."""
     has_effect: bool
-    """Whether its values count for anything: 0 samples of a synchronous step have none, and neither
-    has what only ends a step."""
+    """False for 0 samples of a synchronous step, and for a call that only ends a step."""
     is_clipped: bool
-    """Whether the values have their largest norm at most, or it is none of the worker's."""
+    """True if the values are within their largest norm, or the worker does not clip."""
     is_first: bool = False
-    """Whether nothing of the step can have left the worker before: it has given the step before, in
-    this process, and no call for this one has failed."""
+    """True if nothing of the step can have left the worker before: this process has given the step
+    before, and no call for this one has failed."""
     own: Pieces | None = None
-    """The gradient without what it carries of earlier ones; None: the work has nothing else."""
+    """The gradient without carried values; None: the work has nothing else."""
     is_again: bool = False
-    """Whether a piece has failed that may have sent some of it."""
+    """True if a piece has failed that may have sent some of it."""
     found_version: int | None = None
     """The version of the weights that an exchange has brought."""
     outcome: Outcome | None = None
-    """Once all of it is counted; the rest, below, is known then."""
+    """Set once all of it is counted, with all that follows here."""
     next_step: int = -1
     is_draining: bool = False
 
     def put(self, attempts: Attempts) -> None:
-        """Has all of it counted, and ends the step."""
+        """Sends all of it until it is counted, and ends the step."""
         self.outcome = None
         self._clip()
         self.work.after_refusal |= self.tried.is_refused
@@ -183,7 +179,7 @@ class StepCall:
             self.add_carried()
 
     def add_carried(self) -> None:
-        """Adds what did not count of earlier gradients, or rounding took, to one that is whole."""
+        """Adds carried values and the loss by rounding to a gradient that is whole."""
         if not self.has_effect or self.own is not None:
             return
         self._clip()  # what is added was clipped before
@@ -193,7 +189,6 @@ class StepCall:
         work.looked_at.clear()
 
     def _clip(self) -> None:
-        """Scales the gradient down to its largest norm, once."""
         if self.is_clipped:
             return
         spec, work = self.tools.spec, self.work
@@ -222,7 +217,6 @@ class StepCall:
             self.tools.feedback.tried(self.work.step, self.work.values)
 
     def _end(self, attempts: Attempts) -> None:
-        """Finds out what became of the step, of which all is counted."""
         work, feedback, spec = self.work, self.tools.feedback, self.tools.spec
         ended = NOTHING_LOST
         superseded: tuple[Slice, ...] = ()

@@ -31,27 +31,24 @@ NamedArrays: TypeAlias = dict[str, Float32]
 """A parameter's tensors: arrays by name, each of its shape."""
 _FLOAT32 = np.dtype(np.float32)
 ValuesT = TypeVar("ValuesT", default=Float32)
-"""What a parameter's values are: one array, or NamedArrays."""
 _NAMED_MAX = 5
-"""Of more names, a message has as many and counts the rest."""
+"""The most names in a message, which counts the rest."""
 _STOP = operator.itemgetter(1)
 
 
 class Pieces:
     """The ranges of arrays; one within a single array is moved without a copy.
 
-    Any thread may read, and write what no other one does.
-
-    Args:
-        arrays: One behind the other, each (n,), to be read: floating point of any stride; one
-            alone that is float32 may be written, too.
+    The arrays lie one behind the other, each (n,), to be read: floating point of any stride; one
+    alone that is float32 may be written, too. Any thread may read, and write what no other one
+    does.
     """
 
     def __init__(self, *arrays: npt.NDArray[Any]) -> None:
         self._arrays = arrays
         self._stops = list(itertools.accumulate([array.size for array in arrays]))
         self._tensors: tuple[Tensors, Found] | None = None
-        """What arrays that are to be written are, and where."""
+        """The arrays to be written, and their places."""
         self._copies: dict[tuple[int, int], Float32] = {}
         """Copies of ranges that several arrays share, by range."""
         self._given = arrays
@@ -61,9 +58,9 @@ class Pieces:
     def to_read(
         arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
     ) -> Pieces:
-        """Pieces of tensors to read, of any strides; small neighbours are copied into one piece.
+        """Makes pieces of tensors to read, of any strides; small neighbours are copied together.
 
-        `found` is what `tensors.look_over` has found of the arrays.
+        `found` is the result of `tensors.look_over` for the arrays.
         """
         parts: list[npt.NDArray[Any]] = []
         large: list[npt.NDArray[Any]] = []
@@ -79,7 +76,7 @@ class Pieces:
 
     @staticmethod
     def to_write(arrays: Sequence[Float32], tensors: Tensors, found: Found) -> Pieces:
-        """Pieces of writable tensors that are written in place; see `to_read`."""
+        """Makes pieces of writable tensors, which are written in place."""
         pieces = Pieces()
         pieces._arrays = pieces._given = tuple(arrays)
         pieces._stops = tensors.stops
@@ -87,9 +84,9 @@ class Pieces:
         return pieces
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Elements [start, stop): a view, or, where several arrays have them, a copy.
+        """Returns elements [start, stop): a view, or of several arrays a copy.
 
-        A copy is kept: it is the same whenever the range is read. What overflows float32 in it is
+        Such a copy is kept, so the range reads alike each time; values that overflow float32 are
         infinite.
         """
         view = self._view(start, stop)
@@ -102,24 +99,23 @@ class Pieces:
         return copy
 
     def whole(self) -> npt.NDArray[Any]:
-        """All of it; see `read`."""
+        """Returns all of it, as `read` does."""
         return self.read(0, self._stops[-1])
 
     def writing(self, start: int, stop: int) -> contextlib.AbstractContextManager[Float32]:
-        """Memory for elements [start, stop), which have what it is filled with after the block."""
+        """Gives memory whose contents elements [start, stop) have after the block."""
         view = self._view(start, stop)
         return self._scattering(start, stop) if view is None else contextlib.nullcontext(view)
 
     @contextlib.contextmanager
     def _scattering(self, start: int, stop: int) -> Iterator[Float32]:
-        """`writing` of elements that several arrays have."""
         assert self._tensors is not None
         filled: Float32 = np.empty(stop - start, np.float32)
         yield filled
         self._tensors[0].part(filled, self._arrays, start)
 
     def overlaps(self, other: Pieces) -> bool:
-        """Whether some memory may be in both."""
+        """Returns True if some memory may be in both."""
         if len(self._given) == len(other._given) == 1:
             return np.may_share_memory(self._given[0], other._given[0])
         if not self._given or not other._given:
@@ -133,7 +129,6 @@ class Pieces:
         return False
 
     def _spans(self) -> Iterable[tuple[int, int]]:
-        """The addresses of the caller's memory."""
         if self._tensors is not None:
             tensors, found = self._tensors
             return tensors.spans(self._given, found)
@@ -150,7 +145,6 @@ class Pieces:
                 yield start, start + reach + array.itemsize
 
     def _view(self, start: int, stop: int) -> npt.NDArray[Any] | None:
-        """Elements [start, stop), if one array has all of them."""
         if len(self._arrays) == 1 and stop <= self._stops[0]:
             return self._arrays[0].reshape(-1)[start:stop]
         number = bisect_right(self._stops, start)
@@ -161,7 +155,6 @@ class Pieces:
         return array.reshape(-1)[start - first : stop - first]
 
     def _views(self, start: int, stop: int) -> Sequence[npt.NDArray[Any]]:
-        """Elements [start, stop), array by array."""
         found = []
         for number in range(bisect_right(self._stops, start), len(self._arrays)):
             first = self._stops[number] - self._arrays[number].size
@@ -172,11 +165,11 @@ class Pieces:
 
 
 class Values(ABC, Generic[ValuesT]):
-    """How a parameter's values look to the caller."""
+    """The form in which the caller sees a parameter's values."""
 
     @abstractmethod
     def pieces(self, what: str, values: Any, *, in_place: bool = False) -> Pieces:
-        """The values that the caller passed, as (size,) floating point, where they lie.
+        """Returns the caller's values, as (size,) floating point, where they lie.
 
         `what` names them in messages ("gradient of 'model'"). With `in_place` they must be one
         piece of float32, and no copy. ArgumentError: they can't be used.
@@ -184,17 +177,13 @@ class Values(ABC, Generic[ValuesT]):
 
     @abstractmethod
     def room(self, out: Any) -> tuple[Pieces, ValuesT]:
-        """Memory for weights, of `out` or new for None, and what the caller gets, which has it."""
+        """Returns memory for weights, of `out` or new for None, and the caller's view of it."""
 
 
 class TensorViews(dict[str, Float32]):
-    """Tensors that are views of one buffer, and known as such as long as they are the same ones.
+    """A dict of tensors that are views of one buffer, as long as they are these very objects.
 
-    Copies are plain dicts, whose arrays may be anywhere.
-
-    Args:
-        layout: The tensors' layout.
-        flat: The buffer, (size,).
+    Copies are plain dicts, whose arrays may be anywhere. `flat`, (size,), is the buffer.
     """
 
     def __init__(self, layout: TensorLayout, flat: Float32) -> None:
@@ -207,7 +196,7 @@ class TensorViews(dict[str, Float32]):
         self._views = list(self.values())
 
     def buffer(self, layout: TensorLayout) -> Float32 | None:
-        """The buffer, if all views are still in it, as the layout has them."""
+        """Returns the buffer, if all views are still in it, as the layout has them."""
         is_known = layout is self._layout and list(self) == self._names
         if is_known and all(map(operator.is_, self.values(), self._views)):
             return self._flat
@@ -219,11 +208,11 @@ class TensorViews(dict[str, Float32]):
 
 
 _PLAIN = (dict, collections.OrderedDict, TensorViews)
-"""Mappings of which it is known what looking into them does."""
+"""Mappings that can be looked into without running a caller's code."""
 
 
 class VectorValues(Values[Float32]):
-    """One vector."""
+    """The values of a parameter that is one vector."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -248,7 +237,7 @@ class VectorValues(Values[Float32]):
 
 
 class TensorValues(Values[NamedArrays]):
-    """Tensors by name."""
+    """The values of a parameter with tensors by name."""
 
     def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
@@ -298,7 +287,7 @@ class TensorValues(Values[NamedArrays]):
         return Pieces.to_write(arrays, self._tensors, found), out
 
     def _in_order(self, values: Any) -> tuple[Any, ...] | None:
-        """The tensors in the order of the layout; None: that takes a closer look."""
+        """Returns the tensors in the layout's order; None: that takes a closer look."""
         if type(values) not in _PLAIN or len(values) != len(self._layout):
             return None
         try:
@@ -307,7 +296,6 @@ class TensorValues(Values[NamedArrays]):
             return None
 
     def _converted(self, what: str, values: Any) -> list[npt.NDArray[Any]]:
-        """The tensors in the order of the layout, as floating point."""
         arrays = []
         for tensor, each in zip(self._layout, self._checked(what, values), strict=True):
             if type(each) is not np.ndarray or each.dtype is not _FLOAT32:
@@ -318,7 +306,6 @@ class TensorValues(Values[NamedArrays]):
         return arrays
 
     def _outputs(self, out: Any) -> list[Float32]:
-        """The tensors in the order of the layout, as what can be written."""
         arrays = []
         for tensor, each in zip(self._layout, self._checked("out", out), strict=True):
             flat = as_output(each, None, f"out: tensor {tensor.name!r}")
@@ -328,7 +315,6 @@ class TensorValues(Values[NamedArrays]):
         return arrays
 
     def _checked(self, what: str, values: Any) -> list[Any]:
-        """The tensors in the order of the layout, if a mapping has exactly these names."""
         if not isinstance(values, Mapping):
             raise ArgumentError(
                 f"{what} must map the names of the parameter's {len(self._layout)} tensors to "
@@ -357,17 +343,17 @@ def _misshapen(what: str, tensor: TensorSpec, shape: tuple[int, ...]) -> Argumen
 
 
 def _named(names: Any) -> str:
-    """Such as "'w', 'b' and 3 more"."""
+    """Returns text such as "'w', 'b' and 3 more"."""
     listed = [f"{name!r:.80}" for name in names]
     more = f" and {len(listed) - _NAMED_MAX} more" if len(listed) > _NAMED_MAX else ""
     return ", ".join(listed[:_NAMED_MAX]) + more
 
 
 def zeros(size: int) -> Pieces:
-    """(size,) zeros, which take no memory, to be read."""
+    """Returns (size,) zeros to be read, which take no memory."""
     return Pieces(np.broadcast_to(np.float32(0), (size,)))
 
 
 def values_of(spec: ParameterSpec) -> Values[Any]:
-    """The look of a parameter's values."""
+    """Returns the form of a parameter's values."""
     return VectorValues(spec.size) if spec.layout is None else TensorValues(spec.layout)
