@@ -27,11 +27,11 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 
 
 def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
-    """Ids that a caller passed, as (n,) int64, copied only where it must be, and their shape.
+    """Returns a caller's ids as (n,) int64, copied only where they must be, and their shape.
 
     They are an array of any integer dtype, shape and layout, what offers one, an integer, or a list
-    of integers. Unsigned ones from 2^63 on stand for the signed ones of the same bits.
-    ArgumentError names the first that is out of range.
+    of integers. Unsigned ones from 2^63 on mean the signed ones of the same bits. ArgumentError
+    names the first that is out of range.
     """
     array = ids if type(ids) is np.ndarray else _as_array(ids)
     if array.dtype.kind not in "iu":
@@ -58,10 +58,7 @@ def as_ids(ids: Any, row_count: int | None) -> tuple[Ids, tuple[int, ...]]:
 
 
 def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -> Float32:
-    """Gradients that a caller passed for ids of `shape`, as (n, dim) float32, C-contiguous.
-
-    float64 and float16 are converted; `table` is a name for messages.
-    """
+    """Returns gradients for ids of `shape` as (n, dim) float32, C-contiguous."""
     what = f"gradients of rows of {table!r}"
     array = as_floats(what, gradients)
     if array.shape != (*shape, dim):
@@ -74,7 +71,7 @@ def as_gradients(gradients: Any, shape: tuple[int, ...], dim: int, table: str) -
 
 
 def as_row_output(out: Any, shape: tuple[int, ...]) -> Float32:
-    """The caller's `out=` for rows, checked, or a new array if it is None."""
+    """Returns the caller's `out=` for rows, checked, or a new array for None."""
     if out is None:
         return np.empty(shape, np.float32)
     as_output(out, math.prod(shape))
@@ -98,7 +95,7 @@ def _as_array(ids: Any) -> npt.NDArray[Any]:
 
 
 def _whole_numbers(ids: Any, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Python's integers that no one dtype holds, as int64; anything else as it is.
+    """Returns Python's integers that no one dtype holds as int64; all else unchanged.
 
     NumPy makes floats, which round, of a list with both a negative integer and one from 2^63 on.
     """
@@ -127,22 +124,22 @@ def _place(flat_place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Span(NamedTuple):
-    """Rows from `start` to below `stop`, of the rows of one call in the order of `ShardedIds`."""
+    """The rows from `start` to below `stop` of one call, in the order of `ShardedIds`."""
 
     start: int
     stop: int
 
 
 class ShardedIds(NamedTuple):
-    """Ids without repeats, shard by shard, ascending on each."""
+    """The ids of a call without repeats, shard by shard, ascending on each."""
 
     ids: Ids
     """(u,) int64, contiguous."""
     bounds: list[int]
-    """Those of shard s are ids[bounds[s] : bounds[s + 1]]."""
+    """The ids of shard s are ids[bounds[s] : bounds[s + 1]]."""
 
     def messages(self, shard_index: int, row_count_max: int) -> list[Span]:
-        """A shard's rows cut into messages; none if it has none."""
+        """Cuts a shard's rows into messages; none if it has none."""
         start, stop = self.bounds[shard_index], self.bounds[shard_index + 1]
         return [
             Span(first, min(first + row_count_max, stop))
@@ -150,7 +147,7 @@ class ShardedIds(NamedTuple):
         ]
 
     def shards(self) -> Iterator[int]:
-        """Shards that have some of the ids."""
+        """Yields the shards that have some of the ids."""
         for shard_index, (start, stop) in enumerate(
             zip(self.bounds, self.bounds[1:], strict=False)
         ):
@@ -158,46 +155,36 @@ class ShardedIds(NamedTuple):
                 yield shard_index
 
     def subset(self, places: Ids) -> ShardedIds:
-        """The ids at these indexes, which ascend."""
+        """Returns the ids at these indexes, which ascend."""
         bounds = np.searchsorted(places, self.bounds)
         return ShardedIds(self.ids[places], bounds.tolist())
 
 
 class RowBatch:
-    """The ids of one call.
-
-    Args:
-        ids: (n,) int64; see `as_ids`.
-        shape: What the caller passed had.
-        placement: The table's placement.
-    """
+    """The ids of one call: (n,) int64, by `as_ids`, with the shape that the caller's had."""
 
     def __init__(self, ids: Ids, shape: tuple[int, ...], placement: RowPlacement) -> None:
         self.ids = ids
-        """(n,) int64, as the caller has them."""
         self.shape = shape
-        """The shape of the caller's ids."""
         found = sort_ids(ids, placement)
         self.starts = found.starts
         """(u + 1,): where the places of each distinct id begin in `places`."""
         self.places = found.places
         """(n,): places in `ids`, in the order of `distinct` and then ascending."""
         self.is_plain = found.is_plain
-        """Whether rows in the order of `distinct` are in the caller's order too."""
+        """True if rows in the order of `distinct` are in the caller's order too."""
         self.inverse = found.inverse
         """(n,): the row, in the order of `distinct`, of each of the caller's ids."""
         distinct = ids if self.is_plain else found.distinct
         self.distinct = ShardedIds(distinct, found.bounds)
-        """What travels."""
+        """The ids that travel."""
         self.has_repeats = distinct.size < ids.size
-        """Whether an id occurs twice."""
 
     def spread(self, rows: Float32, out: Float32) -> None:
         """Gives every one of the caller's ids its row.
 
-        Args:
-            rows: (u, dim), in the order of `distinct`.
-            out: (n, dim), overwritten; may be `rows` if `is_plain`.
+        `rows` are (u, dim), in the order of `distinct`; `out`, (n, dim), may be `rows` if
+        `is_plain`.
         """
         if not self.is_plain:
             gather(rows, self.inverse, out)
@@ -208,15 +195,8 @@ class RowBatch:
 class RowSums:
     """The gradients of one call, by distinct id.
 
-    Args:
-        batch: The ids.
-        gradients: (n, dim) float32, C-contiguous, in the order of the caller's ids; read until the
-            call ends.
-        table: Its name, for messages.
-        allow_non_finite: Let NaN and infinity through.
-
-    Raises:
-        NonFiniteError: a gradient, or a sum, is not finite; names the first.
+    `gradients` are (n, dim) float32, C-contiguous, in the order of the caller's ids; they are read
+    until the call ends. NonFiniteError names the first gradient or sum that is not finite.
     """
 
     def __init__(
@@ -224,7 +204,6 @@ class RowSums:
     ) -> None:
         self._batch = batch
         self.gradients = gradients
-        """(n, dim): the caller's."""
         self._table = table
         self._sums: Float32 | None = None
         """(u, dim), in the order of `distinct`; None: no id occurs twice."""
@@ -235,7 +214,7 @@ class RowSums:
             self._check(sums_bits)
 
     def rows(self, span: Span) -> Float32:
-        """The values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous."""
+        """Returns the values of rows `span` of `batch.distinct`: (k, dim) float32, C-contiguous."""
         if self._sums is not None:
             return self._sums[span.start : span.stop]
         if self._batch.is_plain:
@@ -245,7 +224,7 @@ class RowSums:
         return rows
 
     def element_index(self, span: Span, index: int) -> int:
-        """Where element `index` of `rows(span)` comes from in the caller's array; -1: nowhere."""
+        """Returns the index in the caller's array of element `index` of `rows(span)`; -1: none."""
         dim = int(self.gradients.shape[1])
         row, column = divmod(index, dim)
         if not 0 <= row < span.stop - span.start:
@@ -253,18 +232,17 @@ class RowSums:
         return self._first(span.start + row) * dim + column
 
     def digest(self) -> tuple[int, int]:
-        """Tells these ids and gradients from others."""
+        """Returns numbers that tell these ids and gradients from others."""
         return (
             int(crc32.iscsi(self._batch.ids.view(np.uint8).data)),
             int(crc32.iscsi(self.gradients.reshape(-1).view(np.uint8).data)),
         )
 
     def _first(self, number: int) -> int:
-        """The first place of a distinct id, by its number."""
         return int(self._batch.places[self._batch.starts[number]])
 
     def _check(self, bits: int) -> None:
-        """Refuses what is not finite; `bits` are those of the largest magnitude of a sum."""
+        """Refuses non-finite values; `bits` are those of the largest magnitude of a sum."""
         gradients = self.gradients
         flat = gradients.reshape(-1)
         index = first_non_finite(flat)

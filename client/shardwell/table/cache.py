@@ -25,15 +25,10 @@ _NEVER = -(2**62)
 
 
 class RowCache:
-    """Rows by id.
+    """The kept rows by id: `row_count` at most, rounded up to a multiple of 4.
 
-    Args:
-        row_count: How many there can be; rounded up to a multiple of 4.
-        dim: Elements of a row.
-        staleness_steps: How many steps a row is used for, after that at which it was fetched.
-
-    Raises:
-        ArgumentError: there is no memory for so many.
+    A row is used for `staleness_steps` steps after that of its fetch. ArgumentError: there is no
+    memory for so many.
     """
 
     def __init__(self, row_count: int, dim: int, staleness_steps: int) -> None:
@@ -54,19 +49,12 @@ class RowCache:
         self.hit_count = 0
         """Rows that were found; repeated ids of a call count once."""
         self.miss_count = 0
-        """Rows that were not."""
 
     def find(self, ids: Ids, step: int, rows: Float32) -> tuple[Ids, int | None]:
-        """Copies the rows that are there.
+        """Copies kept rows for `ids`, (u,) int64 without repeats, into `rows`, (u, dim).
 
-        Args:
-            ids: (u,) int64, without repeats.
-            step: The worker's.
-            rows: (u, dim); those that are found are written.
-
-        Returns:
-            The places in `ids` of those that are not there, ascending, and the lowest version of
-            the others; None if there are none.
+        Returns the places in `ids` of the missing ones, ascending, and the lowest version of the
+        others; None if there are none.
         """
         found, places = self._located(ids, self._sets_of(ids))
         is_fresh = self._steps[places] >= step - self._staleness_steps
@@ -83,13 +71,9 @@ class RowCache:
         return np.flatnonzero(is_missing), version
 
     def add(self, ids: Ids, rows: Float32, step: int, version: int) -> None:
-        """Keeps rows that were fetched.
+        """Keeps copies of `rows`, (u, dim), fetched for `ids`, (u,) int64 without repeats.
 
-        Args:
-            ids: (u,) int64, without repeats.
-            rows: (u, dim); copied.
-            step: The worker's when it asked for them.
-            version: The version that each of them has seen at least.
+        `step` is the worker's when it asked for them; each has seen `version` at least.
         """
         if not ids.size:
             return
@@ -115,7 +99,6 @@ class RowCache:
         self._steps[:] = _NEVER
 
     def _sets_of(self, ids: Ids) -> npt.NDArray[np.uint64]:
-        """(u,): the set of each id."""
         words = mix(ids.view(np.uint64) ^ np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
         words *= self._set_count
         words >>= np.uint64(32)

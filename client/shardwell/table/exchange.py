@@ -50,14 +50,9 @@ _LOG = logging.getLogger("shardwell")
 
 
 class RowPut:
-    """One step's gradient on its way, and how far it has come, whatever becomes of connections.
+    """One step's gradient on its way, and its progress, which survives connections.
 
-    Args:
-        ids: Ids of the rows.
-        sums: Their gradients; None: the step is abandoned.
-        step: This worker's.
-        sample_count: See `Table.put_row_gradients`.
-        row_count_max: Rows of one message.
+    `sums` None: the step is abandoned.
     """
 
     def __init__(
@@ -76,33 +71,31 @@ class RowPut:
         self.counted_shards: set[int] = set()
         """Shards that have confirmed all of the step."""
         self.is_sent = False
-        """Whether any of it may have reached a shard."""
+        """True once any of it may have reached a shard."""
         self.is_again = False
-        """Whether some of it may have reached a shard in an earlier attempt."""
+        """True if some of it may have reached a shard in an earlier attempt."""
         self.outcomes: dict[int, pb.RowsOutcome] = {}
-        """What became of it on each shard that has counted it, with elastic members."""
+        """The outcome on each shard that has counted it, with elastic members."""
         self._row_count_max = row_count_max
 
     def parts(self, shard_index: int) -> list[Span]:
-        """What a shard is sent, part by part; at least one, which ends the step there."""
+        """Returns the parts for a shard; at least one, which ends the step there."""
         start = self.ids.bounds[shard_index]
         return self.ids.messages(shard_index, self._row_count_max) or [Span(start, start)]
 
     def is_late(self, shard_index: int) -> bool:
-        """Whether a shard has answered that some of it came too late."""
+        """Returns True if a shard has answered that some of it came too late."""
         found = self.outcomes.get(shard_index)
         return found is not None and bool(found.late_part_indexes)
 
     def digest(self) -> tuple[int, ...]:
-        """Tells what is sent from other steps."""
+        """Returns numbers that tell it from other steps."""
         return (self.sample_count, *(self.sums.digest() if self.sums is not None else ()))
 
     def element_index(self, shard_index: int, index: int) -> int:
-        """What element of the array that the caller passed a shard means; -1 if that is not known.
+        """Returns the place in the caller's array of an element that a shard names; -1: unknown.
 
-        Args:
-            shard_index: Index of the shard.
-            index: row * dim + column in a message; which one is known only if there was one.
+        `index` is row * dim + column in a message; which message is known only if there was one.
         """
         parts = self.parts(shard_index)
         if self.sums is None or len(parts) > 1:
@@ -111,18 +104,13 @@ class RowPut:
 
 
 class RowFetch:
-    """Rows on their way, and how far they have come.
+    """Rows on their way, and their progress, which survives connections.
 
-    Args:
-        ids: Ids of the rows.
-        rows: (n, dim) float32, C-contiguous, filled.
-        places: (n,): where in `rows` they go, by row; see `row_batches.SortedIds`.
-        starts: (u + 1,): the same.
-        row_count_max: Rows of one message.
-        min_version: Steps that are to have closed.
-        known_version: Steps that have closed on every shard, as this worker knows.
-        every_shard: How many shards are asked, those without such rows too; 0: only
-            those that have some.
+    `rows` are (n, dim) float32, C-contiguous, filled; `places`, (n,), and `starts`, (u + 1,), say
+    where each row goes, as in `row_batches.SortedIds`. `min_version` counts steps that are to have
+    closed, and `known_version` those that have closed on every shard, as this worker knows.
+    `every_shard` is the number of shards to ask, those without such rows too; 0: only those that
+    have some.
     """
 
     def __init__(
@@ -146,9 +134,9 @@ class RowFetch:
         self.max_version: int | None = None
         """The version that is wanted where a shard has it; None: the newest."""
         self.is_exact = False
-        """Whether no further one can have."""
+        """True if no later version is accepted."""
         self.unless_late = False
-        """Whether rows of a shard where the step was late may have any version."""
+        """True if rows of a shard where the step was late may have any version."""
         self._messages = {
             shard_index: ids.messages(shard_index, row_count_max) for shard_index in ids.shards()
         }
@@ -159,16 +147,16 @@ class RowFetch:
 
     @property
     def version(self) -> float:
-        """Steps that the rows which have come have seen, at least; infinite if none have."""
+        """The fewest steps that an arrived row has seen; infinite if none has arrived."""
         return min(self._versions.values(), default=math.inf)
 
     @property
     def shard_count(self) -> int:
-        """Shards that are asked."""
+        """The number of shards that are asked."""
         return len(self._messages)
 
     def missing(self, shard_index: int) -> list[Span]:
-        """What a shard has not answered yet, message by message."""
+        """Returns the messages that a shard has not answered yet."""
         spans = self._messages.get(shard_index, [])
         return [span for span in spans if span not in self._versions] if self._versions else spans
 
@@ -178,7 +166,7 @@ class RowFetch:
 
 
 class Asked(NamedTuple):
-    """What one shard is asked in one attempt."""
+    """The content of one attempt for one shard."""
 
     channel: ShardChannel
     put: RowPut | None
@@ -186,7 +174,6 @@ class Asked(NamedTuple):
     parts: list[Span]
     """Parts of the gradient; none if the shard has counted them."""
     questions: list[Span]
-    """Rows that are wanted, message by message."""
     step: int
     """The step that the call is of, or whose effect it fetches."""
 
@@ -263,7 +250,7 @@ class RowTransfer(StepTransfer[Asked]):
             error.args = (f"{error.message}; {REFUSED_STEP.format('table')}",)
 
     def _messages(self, line: Line, wait_timeout_ms: int) -> Iterator[bytes]:
-        """A shard's messages: parts of a gradient, then questions. On another thread, mostly."""
+        """Yields a shard's messages: parts, then questions. On another thread, mostly."""
         asked, put = line.part, line.part.put
         header = pb.ExchangeRowsRequest()
         if line.opens:
@@ -315,7 +302,6 @@ class RowTransfer(StepTransfer[Asked]):
         self._spans.add(SPAN_KIND_DECODE, self._name, asked.step, number, peer, begin_ns)
 
     def _take_counted(self, asked: Asked, header: pb.ExchangeRowsResponse, put: RowPut) -> None:
-        """Reads that a shard has counted all of a step."""
         counted = header.counted
         count = counted.counted_part_count + counted.duplicate_part_count
         count += len(header.outcome.late_part_indexes)
@@ -350,13 +336,12 @@ class RowTransfer(StepTransfer[Asked]):
 
     @staticmethod
     def _min_version(asked: Asked, fetch: RowFetch) -> int:
-        """The version that rows of a shard are to have at least."""
         put = asked.put
         is_late = put is not None and put.is_late(asked.channel.shard_index)
         return 0 if is_late and fetch.unless_late else fetch.min_version
 
     def _take_rows(self, asked: Asked, answer: Answer, fetch: RowFetch, span: Span) -> None:
-        """Reads rows that a shard answers, which may know less than this worker does."""
+        """Reads rows of a shard, which may know fewer closed steps than this worker does."""
         header, payload, size_bytes = answer
         count = span.stop - span.start
         if not header.HasField("rows"):

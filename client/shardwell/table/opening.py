@@ -37,30 +37,29 @@ from shardwell.wire.rows import RowCodec, rows_per_message_max
 
 
 class Joined(NamedTuple):
-    """What the shards say to a worker that joins: where it goes on."""
+    """The shards' answer to a worker that joins: where it goes on."""
 
     next_step: int
     """The first step that it has not ended on every shard."""
     is_begun: bool
-    """Whether some shard has counted some of that step."""
+    """True if some shard has counted some of that step."""
     version: int
     """Steps that all rows of the last answer have seen."""
     row_count_max: int
     """Rows of one message, on any shard."""
     incarnation: int
-    """Drawn when the table was made: tells it from others of its name; 0: not known."""
+    """The number that tells this table from others of its name; 0: not known."""
     took_over: bool
-    """Whether the worker's seat was another session's, and this one has not contributed yet."""
+    """True if the seat was another session's, and this one has not contributed yet."""
     tenure: int
     """Tenure of the worker's seats; 0: it has none, or they are for good."""
     has_seat: bool
-    """Whether the worker had a seat by then."""
 
 
 def find_table_spec(
     name: str, channels: list[ShardChannel], attempts: Attempts
 ) -> TableSpec | None:
-    """The spec of a table that a shard holds; None if none does."""
+    """Returns the spec of a table that a shard holds; None if none does."""
     check_name("table name", name)
     for channel in channels:
         with contextlib.suppress(UnknownTableError):
@@ -76,7 +75,7 @@ def _held(
 
 
 class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
-    """One worker's calls about one table as a whole. Any thread may use it."""
+    """The calls of one worker about one table as a whole. Any thread may use it."""
 
     calls = KindCalls(
         "table",
@@ -93,10 +92,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         return joined
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> Joined:
-        """Takes this worker's place among worker_count: shard 0 decides, the others follow.
-
-        The worker was to go on at the step `opened_at` when it opened the table.
-        """
+        """Takes this worker's seat; its next step was `opened_at` when it opened the table."""
         joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
         check_next_step(
             self.what,
@@ -111,7 +107,6 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     def _joined(
         self, answers: list[pb.OpenTableResponse], attempts: Attempts, *, takes_seat: bool
     ) -> Joined:
-        """Checks the answers of all shards and says what they come to."""
         incarnation = answers[0].incarnation
         is_known = len({answer.tenure for answer in answers}) == 1
         most = rows_per_message_max(self.spec)
@@ -152,7 +147,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         """Refuses a synchronous table of which a shard is more than a step behind another.
 
         No training makes it so: a worker sends a step when all shards have counted its last one.
-        Meanwhile it may go on, so who seems to be behind is asked once more.
+        Meanwhile it may go on, so the shard that seems to be behind is asked once more.
         """
         newest = max(versions)
         if newest - min(versions) > 1:
@@ -165,7 +160,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     ) -> None:
         """Refuses shards that are further apart than any training makes them.
 
-        Where one is being restored, it is for the calls to come to say so.
+        Later calls report a shard that is being restored.
         """
         low, high = min(steps), max(steps)
         if high - low <= 1:
@@ -210,12 +205,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         return sum(answer.evicted_row_count for answer in answers)
 
     def status(self, attempts: Attempts) -> list[TableStatus]:
-        """What each shard holds of the table, in order.
-
-        Raises:
-            UnknownTableError: a shard has no such table, or the one that was opened was deleted.
-            OtherIncarnationError: shard 0 lost its memory, and has another one.
-        """
+        """Returns the status of the table on each shard, in order."""
         return self._statuses(attempts, self.incarnation)
 
     def _statuses(self, attempts: Attempts, incarnation: int) -> list[TableStatus]:
@@ -233,7 +223,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         return ask_all(self._channels, ask)
 
     def row_ids(self, attempts: Attempts) -> Ids:
-        """(n,) int64: ids of the rows that there are on all shards, ascending."""
+        """Returns the ids of the rows on all shards, (n,) int64, ascending."""
 
         def scan(channel: ShardChannel) -> Ids:
             own = attempts.beside()

@@ -30,7 +30,7 @@ would else be taken by a call for the same ids an epoch later."""
 
 
 class Prefetched(NamedTuple):
-    """What a prefetch brought."""
+    """The rows of a prefetch."""
 
     rows: Float32
     """(n, dim), in the order of the ids."""
@@ -42,11 +42,10 @@ class _Entry(NamedTuple):
     ids: Ids
     future: Future[Prefetched]
     call_count: int
-    """Calls before it."""
 
 
 class Prefetches:
-    """Any thread may use it."""
+    """The results that wait to be taken. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,10 +58,7 @@ class Prefetches:
             self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
 
     def take(self, ids: Ids, call_count: int) -> Future[Prefetched] | None:
-        """The oldest result of a fetch for these ids in this order; None: no such fetch.
-
-        `call_count` are the calls of the table before the one that takes.
-        """
+        """Returns the oldest fetch of these ids in this order; None: no such fetch."""
         with self._lock:
             self._drop_old(call_count)
             found = [np.array_equal(entry.ids, ids) for entry in self._entries]
@@ -80,21 +76,15 @@ class Prefetches:
         self._drop(sum(entry.call_count < oldest for entry in self._entries))
 
     def _drop(self, count: int) -> None:
-        """Drops the oldest."""
         for _ in range(count):
             self._entries.pop(0)
 
 
 class RowReading:
-    """Any thread may use it.
+    """The reading of one table's rows. Any thread may use it.
 
-    Args:
-        dim: Values of a row.
-        transfer: How rows travel.
-        calls: The table's calls.
-        view: The rows that this worker keeps.
-        every_shard: Elastic tables: the number of shards; a fetch may ask them all for the
-            table's step.
+    `every_shard` of an elastic table is the number of shards: a fetch may ask them all for its
+    step.
     """
 
     def __init__(
@@ -116,7 +106,7 @@ class RowReading:
     def read(
         self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
-        """Fills `out`, (n, dim), with the rows of a batch, as the shards have them or as kept.
+        """Fills `out`, (n, dim), with the rows of a batch, from the shards or kept ones.
 
         Returns the steps that all of the rows have seen; None without rows.
         """
@@ -137,20 +127,20 @@ class RowReading:
         return version
 
     def question(self, batch: RowBatch, out: Float32) -> RowFetch:
-        """A fetch of all rows of a batch, whatever is kept; `finish` ends it."""
+        """Returns a fetch of all rows of a batch, kept or not; `finish` ends it."""
         if self._view.keeps:
             return self._asking(batch.distinct, self._room(batch, out), None)
         return self._asking(batch.distinct, out, batch)
 
     def finish(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
-        """Fills `out` with what a `question` brought."""
+        """Fills `out` with the rows that a `question` brought."""
         if self._view.keeps:
             batch.spread(fetch.rows, out)
 
     def _asking(
         self, ids: ShardedIds, rows: Float32, batch: RowBatch | None, **versions: int
     ) -> RowFetch:
-        """A fetch into `rows`: in the order of the ids, or of what the caller of a batch has."""
+        """Returns a fetch into `rows`, in the order of the ids or of the caller of a batch."""
         if batch is None:
             places = np.arange(ids.ids.size + 1)
             places, starts = places[:-1], places
@@ -169,7 +159,7 @@ class RowReading:
     # Ahead of time.
 
     def prefetch(self, batch: RowBatch, ids: Ids, min_version: int) -> None:
-        """Begins to fetch all rows of a batch, whatever is kept; `ids` must not change."""
+        """Begins to fetch all rows of a batch, kept or not; `ids` must not change."""
 
         def fetch(attempts: Attempts) -> Prefetched:
             out = np.empty((ids.size, self._dim), np.float32)
@@ -179,11 +169,11 @@ class RowReading:
         self._prefetches.keep(ids, call_count, self._calls.start(fetch))
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
-        """The rows prefetched for these ids, once they have come; None: read them.
+        """Returns the rows prefetched for these ids, once they have come; None: read them.
 
-        To be called once by each `get_rows`. One that failed, or has not come before the deadline,
-        is none: the read, in the moment that is left to any attempt, finds out which shard does not
-        answer.
+        To be called once by each `get_rows`. A prefetch that failed, or has not come before the
+        deadline, is None: the read, in the moment that any attempt has left, finds out which shard
+        does not answer.
         """
         future = self._prefetches.take(ids, self._view.begin_get())
         if future is None:
@@ -203,7 +193,7 @@ class RowReading:
         return found if min_version <= (found.version or 0) else None
 
     def _room(self, batch: RowBatch, out: Float32) -> Float32:
-        """Where a batch's distinct rows are put before they are spread: `out` itself, if it can."""
+        """Returns memory for a batch's distinct rows before they are spread: `out`, if it can."""
         if batch.is_plain:
             return out
         return np.empty((batch.distinct.ids.size, self._dim), np.float32)
@@ -233,7 +223,6 @@ class RowReading:
         min_version: int,
         attempts: Attempts,
     ) -> int:
-        """Fetches rows, at least one, and keeps them; returns the version they all have seen."""
         asked = self._view.moment()
         fetch = self._asking(
             ids, rows, batch, min_version=min_version, known_version=self._view.known_version

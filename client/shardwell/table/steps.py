@@ -80,20 +80,14 @@ class _Begun(NamedTuple):
     """A step that a call began and did not bring to its end."""
 
     digest: tuple[int, ...] | None
-    """Of what it sent; None: the step is being abandoned."""
+    """The digest of the sent rows; None: the step is being abandoned."""
     counted_shards: set[int]
-    """Shards that have confirmed all of it."""
 
 
 class TableSteps:
-    """The caller sees to it that calls take turns.
+    """The steps of this worker on one table, in calls that take turns.
 
-    Args:
-        spec: The table.
-        transfer: How rows travel; what the shards say of it is set here.
-        opening: The calls about the table as a whole.
-        view: What this worker knows of the table; its next step is set here.
-        member: This worker, where members come and go.
+    It sets what the shards say in `transfer`, and the next step in `view`.
     """
 
     def __init__(
@@ -113,11 +107,11 @@ class TableSteps:
         self._has_seat = False
         self._begun: _Begun | None = None
         self.is_begun = False
-        """Whether shards may have counted some of the next step."""
+        """True if shards may have counted some of the next step."""
         self.outcome: RowOutcome | None = None
-        """The counted rows of this elastic member's last gradient; None: there is none."""
+        """The counted rows of this elastic member's last gradient; None: it has given none."""
         self.is_draining = False
-        """Whether a shard has asked this worker to leave."""
+        """True once a shard has asked this worker to leave."""
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
@@ -140,9 +134,9 @@ class TableSteps:
             self._view.resume(self._view.next_step, is_begun=False, has_seat=False)
 
     def read_first(self, member: Member, attempts: Attempts) -> int | None:
-        """Waits until every shard is at the first step that awaits this member; its version.
+        """Waits until every shard is at the first step that awaits this member.
 
-        None: it had waited before.
+        Returns its version; None: it had waited before.
         """
 
         def read(step: int, part: Attempts) -> int:
@@ -172,10 +166,10 @@ class TableSteps:
         attempts: Attempts,
         take: Callable[[], None] = lambda: None,
     ) -> int:
-        """Ends the next step with a gradient, then fetches rows; returns which step it was.
+        """Ends the next step with a gradient, then fetches rows; returns the step that it was.
 
-        `take` is called when all has come. When it fails, or anything else here, the step has not
-        ended for the caller, who makes the same call again. But a DivergedError ends it: the rows
+        `take` is called when all has come. When it or anything else here fails, the step has not
+        ended for the caller, who makes the same call again; but a DivergedError ends it: the rows
         are not finite.
         """
         if self._member is not None:
@@ -256,7 +250,6 @@ class TableSteps:
             )
 
     def _repeat(self, begun: _Begun, put: RowPut) -> None:
-        """Lets a step that was begun go on with the same rows only."""
         if begun.digest is None or begun.digest != put.digest():
             failed, way = "began to abandon it", ""
             if begun.digest is not None:
@@ -271,9 +264,9 @@ class TableSteps:
             put.counted_shards |= begun.counted_shards
 
     def _take_seat(self, attempts: Attempts) -> None:
-        """Once; only then this worker's steps are the same on all shards for certain.
+        """Takes a seat, once; only then this worker's steps are certain to agree on all shards.
 
-        What an earlier process of this worker had sent may have been counted since the table was
+        Gradients of an earlier process of this worker may have been counted since the table was
         opened. The step stays the one of then: sent again, it counts once.
         """
         opened_at = self._view.next_step
@@ -284,7 +277,6 @@ class TableSteps:
         self._has_seat = True
 
     def _resume(self, joined: Joined) -> int:
-        """Goes on where the shards say."""
         self._transfer.row_count_max = joined.row_count_max
         opening = self._opening
         is_other = joined.tenure != opening.tenure
@@ -299,15 +291,16 @@ class TableSteps:
 
 
 def no_ids(shard_count: int) -> ShardedIds:
-    """Ids of a batch that has none."""
+    """Returns the ids of a batch that has none."""
     return ShardedIds(np.empty(0, np.int64), [0] * (shard_count + 1))
 
 
 def _next_step(put: RowPut) -> int:
-    """The step of an elastic member that follows one which has ended.
+    """Returns the step that follows an elastic member's last one.
 
-    The lowest version that it has seen of any shard, at least one more. Where it was late on a
-    shard whose step is open still, as its tenure was over there, that is its next again.
+    It is the lowest version that the member has seen of any shard, and at least one more than the
+    last. But a step that was late on a shard where it is open still, as the tenure was over there,
+    is next again.
     """
     outcomes = put.outcomes.values()
     is_past = all(each.version > put.step for each in outcomes if each.late_part_indexes)
@@ -315,7 +308,6 @@ def _next_step(put: RowPut) -> int:
 
 
 def _outcome(put: RowPut, shard_count: int) -> RowOutcome:
-    """What became of an elastic member's step, on all shards."""
     late_count = superseded_count = unknown_count = part_count = lost_part_count = 0
     for shard_index in range(shard_count):
         parts, found = put.parts(shard_index), put.outcomes[shard_index]

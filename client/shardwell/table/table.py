@@ -65,7 +65,7 @@ class Table(Handle[TableSpec]):
         opening = TableOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
         self.caching = caching
-        """Rows that are kept here, and for how many steps."""
+        """Limits of the rows that are kept here, and of their age in steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = opening
         pool = StreamPool(idle_streams, opening.what, **opening.of)
@@ -412,7 +412,6 @@ class Table(Handle[TableSpec]):
     def _checked(
         self, ids: Any, gradients: Any, sample_count: int
     ) -> tuple[RowBatch, RowSums, int]:
-        """Checks everything that can be checked before anything is sent."""
         batch = RowBatch(*as_ids(ids, self.spec.row_count), self._placement)
         values = as_gradients(gradients, batch.shape, self.spec.dim, self.name)
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
@@ -420,7 +419,7 @@ class Table(Handle[TableSpec]):
         return batch, sums, count
 
     def _room(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
-        """The result for ids of a shape, and the same memory as (n, dim)."""
+        """Returns the result for ids of a shape, and the same memory as (n, dim)."""
         rows = as_row_output(out, (*shape, self.spec.dim))
         return rows, rows.reshape(-1, self.spec.dim)
 

@@ -1,4 +1,4 @@
-"""What one worker knows of one table: its next step, and the rows that it keeps, with their age.
+"""One worker's view of one table: its next step, and the rows that it keeps, with their age.
 
 One object that all calls share: those that send gradients report when a step begins and ends, those
 that fetch take rows out of it and leave rows in it. Pure except its lock.
@@ -27,28 +27,25 @@ from shardwell.table.cache import RowCache
 
 
 class Moment(NamedTuple):
-    """When rows were asked for."""
+    """The time at which rows were asked for."""
 
     clock: int
-    """This worker's clock."""
     era: int
-    """Changes whenever what was asked for before must not be kept any more."""
+    """A number that changes whenever rows asked for before must not be kept any more."""
 
 
 class TableView:
-    """See the module. Any thread may use it; steps are for one thread at a time.
+    """The next step and kept rows of one worker; steps are for one thread at a time.
 
-    Args:
-        cache: The rows that are kept; None keeps none.
-        is_sync: Whether versions count steps that all workers have ended.
-        is_elastic: Whether they may close without this worker.
+    Any thread may use the rest. `cache` None keeps no rows. With `is_sync` versions count steps
+    that all workers have ended; with `is_elastic` these may close without this worker.
     """
 
     def __init__(self, cache: RowCache | None, *, is_sync: bool, is_elastic: bool = False) -> None:
         self._cache = cache
         self._is_sync = is_sync
         self._reads_back = is_sync and not is_elastic
-        """Whether rows are read as they were before a step that was begun."""
+        """True if rows are read as they were before a step that was begun."""
         self._lock = threading.Lock()
         self._clock = 0
         self._has_put = False
@@ -62,16 +59,16 @@ class TableView:
         """The version that this worker reads while some of its next step may be counted; None: the
         newest."""
         self.call_count = 0
-        """Calls so far that fetched rows or sent gradients; prefetches do not count."""
+        """Calls that fetched rows or sent gradients; prefetches do not count."""
 
     @property
     def keeps(self) -> bool:
-        """Whether rows are kept here."""
+        """True if rows are kept here."""
         return self._cache is not None
 
     @property
     def known_version(self) -> int:
-        """Steps that every shard has seen: all before this worker's last one.
+        """The steps that every shard has seen: all before this worker's last one.
 
         A shard counts a step of a worker when those before it have closed; in asynchronous mode
         each that it counts is one.
@@ -89,7 +86,7 @@ class TableView:
     # Rows.
 
     def begin_get(self) -> int:
-        """Notes a call of `get_rows`; returns how many calls came before it."""
+        """Notes a call of `get_rows`; returns the number of calls before it."""
         with self._lock:
             self._clock += not self._has_put
             self._has_put = False
@@ -97,7 +94,7 @@ class TableView:
             return self.call_count - 1
 
     def moment(self) -> Moment:
-        """To be called before rows are asked for; the result is for `keep`."""
+        """Returns the time for `keep`; to be called before rows are asked for."""
         with self._lock:
             return Moment(self._clock, self._era)
 
@@ -113,9 +110,9 @@ class TableView:
             return self._cache.find(ids, self._clock, rows)
 
     def keep(self, ids: Ids, rows: Float32, version: int, asked: Moment) -> None:
-        """Keeps a copy of rows that were fetched, if they may still be used.
+        """Keeps a copy of fetched rows, if they may still be used.
 
-        All have seen `version`; `asked` is what `moment` returned before they were asked for.
+        All have seen `version`; `asked` is the result of `moment` before the fetch.
         """
         if self._cache is None:
             return
@@ -125,7 +122,7 @@ class TableView:
                 self._cache.add(ids, rows, asked.clock, version)
 
     def clear(self) -> None:
-        """Forgets all rows, and what was asked for and has not come yet."""
+        """Forgets all rows, and those that were asked for and have not come yet."""
         with self._lock:
             self._era += 1
             if self._cache is not None:
@@ -134,10 +131,9 @@ class TableView:
     # Steps.
 
     def resume(self, next_step: int, *, is_begun: bool, has_seat: bool) -> None:
-        """Goes on at another step.
+        """Goes on at another step, which a failed call has begun if `is_begun`.
 
-        A call of this worker has begun it, and failed, if `is_begun`. With `has_seat` this worker
-        has contributed before, in whichever process.
+        With `has_seat` this worker has contributed before, in whichever process.
         """
         with self._lock:
             self.next_step = next_step
@@ -145,7 +141,7 @@ class TableView:
             self._is_sending = is_begun
 
     def begin_step(self, ids: Ids | None) -> Moment:
-        """To be called before anything of the next step is sent; `end_step` takes the result.
+        """Begins the next step, before any of it is sent; returns the moment for `end_step`.
 
         `ids` are the rows that it has gradients for; None: unknown.
         """
@@ -174,7 +170,7 @@ class TableView:
         *,
         next_step: int | None = None,
     ) -> None:
-        """To be called when all shards have counted the step.
+        """Ends the step, which all shards have counted.
 
         Rows that were fetched after it, without repeats, are kept as copies, with the version that
         all of them have seen. `next_step` None: the next.
@@ -191,9 +187,9 @@ class TableView:
             self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:
-        """To be called when a step did not end, and is the next one still.
+        """Notes a step that did not end, and is the next one still.
 
-        Shards may have counted some of it, or may yet, if `is_begun`.
+        If `is_begun`, shards may have counted some of it, or may yet.
         """
         with self._lock:
             self.next_step = step
