@@ -1,4 +1,4 @@
-"""What a worker holds of a parameter or table: its spec, its calls, its learning rate, its end."""
+"""A parameter or table as a worker holds it: its spec, its calls, its learning rate, its end."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from shardwell.steps.opening import Opening, Ranking
 
 
 class Spec(Protocol):
-    """What specs of parameters and of tables have."""
+    """The common part of the specs of parameters and of tables."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Returns the name."""
 
     @property
     def mode(self) -> str:
-        """When gradients count: "sync" or "async"."""
+        """Returns "sync" or "async"."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """How it is trained."""
+        """Returns the optimizer."""
 
     @property
     def members(self) -> Elastic | None:
-        """Limits of the members that make its steps, where workers come and go."""
+        """Returns the limits of elastic members; None: the workers are fixed."""
 
     @property
     def crew(self) -> str:
-        """The workers that make a step, in words."""
+        """Returns the workers that make a step, in words."""
 
     @property
     def worker_count(self) -> int:
-        """Workers that make a step, where they are fixed."""
+        """Returns the number of fixed workers that make a step."""
 
     @property
     def has_open_sets(self) -> bool:
-        """Whether a step may close without a worker."""
+        """Returns True if a step may close without a worker."""
 
 
 SpecT = TypeVar("SpecT", bound=Spec)
@@ -64,25 +64,26 @@ def _do_nothing() -> None:
 
 
 class Handle(Connected, Closing, Generic[SpecT]):
-    """A context manager; leaving it closes the handle in this worker."""
+    """A parameter or table in a worker: a context manager, which closes it in this worker alone."""
 
     kind: ClassVar[str]
     """"parameter" or "table"."""
     _ranking: Ranking | None = None
-    """Once it is known, where it stays."""
+    """The fixed ranking, once it is known."""
     _opening: Opening[Any, Any]
     _gives_again = False
-    """Whether an earlier process of this worker has given all of `next_step`."""
+    """True if an earlier process of this worker has given all of `next_step`."""
     on_give_again: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
-    """A weak reference to what reads the weights again when it has gone back to such a step."""
+    """A weak reference to a function that reads the weights again when it has gone back to such a
+    step."""
 
     def __init__(
         self, spec: SpecT, opening: Opening[Any, Any], shards: Shards, timeout_s: float
     ) -> None:
         self.spec: SpecT = spec
-        """What all workers agreed on."""
+        """The spec that all workers agreed on."""
         self.name: str = spec.name
-        """Its name in the cluster."""
+        """The name in the cluster."""
         self.on_close: Callable[[], None] = _do_nothing
         """Lets the client go of what was closed."""
         self._elsewhere = (
@@ -92,7 +93,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
         self._what = opening.what
         self._calls = CallScope(shards, timeout_s, self._what, **opening.of)
         self._member: Member | None = None
-        """This worker, where members come and go."""
+        """None: its workers are fixed."""
         if spec.members is not None:
             self._member = Member(opening, shards.heartbeats, spec.members)
             self._calls.member = self._member
@@ -107,16 +108,13 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """
 
     def ranking(self, *, timeout_s: float | None = None) -> Ranking:
-        """This worker's rank among those that make a step, and their number; see `Client.rank`.
+        """Returns this worker's rank among those that make a step, and their number.
 
         With a fixed worker_count, the worker takes its seat, which its first gradient would, and
         the rank stays. With elastic members it is as of now; the worker does not join.
 
-        Raises:
-            ArgumentError: asynchronous mode, in which no worker makes a step with others.
-            NotInitializedError: there are no first weights, and no seats before.
-            SeatsTakenError: worker_count other workers have seats.
-            ShardwellError: a shard does not answer.
+        Raises ArgumentError in asynchronous mode, in which no worker makes a step with others, and
+        NotInitializedError where there are no first weights, and no seats before.
         """
         if self.spec.mode != "sync":
             raise ArgumentError(
@@ -135,12 +133,12 @@ class Handle(Connected, Closing, Generic[SpecT]):
 
     @property
     def _keeps_step(self) -> bool:
-        """Whether its steps need all workers, and come in turn with those of others of the kind."""
+        """True if its steps need all workers, and come in turn with those of others of the kind."""
         return self.spec.mode == "sync" and not self.spec.has_open_sets
 
     @property
     def is_untouched(self) -> bool:
-        """Whether this client has given it nothing, and a worker that was killed may go back."""
+        """True if this client has given it nothing, so that a killed worker may go back."""
         return self._keeps_step and not self.is_closed and self._what not in self._shards.given
 
     @property
@@ -149,7 +147,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
         return self.next_step + self._gives_again
 
     def is_step_ahead_of(self, other: Handle[Any]) -> bool:
-        """Whether this worker came back a step further here than there, and has given to neither.
+        """Returns True if this worker came back a step further here, and has given to neither.
 
         Its earlier process may have ended between its steps of the two.
         """
@@ -164,9 +162,6 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """Goes back to the step before, if this worker was killed after it and before `other`'s.
 
         A gradient of that step counts once. Reading has the version before it.
-
-        Raises:
-            ShardwellError: a shard does not answer.
         """
 
         def go_back(attempts: Attempts) -> None:
@@ -254,14 +249,14 @@ class Handle(Connected, Closing, Generic[SpecT]):
         self._calls.run(leave, timeout_s, in_turn=True, verb="leave")
 
     def forget_membership(self) -> None:
-        """Sends no heartbeat for it any more: what this worker took part in was deleted."""
+        """Ends the heartbeats for it: what this worker took part in was deleted."""
         membership = None if self._member is None else self._member.membership
         if membership is not None:
             self._shards.heartbeats.forget(membership)
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._calls.is_closed
 
     def set_learning_rate(

@@ -18,19 +18,15 @@ from shardwell.steps.opening import Opening
 
 _LOG = logging.getLogger("shardwell")
 _ASK_S = 1.0
-"""How often a member asks the shards, while it waits for what its first step is to be computed on,
+"""The pause of a member that waits for the data of its first step, until it asks the shards again
 whether an open step needs it."""
 _LEAVE_S = 1.0
-"""For telling the shards that a member leaves."""
 
 
 class Member:
-    """See the module.
+    """This worker as an elastic member; `opening` owns the tenure.
 
-    Args:
-        opening: The calls about the parameter or table as a whole; it owns the tenure.
-        heartbeats: Those of the client.
-        members: How long it may be silent, among others.
+    `members` bounds its silence, among others.
     """
 
     def __init__(
@@ -40,22 +36,22 @@ class Member:
         self._heartbeats = heartbeats
         self._lease_s = members.member_lease_s
         self._gave_way: Membership | None = None
-        """The tenure that it ended for another parameter or table last."""
+        """The tenure that it ended last for another parameter or table."""
         heartbeats.members.add(self)
         self._has_tenure = False
-        """Whether that of `opening` goes on, as far as it knows."""
+        """True if the tenure of `opening` goes on, by all that this worker has heard."""
         self.is_settled = False
-        """Whether a gradient of its tenure has counted whole."""
+        """True once a gradient of its tenure has counted whole."""
         self.first_step: int | None = None
-        """The step from which on shards await it, until it has what is to be computed on then."""
+        """The step from which on shards await it, until it has the data of that step."""
 
     @property
     def membership(self) -> Membership | None:
-        """Its tenure, as far as it knows; None: it has none."""
+        """The tenure, by all that this worker has heard; None: it has none."""
         return self._opening.membership if self._has_tenure else None
 
     def give_way(self) -> None:
-        """Ends its tenure, for what else this worker is a member of; see `Heartbeats.give_way`."""
+        """Ends its tenure for another membership of this worker: see `Heartbeats.give_way`."""
         membership = self.membership
         if membership is not None:
             _LOG.warning(
@@ -69,10 +65,10 @@ class Member:
             self._heartbeats.end_soon(membership)
 
     def has_joined(self) -> bool:
-        """Whether it is to wait now for what its first step is to be computed on.
+        """True if it is to wait now for the data of its first step.
 
-        Not where it is a member elsewhere, where it may be waited for: what it has is of a step
-        that may close before its gradient comes, which is late then.
+        Not where it is a member elsewhere, where it may be waited for: its data are of a step that
+        may close before its gradient comes, which is late then.
         """
         if self.first_step is not None and not self._heartbeats.is_of_one:
             self.first_step = None
@@ -80,7 +76,7 @@ class Member:
 
     @property
     def takes_part(self) -> bool:
-        """Whether it has a tenure, as far as it knows; notes where a shard has found it over."""
+        """True if it has a tenure; notes one that a shard has found to be over."""
         membership = self.membership
         if membership is not None and self._heartbeats.is_over(membership):
             self.lose()
@@ -94,10 +90,10 @@ class Member:
         self._beat()
 
     def read_first(self, read: Callable[[int, Attempts], int], attempts: Attempts) -> int | None:
-        """Reads what its first step is to be computed on, waiting for the steps before.
+        """Reads the data of its first step, waiting for the steps before.
 
-        `read` makes one attempt to read what has seen so many steps, and returns how many it has.
-        Returns the version that was read; None: it has that already.
+        `read` makes one attempt to read data that have seen so many steps, and returns how many
+        they have. Returns the version that was read; None: the member has it already.
         """
         version: int | None = None
         while self.first_step is not None:
@@ -122,13 +118,13 @@ class Member:
             self._heartbeats.begin(membership, self._lease_s)
 
     def leave(self, attempts: Attempts) -> None:
-        """No step awaits it from now on. Does nothing where it is no member."""
+        """Ends its tenure: no step awaits it from now on. Does nothing where it is no member."""
         membership = self.forget()
         if membership is not None:
             self._heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
 
     def lose(self) -> None:
-        """Notes that its tenure is over, which it did not want."""
+        """Notes that its tenure is over against its will."""
         membership = self.forget()
         if membership is not None and membership != self._gave_way:
             _LOG.warning(
@@ -140,7 +136,7 @@ class Member:
             )
 
     def forget(self) -> Membership | None:
-        """Has it join anew, and returns the tenure that it had."""
+        """Drops its tenure, so that it joins anew, and returns it."""
         membership, self._has_tenure = self.membership, False
         self.first_step, self.is_settled = None, False
         if membership is not None:

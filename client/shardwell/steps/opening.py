@@ -26,27 +26,26 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 _JOIN_PAUSE_S = 0.05
-"""Before a member whose tenure a shard has ended meanwhile begins another."""
+"""The pause before a member whose tenure a shard has ended meanwhile begins another."""
 
 
 class Ranking(NamedTuple):
-    """A worker among those that make a step."""
+    """The rank of a worker among those that make a step."""
 
     rank: int
     """0 to worker_count - 1."""
     worker_count: int
-    """How many there are."""
 
 
 class Declared(Protocol):
-    """What specs of parameters and of tables have."""
+    """The common part of the specs of parameters and of tables."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Returns the name."""
 
     def to_proto(self) -> Message:
-        """As it travels."""
+        """Returns the message."""
 
 
 SpecT = TypeVar("SpecT", bound=Declared)
@@ -55,24 +54,17 @@ AnswerT = TypeVar("AnswerT", bound=Any)
 
 @dataclass(frozen=True)
 class KindCalls(Generic[AnswerT]):
-    """How the calls about one kind are named on the wire."""
+    """The names on the wire of the calls about one kind."""
 
     kind: str
     """"parameter" or "table"; requests and errors have a field of that name."""
     join: tuple[str, Callable[..., Any], type[AnswerT]]
-    """Creating or joining one: the method, its request and its response."""
+    """The method that creates or joins one, its request and its response."""
     set_rate: tuple[str, Callable[..., Any], type[Any]]
-    """Changing its learning rate."""
 
 
 class Opening(Generic[SpecT, AnswerT]):
-    """Owns the incarnation that is meant and this worker's tenure. Any thread may use it.
-
-    Args:
-        spec: The parameter or table.
-        channels: The shards, in order.
-        worker_id: Id of the worker that calls; "": it will not contribute.
-    """
+    """The owner of the named incarnation and this worker's tenure. Any thread may use it."""
 
     calls: KindCalls[AnswerT]
 
@@ -85,25 +77,23 @@ class Opening(Generic[SpecT, AnswerT]):
         self.what = f"{self.calls.kind} {spec.name!r}"
         """Its kind and name, for messages."""
         self.incarnation = 0
-        """Of what was opened, drawn when it was made: tells it from others of its name; 0: of
-        nothing yet."""
+        """The number that tells it from others of its name; 0: nothing is open yet."""
         self.tenure = 0
-        """Tenure of this worker's seats, which its gradients and streams name; 0: none, or they
-        are for good."""
+        """Tenure of this worker's seats, which its gradients and streams name; 0: none, or they are
+        for good."""
         self.membership: Membership | None = None
         """The tenure as heartbeats name it, of a worker that was an elastic member."""
         self.has_seat = False
-        """Whether this worker had a seat when it opened: an earlier process of it contributed."""
+        """True if this worker had a seat when it opened: an earlier process of it contributed."""
         self._opened_in = 0
-        """The tenure that it had when it opened."""
 
     @property
     def shard_count(self) -> int:
-        """Shards of the cluster."""
+        """The number of shards of the cluster."""
         return len(self._channels)
 
     def damaged(self, channel: ShardChannel, deed: str) -> CorruptChunkError:
-        """The error for an answer that can't be believed; `deed` says what its shard has done."""
+        """Returns the error for a damaged answer; `deed` says what its shard has done."""
         index = channel.shard_index
         return CorruptChunkError(f"shard {index} {deed}", shard_index=index, **self.of)
 
@@ -119,7 +109,7 @@ class Opening(Generic[SpecT, AnswerT]):
         """Creates or joins it on shard 0, then on all others at once: one attempt.
 
         With a `tenure` above 0 the worker takes its seat for that tenure. An `incarnation` above 0
-        is that of the one that is meant, which must exist. CreateParameterRequest says the rest.
+        names one that must exist. CreateParameterRequest says the rest.
         """
         method, request_type, response_type = self.calls.join
         takes_seat = tenure > 0
@@ -154,14 +144,13 @@ class Opening(Generic[SpecT, AnswerT]):
         return [first, *ask_all(self._channels[1:], others)]
 
     def _first_spec(self) -> SpecT:
-        """The spec without what shard 0 alone knows of it."""
         return self.spec
 
     def _learn(self, first: AnswerT) -> None:
         """Takes over what shard 0 alone knows of the spec, before the others are asked."""
 
     def rank(self, attempts: Attempts, *, takes_seat: bool) -> Ranking:
-        """This worker's rank on shard 0. Beside other calls: it changes nothing of the worker.
+        """Returns this worker's rank on shard 0, beside other calls of the worker.
 
         With `takes_seat` the rank is that of a seat that is kept for good, and taken now.
         """
@@ -174,7 +163,6 @@ class Opening(Generic[SpecT, AnswerT]):
         return Ranking(answers[0].rank, answers[0].ranked_count)
 
     def _seated(self, attempts: Attempts) -> list[AnswerT]:
-        """The answers to taking this worker's seat: shard 0 decides, the others follow."""
         tenure = secrets.randbits(63) + 1
         take = partial(self.join_all, attempts, tenure=tenure, incarnation=self.incarnation)
         answers = claim_seat(attempts, take)
@@ -185,8 +173,8 @@ class Opening(Generic[SpecT, AnswerT]):
     def join_members(self, attempts: Attempts, from_step: int | None = None) -> int:
         """Has all shards await this elastic member from one step on; returns the step.
 
-        Where it has a tenure that goes on, it was to be awaited from `from_step`, and the step is
-        agreed on anew: a lower one, if a shard has an open step that needs it.
+        Where its tenure goes on, it was to be awaited from `from_step`, and the step is agreed on
+        anew: a lower one, if a shard has an open step that needs it.
         """
         ahead, tenure = 1, self.tenure
         while True:
@@ -233,11 +221,11 @@ class Opening(Generic[SpecT, AnswerT]):
     @staticmethod
     @abstractmethod
     def _newest(answer: AnswerT) -> int:
-        """The most updates that a part of a shard has seen."""
+        """Returns the most updates that a part of a shard has seen."""
 
     @abstractmethod
     def first_step_ahead(self, next_step: int, attempts: Attempts) -> int:
-        """The first step from `next_step` on that no shard has passed.
+        """Returns the first step from `next_step` on that no shard has passed.
 
         That is this worker's next step, or, when that was interrupted and some shards closed it,
         the one after it. A worker that takes part is never further behind; StepOrderError says that
@@ -269,7 +257,7 @@ class Opening(Generic[SpecT, AnswerT]):
         response_type: type[ResponseT],
         attempts: Attempts,
     ) -> list[ResponseT]:
-        """The answers of all shards, in order; where one refuses, no later is asked."""
+        """Returns the answers of all shards, in order; where one refuses, no later is asked."""
 
         def tell(channel: ShardChannel) -> ResponseT:
             return channel.call(

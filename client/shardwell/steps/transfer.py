@@ -42,21 +42,21 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 
 SHORT_BYTES = 64 * 1024
-"""Messages and answers of up to that size fit into a socket, and are made in less time than a
+"""The size up to which messages and answers fit into a socket, and are made in less time than a
 thread takes to wake."""
 _SPREAD_BYTES = 256 * 1024
-"""An answer from that size on is worth another thread's waking."""
+"""The size from which on an answer is worth another thread's waking."""
 
 Answer: TypeAlias = tuple[Any, Bytes, int]
 """Header, payload, and bytes of the message."""
 
 
 class OfShard(Protocol):
-    """What a call has to do with one shard."""
+    """The part of a call for one shard."""
 
     @property
     def channel(self) -> ShardChannel:
-        """The shard."""
+        """Returns the shard."""
 
 
 PartT = TypeVar("PartT", bound=OfShard)
@@ -75,14 +75,14 @@ class Line(Generic[PartT]):
     call_group: CallGroup
     """Call group of all streams of the attempt: its first failure is the one that counts."""
     opens: bool
-    """Whether the first message must say what the stream is for."""
+    """True if the first message must say what the stream is for."""
     arena: Arena | None = None
-    """What the stream shares with the shard, as long as the attempt lasts."""
+    """The memory that the stream shares with the shard, as long as the attempt lasts."""
     work: Any = None
-    """The gradient that it sends, which its answers are about; None: it sends none, or answers
-    say it themselves."""
+    """The gradient that it sends, which its answers are about; None: it sends none, or answers say
+    it themselves."""
     is_shared: bool = False
-    """Whether all payloads of the attempt have room there."""
+    """True if all payloads of the attempt have room in the arena."""
     answers: deque[Answer] = field(default_factory=deque)
     """Answers that came in one message with the last that was read."""
 
@@ -92,21 +92,14 @@ Stretch: TypeAlias = tuple[PartT, int, int]
 
 
 class StepTransfer(ABC, Generic[PartT]):
-    """The way of one parameter's or table's steps to the shards and back.
-
-    Args:
-        opening: The calls about it as a whole; it owns the incarnation and tenure that are named.
-        pool: Streams of its calls.
-        shards: The cluster.
-        traffic: The client's, which counts them.
-    """
+    """The way of one parameter's or table's steps to the shards and back."""
 
     _open_type: Callable[..., Any]
     _answer_type: type[Any]
     _aside = ""
     """The field of answers that come between those of units; "": none do."""
     _shares = False
-    """Whether payloads may lie in memory that a shard of this machine shares."""
+    """True if payloads may lie in memory that a shard of this machine shares."""
 
     def __init__(
         self,
@@ -133,10 +126,10 @@ class StepTransfer(ABC, Generic[PartT]):
         reads: bool = False,
         work: Any = None,
     ) -> Iterator[list[Line[PartT]]]:
-        """A stream to the shard of each part, for some of its units, in the order given.
+        """Gives a stream to the shard of each part, for some of its units, in the order given.
 
-        Streams that are opened only to read share no memory and end with the call: who only reads,
-        or waits for weights beside its own steps, uses up nothing that others need.
+        Streams that are opened only to read share no memory and end with the call: a reader, or a
+        wait for weights beside the worker's own steps, uses up nothing that others need.
         """
         channels = [part.channel for part, _, _ in stretches]
         lines: list[Line[PartT]] = []
@@ -162,7 +155,7 @@ class StepTransfer(ABC, Generic[PartT]):
                 self._spans.add(span_kind, self._name, step, ALL_CHUNKS, "", begin_ns)
 
     def _room_bytes(self, part: PartT, first: int, stop: int) -> int:
-        """What an arena needs for units [first, stop), where `_shares`; 0: nothing is shared."""
+        """Returns the bytes of an arena for units [first, stop), where `_shares`; 0: no arena."""
         raise NotImplementedError
 
     def _receive(
@@ -204,7 +197,7 @@ class StepTransfer(ABC, Generic[PartT]):
                 )
 
     def _next(self, line: Line[PartT], step: int = 0, unit: int | None = None) -> Answer:
-        """The next answer of a shard; blocks. With `unit`, a wait is noted as a span.
+        """Returns the next answer of a shard; blocks. With `unit`, a wait is noted as a span.
 
         The error that ends the attempt may be another shard's.
         """
@@ -232,7 +225,6 @@ class StepTransfer(ABC, Generic[PartT]):
                 self._spans.add(SPAN_KIND_WAIT, self._name, step, unit, channel.name, begin_ns)
 
     def _take_aside(self, line: Line[PartT], answer: Any) -> None:
-        """Takes an answer of `_aside`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -240,7 +232,6 @@ class StepTransfer(ABC, Generic[PartT]):
         """Completes a shard's refusal of values with what this worker knows."""
 
     def _stream_open(self, channel: ShardChannel) -> Any:
-        """The part of a stream's first message that says what the stream is for."""
         opening = self._opening
         return checksum.seal(
             self._open_type(
