@@ -54,10 +54,9 @@ from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell.wire.row_state import RowState, RowStateCodec
 
 FILE_SIZE_BYTES = 32 * 2**20
-"""About that much of a shard's rows goes to a file, and is in memory before."""
+"""So much of a shard's rows, about, goes to a file, and is in memory before."""
 _FIRST_WAIT_S = 1.0
-"""How long the first wait for a version lasts, which training may never reach; doubled each
-time."""
+"""The first wait for a version, which training may never reach; doubled each time."""
 _LIMIT_PAUSE_S = 0.25
 _AHEAD_MAX = 2**20
 # The shards refuse weights that the spec refuses.
@@ -69,7 +68,7 @@ EntryT = TypeVar("EntryT", CheckpointParameter, CheckpointTable)
 
 
 class _Taken(NamedTuple, Generic[FileT]):
-    """What came of one shard."""
+    """The part of one shard."""
 
     files: tuple[FileT, ...]
     version_min: int
@@ -78,20 +77,11 @@ class _Taken(NamedTuple, Generic[FileT]):
 
 
 class Capture(ABC, Generic[SpecT, FileT, EntryT]):
-    """One parameter or table, from all shards into files.
-
-    Args:
-        spec: What it is.
-        cluster: Has it.
-        known_version: The newest version of any of it, as it was asked a moment ago.
-        directory: The checkpoint's directory.
-        number: Its place there.
-    """
+    """One parameter or table, from all shards into files."""
 
     _kind: ClassVar[str]
-    """"parameter" or "table"."""
     _verb: ClassVar[str]
-    """How shards call what they are asked for: "snapshot" or "scan"."""
+    """The word of messages for the call: "snapshot" or "scan"."""
 
     def __init__(
         self, spec: SpecT, cluster: Cluster, known_version: int, directory: Path, number: int
@@ -105,29 +95,18 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         self._traffic = cluster.traffic
         self._attempts = cluster.attempts.beside()
         self._where: dict[str, Any] = {self._kind: spec.name}
-        """What errors carry of it."""
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """About as much is to be written."""
+        """The bytes to be written, about."""
 
     def take_repeatedly(self) -> EntryT:
-        """As `take`, and again where a shard went away, until the deadline.
-
-        Raises:
-            ShardwellError: see `take`.
-        """
+        """Does `take`, and again where a shard went away, until the deadline."""
         return self._attempts.run(self.take)
 
     def take(self) -> EntryT:
-        """Blocks until all files are on the disk.
-
-        Raises:
-            WorkersMissingError: some of the newest version waits for workers; names them.
-            DeadlineError: training was too fast, or the deadline too near.
-            ShardwellError: a shard refuses, or a file can't be written.
-        """
+        """Takes all shards' parts at one version; blocks until all files are on the disk."""
         ahead, later, wait_s = 0, 1, _FIRST_WAIT_S
         while True:
             version = self._newest_version() + ahead
@@ -176,7 +155,7 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
 
     @abstractmethod
     def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
-        """The call that has a shard's answers."""
+        """Begins the call that has a shard's answers."""
 
     @abstractmethod
     def _receive(
@@ -186,21 +165,13 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         message: bytes | None,
         read: Callable[[], bytes | None],
     ) -> _Taken[FileT]:
-        """Writes what one shard sends to files.
-
-        Args:
-            channel: The shard.
-            version: The version that was asked for.
-            message: The first answer; None: there is none.
-            read: The next one; None at the end.
-        """
+        """Writes one shard's answers to files: `message`, then those of `read` up to None."""
 
     @abstractmethod
     def _entry(self, **fields: Any) -> EntryT:
-        """What the checkpoint says of it."""
+        """Makes the checkpoint's entry."""
 
     def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes | None:
-        """The next message; None at the end."""
         try:
             message: bytes | None = next(call, None)
         except grpc.RpcError as error:
@@ -209,7 +180,6 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         return message
 
     def _whole(self, channel: ShardChannel, message: bytes | None) -> bytes:
-        """A message that must be there."""
         if message is None:
             raise self._corrupt(channel, "the end of its answer, too early")
         return message
@@ -233,7 +203,7 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         return remaining_s
 
     def _fresh(self, name: str) -> Path:
-        """Where a file is to be, of which an attempt before may have left something."""
+        """Removes what an attempt before may have left of a file; returns the path."""
         path = self._directory / name
         path.unlink(missing_ok=True)
         return path
@@ -254,7 +224,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its arrays."""
+        """The bytes of all its arrays."""
         return 4 * self._spec.size * len(self._names)
 
     def _entry(self, **fields: Any) -> CheckpointParameter:
@@ -348,7 +318,7 @@ class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of about as many rows."""
+        """The bytes of about as many rows."""
         return self._row_count * (24 + 4 * sum((self._spec.dim, *self._spec.slot_widths)))
 
     def _entry(self, **fields: Any) -> CheckpointTable:

@@ -83,11 +83,7 @@ def newest_of_parameter(found: Iterable[pb.ParameterStatus]) -> int:
 
 
 def newest_of_table(name: str, found: Sequence[TableStatus]) -> int:
-    """The newest version of a table on any shard.
-
-    Raises:
-        OtherIncarnationError: a shard lost its memory.
-    """
+    """The newest version on any shard; OtherIncarnationError: a shard lost its memory."""
     if len({each.incarnation for each in found} - {0}) > 1:
         raise OtherIncarnationError(
             f"table {name!r} was made anew on some shards, which lost their memory; there is "

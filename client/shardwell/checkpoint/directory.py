@@ -30,16 +30,8 @@ _MARK = b"A killed process of Shardwell left this directory; the next one remove
 def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None) -> Iterator[Path]:
     """Gives a directory to fill, which becomes `path` when the block ends without an error.
 
-    Files are the caller's to bring to the disk. Parents are made.
-
-    Args:
-        path: The directory's name.
-        becomes: Asked at the end, when all of it is on the disk, for another name beside it; None:
-            it becomes nothing.
-
-    Raises:
-        ArgumentError: `path` exists, or another process is making it.
-        StorageError: it can't be made.
+    The caller brings the files to the disk; then the directories are brought there, and `becomes`
+    is asked for another name beside `path`. None: the directory becomes nothing.
     """
     _check_free(path)
     with working_directory(path) as partial:
@@ -55,15 +47,7 @@ def whole_directory(path: Path, becomes: Callable[[], Path | None] | None = None
 
 @contextlib.contextmanager
 def working_directory(path: Path) -> Iterator[Path]:
-    """Gives an empty directory beside `path` to make it in; what is left in it is removed.
-
-    Parents are made.
-
-    Raises:
-        ArgumentError: another process is making `path`.
-        StorageError: the directory can't be made, the user has something of its name, or the block
-            failed with an OSError.
-    """
+    """Gives an empty directory beside `path` to make it in; what is left in it is removed."""
     partial = path.with_name(path.name + _SUFFIX)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +74,7 @@ def _check_free(path: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(partial: Path) -> Iterator[int]:
-    """Makes a directory, or takes over one left by a dead process; a lock keeps others away.
-
-    Gives a descriptor of it; a mark is in it.
-    """
+    """Makes a directory, or takes over one of a dead process; gives a descriptor that locks it."""
     while True:
         with contextlib.suppress(FileExistsError):
             partial.mkdir()
@@ -121,7 +102,7 @@ def _claimed(partial: Path) -> Iterator[int]:
 
 
 def _is_same(directory: int, path: Path) -> bool:
-    """False: another process has removed it in between, or given it the name of what it made."""
+    """Returns False once another process has removed it, or given it its final name."""
     try:
         return os.path.samestat(os.fstat(directory), path.stat())
     except FileNotFoundError:
@@ -138,11 +119,6 @@ def _lock(directory: int, partial: Path) -> None:
 
 
 def _mark(partial: Path) -> None:
-    """Puts the mark into an empty directory.
-
-    Raises:
-        StorageError: it has something else, and no mark.
-    """
     names = os.listdir(partial)
     if MARK_NAME in names:
         return
@@ -155,7 +131,6 @@ def _mark(partial: Path) -> None:
 
 
 def _clear(directory: Path) -> None:
-    """Removes everything but the mark."""
     for entry in directory.iterdir():
         if entry.name == MARK_NAME:
             continue
@@ -166,11 +141,7 @@ def _clear(directory: Path) -> None:
 
 
 def sync_directory(directory: str | Path) -> None:
-    """Brings the names in a directory to the disk.
-
-    Raises:
-        OSError: it can't be.
-    """
+    """Brings the names in a directory to the disk; OSError: it can't be."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)

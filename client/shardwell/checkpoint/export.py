@@ -68,11 +68,7 @@ class TableExport(NamedTuple):
 
 
 def check_format(path: Path) -> None:
-    """Returns if an export can be written in the format that the path's name ends with.
-
-    Raises:
-        ArgumentError: it is no known one, or pyarrow is missing.
-    """
+    """Refuses a path whose ending is no known format, or needs pyarrow where it is missing."""
     if path.suffix not in (".safetensors", ".parquet"):
         raise ArgumentError(
             f"a table is exported to a file that ends in .safetensors or .parquet; got {path.name}"
@@ -82,11 +78,7 @@ def check_format(path: Path) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Returns if an export may be written to `path`.
-
-    Raises:
-        ArgumentError: it exists, or see `check_format`.
-    """
+    """Refuses a path that exists, or whose format is none."""
     check_format(path)
     _check_free(path)
 
@@ -103,22 +95,12 @@ def export_table(cluster: Cluster, name: str, path: str | os.PathLike[str]) -> T
 
 
 def _check_free(path: Path) -> None:
-    """Returns if there is nothing at `path`.
-
-    Raises:
-        ArgumentError: there is.
-    """
     if os.path.lexists(path):
         raise ArgumentError(f"{path} exists already; remove it, or give another name")
 
 
 def _give_name(made: Path, path: Path) -> None:
-    """Gives a file that is complete the name `path`, if there is still nothing there.
-
-    Raises:
-        ArgumentError: there is.
-        StorageError: it can't be.
-    """
+    """Gives a file that is complete the name `path`, unless something has it by now."""
     try:
         os.link(made, path)  # not a rename, which would replace a file made meanwhile
         sync_directory(path.parent)
@@ -141,14 +123,7 @@ def _pyarrow() -> tuple[Any, Any]:
 def write_export(entry: CheckpointTable, directory: Path, path: Path) -> None:
     """Makes the file from a checkpoint of the table; it appears when it is complete.
 
-    Args:
-        entry: The table.
-        directory: Where its files are; on the file system of `path`, which is made in it first.
-        path: The export.
-
-    Raises:
-        StorageError: a file can't be read or written; a row occurs twice.
-        ArgumentError: `path` exists by now.
+    The checkpoint's `directory` is on the file system of `path`: the file is made in it first.
     """
     made = directory / path.name
     try:
@@ -196,7 +171,6 @@ def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:
 def _blocks(
     entry: CheckpointTable, directory: Path, *, with_rows: bool
 ) -> Iterator[tuple[Ids, Float32]]:
-    """The rows of a checkpoint, block by block."""
     for file in entry.files:
         size = _BLOCK_ROW_COUNT if with_rows else file.row_count
         with RowsReader(directory / file.path, entry.spec, file.row_count) as reader:
@@ -311,7 +285,6 @@ def export_checkpoint(
 
 
 def _only_name(checkpoint: Checkpoint) -> str:
-    """The name of the only parameter, or of the only family."""
     groups = grouped(checkpoint.parameters)
     names = {*groups.alone, *groups.families}
     if len(names) != 1:
@@ -323,11 +296,6 @@ def _only_name(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(name: str, entries: Sequence[CheckpointParameter]) -> Tensors:
-    """The tensors of all entries, one entry's behind the other's.
-
-    Raises:
-        ArgumentError: two have the same name.
-    """
     found: dict[str, tuple[str, list[int]]] = {}
     for entry in entries:
         layout = entry.spec.layout

@@ -1,4 +1,4 @@
-"""What a checkpoint is: a directory of safetensors files, and a manifest that says what is where.
+"""The form of a checkpoint: a directory of safetensors files, and a manifest that lists them.
 
     DIR/manifest.json                               see manifest.py
     DIR/000001-NAME/slice-00000.safetensors         a parameter's slices, numbered by shard
@@ -38,15 +38,13 @@ class SliceFile:
     """One file of a checkpoint."""
 
     path: str
-    """From the checkpoint's directory on, with forward slashes."""
+    """The path from the checkpoint's directory on, with forward slashes."""
     offset: int
     """First element, counted from the start of the parameter."""
     size: int
     """Elements of each of its tensors."""
     size_bytes: int
-    """Bytes of the file."""
     crc32c: int
-    """CRC of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +77,12 @@ class CheckpointParameter:
 
     @property
     def size(self) -> int:
-        """Number of float32 elements."""
+        """The number of float32 elements."""
         return self.spec.size
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Name of the tensor in each file: the weights', then those of optimizer state."""
+        """The name of the tensor in each file: the weights', then those of optimizer state."""
         return (WEIGHTS_NAME, *self.spec.slot_names)
 
 
@@ -113,7 +111,7 @@ class CheckpointFamily:
 
     @property
     def size(self) -> int:
-        """Number of float32 elements."""
+        """The number of float32 elements."""
         return sum(each.size for each in self.parameters)
 
 
@@ -122,13 +120,10 @@ class RowsFile:
     """One file of a checkpoint: rows of a table, in no order."""
 
     path: str
-    """From the checkpoint's directory on, with forward slashes."""
+    """The path from the checkpoint's directory on, with forward slashes."""
     row_count: int
-    """Rows in it."""
     size_bytes: int
-    """Bytes of the file."""
     crc32c: int
-    """CRC of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,20 +157,17 @@ class CheckpointTable:
 
     @property
     def row_count(self) -> int:
-        """Rows that there are."""
+        """The rows that the table has."""
         return sum(file.row_count for file in self.files)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Name of the tensor in each file."""
+        """The name of the tensor in each file."""
         return tensor_names(self.spec)
 
 
 def load_id_of(entry: CheckpointParameter | CheckpointTable) -> int:
-    """What tells a parameter or table of a checkpoint from any other, above 0.
-
-    See InitWeightsRequest.load_id and LoadRowsRequest.load_id.
-    """
+    """The load_id of an entry, above 0, which tells it from that of any other checkpoint."""
     digest = hashlib.blake2b(digest_size=8)
     for file in entry.files:
         digest.update(f"{file.size_bytes} {file.crc32c:08x}\n".encode())
@@ -233,7 +225,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """The bytes of all files except the manifest."""
         return sum(file.size_bytes for file in self._files())
 
     @property
@@ -332,10 +324,10 @@ class Checkpoint:
 
 
 def slice_path(number: int, name: str, shard_index: int) -> str:
-    """Where a slice goes; the number keeps names apart that differ in case alone."""
+    """The path of a slice; the number keeps names apart that differ in case alone."""
     return f"{number:06d}-{name}/slice-{shard_index:05d}.safetensors"
 
 
 def rows_path(number: int, name: str, shard_index: int, part: int) -> str:
-    """Where rows go; see `slice_path`."""
+    """The path of a file of rows, with a number as that of a slice."""
     return f"{number:06d}-{name}/rows-{shard_index:05d}-{part:06d}.safetensors"

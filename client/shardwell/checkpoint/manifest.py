@@ -65,11 +65,7 @@ FieldT = TypeVar("FieldT")
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
-    """Writes the manifest, to the disk.
-
-    Raises:
-        StorageError: it can't be written.
-    """
+    """Writes the manifest, to the disk."""
     path = directory / MANIFEST_NAME
     fields = {
         "crc32c": _NO_CRC,
@@ -125,7 +121,7 @@ def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
 
 
 def read_checkpoint(directory: Path, *, verify: bool = False) -> Checkpoint:
-    """See `inspect_checkpoint`, of one directory."""
+    """Reads the checkpoint of one directory, as `inspect_checkpoint` does."""
     checkpoint = read_manifest(directory)
     checkpoint.check_files()
     if verify:
@@ -134,11 +130,7 @@ def read_checkpoint(directory: Path, *, verify: bool = False) -> Checkpoint:
 
 
 def read_manifest(directory: Path) -> Checkpoint:
-    """What a checkpoint's manifest says; its files are not looked at.
-
-    Raises:
-        StorageError: there is no whole manifest.
-    """
+    """Reads a checkpoint's manifest; its files are not looked at."""
     path = directory / MANIFEST_NAME
     try:
         with path.open("rb") as file:
@@ -191,7 +183,6 @@ def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
 
 
 def _progress(fields: Any) -> dict[str, Any]:
-    """How far a parameter or table was trained, and with which learning rate."""
     rate = fields["learning_rate"]
     return {
         "version": check_integer("version", fields["version"], 0, STEP_MAX),
@@ -230,7 +221,6 @@ def _table(fields: Any) -> CheckpointTable:
 def _check_entry(
     entry: CheckpointParameter | CheckpointTable, fields: dict[str, Any], what: str
 ) -> None:
-    """Refuses what contradicts itself."""
     expected = (entry.spec.name, list(entry.spec.slot_names))
     found = (fields["name"], fields["slots"])
     if found != expected:
@@ -263,7 +253,6 @@ def _rows_file(fields: Any) -> RowsFile:
 
 
 def _place(fields: Any) -> dict[str, Any]:
-    """What all files have."""
     path = _typed(fields, "path", str)
     if not all(_FILE_PART.fullmatch(part) for part in path.split("/")):
         raise ArgumentError(f"{path!r:.200} is no path below the checkpoint's directory")
@@ -278,7 +267,6 @@ def _place(fields: Any) -> dict[str, Any]:
 
 
 def _check_cover(spec: ParameterSpec, files: Iterable[SliceFile]) -> None:
-    """Refuses slices that leave a gap or overlap."""
     expected = 0
     for file in files:
         if file.offset != expected:

@@ -61,7 +61,7 @@ from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 _WAITING_COUNT_MAX = 4
 """Messages of up to 1 MiB that wait for a shard."""
 _LOOK_S = 0.2
-"""How often a thread that waits for a shard looks whether one has failed."""
+"""A thread that waits for a shard looks so often whether one has failed."""
 _OTHERWISE = "restore into a cluster without it, or under another name (names=, --name)"
 Entry: TypeAlias = CheckpointParameter | CheckpointTable
 
@@ -114,11 +114,6 @@ def _called(entry: Entry) -> tuple[str, str]:
 
 
 def _under_names(path: Path, entries: Sequence[Entry], names: Mapping[str, str]) -> list[Entry]:
-    """The chosen entries of the checkpoint at `path` under the names that they get.
-
-    Raises:
-        ArgumentError: `names` has a name of none of these, or two would have one name.
-    """
     if not isinstance(names, Mapping):
         raise ArgumentError(f'names must be a dict, as {{"old": "new"}}; got {names!r:.140}')
     for old, new in names.items():
@@ -153,7 +148,6 @@ def _under_names(path: Path, entries: Sequence[Entry], names: Mapping[str, str])
 
 
 def _named(entry: Entry, name: str) -> Entry:
-    """An entry under a name: of a fragment, that of its family."""
     fragment = entry.spec.fragment if isinstance(entry, CheckpointParameter) else None
     changes: dict[str, Any] = {"name": name}
     if fragment is not None:
@@ -164,11 +158,7 @@ def _named(entry: Entry, name: str) -> Entry:
 
 
 def _check_names_free(entries: Sequence[Entry], contents: Sequence[Contents]) -> None:
-    """Refuses a name that something of another kind has on the cluster, before anything is made.
-
-    Raises:
-        SpecMismatchError: it has it.
-    """
+    """Refuses names of things of another kind on the cluster before anything is made."""
     held: dict[str, str] = {}
     for shard in contents:
         for each in shard.parameters.values():
@@ -189,8 +179,8 @@ def _check_names_free(entries: Sequence[Entry], contents: Sequence[Contents]) ->
 def _check_parameters_free(entries: Sequence[CheckpointParameter], shard: Contents) -> None:
     """Refuses parameters that a shard has already, with other values or another spec.
 
-    Values of this checkpoint that nothing has changed since are what a restore left that was
-    cut off; it is done again.
+    Values of this checkpoint that nothing has changed since are what a restore left that was cut
+    off; it is done again.
     """
     for entry in entries:
         here = shard.parameters.get(entry.name)
@@ -220,7 +210,6 @@ def _taken(name: str) -> ArgumentError:
 def _is_parameter_whole(
     entry: CheckpointParameter, here: parameter_server_pb2.ParameterStatus
 ) -> bool:
-    """Says if what a shard holds is as a restore of `entry` left it."""
     if here.load_id != load_id_of(entry):
         return False
     return here.slice_size == 0 or (
@@ -230,12 +219,7 @@ def _is_parameter_whole(
 
 
 def _is_table_whole(entry: CheckpointTable, contents: Sequence[Contents]) -> bool:
-    """Says if a table is as a restore of `entry` left it, which was cut off elsewhere.
-
-    Raises:
-        ArgumentError, SpecMismatchError: a shard has one with another spec, or all have one with
-            other rows; names it.
-    """
+    """Returns True for a table that is as a restore of `entry` left it that was cut off."""
     here = [shard.tables[entry.name] for shard in contents if entry.name in shard.tables]
     for table in here:
         differences = TableSpec.from_proto(table.spec).differences(entry.spec)
@@ -288,7 +272,7 @@ def _restore_parameter(
 
 
 class _CheckpointValues:
-    """A parameter's values in files. See FirstValues; a context manager. One file is open."""
+    """A parameter's values in files, as FirstValues. A context manager; one file is open."""
 
     def __init__(self, path: Path, entry: CheckpointParameter) -> None:
         rate = entry.learning_rate
@@ -306,7 +290,7 @@ class _CheckpointValues:
         self._lock = threading.Lock()
 
     def read(self, array_index: int, where: Slice) -> Float32:
-        """A copy."""
+        """Returns a copy."""
         with self._lock:
             return self._read(array_index, where)
 
@@ -359,15 +343,7 @@ def _restore_table(cluster: Cluster, path: Path, entry: CheckpointTable) -> None
 
 
 class TableRestore:
-    """One table's, from files into all shards, on which it was created.
-
-    Args:
-        path: The checkpoint's directory.
-        entry: The table.
-        cluster: Where to.
-        incarnation: Incarnation of the table; see OpenTableResponse.
-        attempts: Attempts of this restore.
-    """
+    """The restore of one table from files into all shards, on which it was created."""
 
     def __init__(
         self,
@@ -397,13 +373,7 @@ class TableRestore:
         self._context = checksum.rows_load_context(self._header)
 
     def restore(self) -> None:
-        """One attempt; blocks until the table is committed on all shards.
-
-        Raises:
-            StorageError: a file can't be read.
-            ArgumentError: it has rows that can't be.
-            ShardwellError: a shard refuses.
-        """
+        """Makes one attempt; blocks until the table is committed on all shards."""
         unfinished = self._unfinished()
         for beginning in unfinished:
             ask_all(beginning, self._begin)
@@ -435,9 +405,9 @@ class TableRestore:
     def _unfinished(self) -> list[list[ShardChannel]]:
         """The shards that it is to be done on; those of one list may begin at once.
 
-        Those that stand and have a past come first: if they have counted gradients, they refuse
-        before any other has begun, so that no later restore takes those for what one left that was
-        cut off.
+        Shards that load nothing and have a past come first: if they have counted gradients, they
+        refuse before any other has begun. So no later restore takes those for what one left that
+        was cut off.
         """
         every = list(zip(self._channels, self._cluster.table(self._entry.name), strict=True))
         if all(status.load_id == self._header.load_id for _, status in every):
@@ -487,7 +457,6 @@ class TableRestore:
         streams: list[_UploadStream],
         call_group: CallGroup,
     ) -> None:
-        """Sends the rows of one file to their shards."""
         block = self._codec.row_count_max * self._placement.shard_count
         for start in range(0, row_count, block):
             state = reader.read(start, min(start + block, row_count))
@@ -514,7 +483,6 @@ class TableRestore:
                 )
 
     def _put(self, stream: _UploadStream, message: bytes | None, call_group: CallGroup) -> None:
-        """Hands a message to a stream, waiting as long as none has failed."""
         while not stream.offer(message):
             if not stream.call.is_active():
                 self._result(stream, call_group)
@@ -553,7 +521,6 @@ class _UploadStream:
     def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:
         self.channel = channel
         self.row_count = 0
-        """Rows that it was given."""
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_COUNT_MAX)
         self._is_stopped = False
         with channel.translated():
@@ -568,7 +535,7 @@ class _UploadStream:
         return True
 
     def stop(self) -> None:
-        """Lets go of gRPC's thread."""
+        """Ends the messages, and so lets go of gRPC's thread."""
         self._is_stopped = True
 
     def _messages(self, opening: bytes) -> Iterator[bytes]:

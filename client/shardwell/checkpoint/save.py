@@ -89,11 +89,7 @@ def capture_all(
     specs: Sequence[ParameterSpec | TableSpec],
     directory: Path,
 ) -> tuple[list[CheckpointParameter], list[CheckpointTable]]:
-    """Writes parameters and tables to a directory: small ones several at once, large ones in turn.
-
-    Raises:
-        ShardwellError: see `Capture.take`.
-    """
+    """Writes all to a directory: small ones several at once, large ones in turn."""
     captures: list[Capture[Any, Any, Any]] = []
     for number, spec in enumerate(specs, 1):
         (directory / f"{number:06d}-{spec.name}").mkdir()
@@ -115,11 +111,7 @@ def capture_all(
 
 
 def table_specs(contents: Sequence[Contents], names: Sequence[str] | None) -> list[TableSpec]:
-    """The tables to save: by default all that shard 0 has, by name.
-
-    Raises:
-        UnknownTableError: there is none of that name.
-    """
+    """The tables to save: by default all that shard 0 has, by name."""
     held = contents[0].tables
     chosen = list(dict.fromkeys(held if names is None else names))
     for name in chosen:
@@ -135,14 +127,7 @@ def table_specs(contents: Sequence[Contents], names: Sequence[str] | None) -> li
 def _parameter_specs(
     contents: Sequence[Contents], names: Sequence[str] | None
 ) -> list[ParameterSpec]:
-    """The parameters to save: by default all that shard 0 has first weights of, by name.
-
-    The name of a family is that of all its fragments.
-
-    Raises:
-        ArgumentError, UnknownParameterError, NotInitializedError: one of them can't be saved.
-        OtherIncarnationError: another shard has some of which shard 0 has none.
-    """
+    """The parameters to save: by default all that shard 0 has first weights of, by name."""
     entries = contents[0].parameters
     for shard in contents[1:]:
         for name, entry in shard.parameters.items():
@@ -187,11 +172,6 @@ def _parameter_specs(
 
 
 def _check_begun(family: Family[ParameterSpec], begun: Sequence[str]) -> None:
-    """Refuses a family of which only some fragments have first weights.
-
-    Raises:
-        NotInitializedError: it is one.
-    """
     named = zip(family.parts, family.names, strict=True)
     empty = [index for index, name in named if name not in begun]
     if empty:
@@ -203,7 +183,6 @@ def _check_begun(family: Family[ParameterSpec], begun: Sequence[str]) -> None:
 
 
 def _not_saved(error: DivergedError) -> DivergedError:
-    """The error with what can be done about a whole that is refused for the sake of one value."""
     if error.table is not None:
         advice = f"evict such rows, or leave table {error.table!r} out (tables=, --table)"
     else:
@@ -220,10 +199,7 @@ def _not_saved(error: DivergedError) -> DivergedError:
 def chosen_names(
     parameters: Sequence[str] | None, tables: Sequence[str] | None
 ) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """The names of parameters and tables, checked; one kind named alone excludes the other.
-
-    None: all.
-    """
+    """Returns both, checked; one kind named alone excludes the other. None: all."""
     _check_names("parameters", parameters)
     _check_names("tables", tables)
     return (

@@ -33,7 +33,7 @@ _ANY_FIELD = re.compile(r"\{[^{}]*\}")
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
-    """What a checkpoint holds, after a look whether all its files are there and complete.
+    """The contents of a checkpoint, after a look whether all its files are there and complete.
 
     Args:
         path: Its directory; with `{step}` in its name, as "ckpt/{step}", the newest whole one.
@@ -58,11 +58,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
 
 
 class StepPaths:
-    """All checkpoints that match a path with `{step}`.
-
-    Raises:
-        ArgumentError: `{step}` is not once in the last part of the path.
-    """
+    """All checkpoints that match a path with `{step}`, which is once in its last part."""
 
     def __init__(self, path: Path) -> None:
         if path.name.count(_FIELD) != 1 or _FIELD in str(path.parent):
@@ -76,11 +72,7 @@ class StepPaths:
 
     @staticmethod
     def of(path: Path) -> StepPaths | None:
-        """The checkpoints of a path; None if it has no `{step}`.
-
-        Raises:
-            ArgumentError: it has another field, such as `{stp}`, and is no directory that exists.
-        """
+        """The checkpoints of a path; None if it has no `{step}`."""
         for part in (path, *path.parents):
             slips = [each for each in _ANY_FIELD.findall(part.name) if each != _FIELD]
             if slips and not part.exists():
@@ -91,20 +83,15 @@ class StepPaths:
         return StepPaths(path) if _FIELD in str(path) else None
 
     def at(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The path of a step's checkpoint."""
         return self._path.with_name(self._path.name.replace(_FIELD, str(step)))
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, newest first.
-
-        Raises:
-            StorageError: the directory around them can't be read.
-        """
+        """The steps that have a directory, newest first."""
         found = (self._name.fullmatch(name) for name in self._beside())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _beside(self) -> list[str]:
-        """What there is where they are."""
         try:
             return os.listdir(self._path.parent)
         except FileNotFoundError:
@@ -113,14 +100,7 @@ class StepPaths:
             raise file_error(self._path.parent, error, "reading it") from None
 
     def newest(self, *, verify: bool = False) -> Checkpoint:
-        """The newest usable checkpoint; the log names newer ones that are damaged.
-
-        Args:
-            verify: Whether all files are read, too.
-
-        Raises:
-            StorageError: none is.
-        """
+        """The newest usable checkpoint; the log names newer ones that are damaged."""
         damaged: list[StorageError] = []
         for step in self.steps():
             try:
@@ -134,12 +114,10 @@ class StepPaths:
         raise StorageError(f"there is no checkpoint that can be used at {self._path}{why}")
 
     def make_way(self, made: Checkpoint) -> Checkpoint | None:
-        """Frees the path of a new checkpoint; returns the one that has it, if it is the same.
+        """Frees the path of a new checkpoint; returns the one there if its contents are equal.
 
-        Another checkpoint of the same step is removed, whether or not its files are whole.
-
-        Raises:
-            StorageError: the path has something that no save made, or it can't be removed.
+        Another checkpoint of that step is removed, whole or not. StorageError: the path has
+        something that no save made, or it can't be removed.
         """
         if not os.path.lexists(made.path):
             return None
@@ -203,12 +181,7 @@ def _contents(checkpoint: Checkpoint) -> list[int]:
 
 
 def _own_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory that holds nothing else; its files may be damaged or missing.
-
-    Raises:
-        StorageError: the directory has no whole manifest, or something that the manifest does not
-            name; the message names it.
-    """
+    """Reads the checkpoint of a directory that holds nothing else; its files may be damaged."""
     if path.is_symlink():
         raise StorageError(f"{path} is a link, and no checkpoint that a save made")
     found = read_manifest(path)
@@ -219,12 +192,7 @@ def _own_checkpoint(path: Path) -> Checkpoint:
 
 
 def _remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint.
-
-    Raises:
-        StorageError: it is no checkpoint, or has something else in it; nothing was removed. Or the
-            file system failed.
-    """
+    """Removes a checkpoint; StorageError: it has something else in it, and nothing was removed."""
     checkpoint = _own_checkpoint(path)
     gone = path.with_name(path.name + _REMOVED_SUFFIX)
     _finish_removal(gone)
@@ -236,11 +204,7 @@ def _remove_checkpoint(path: Path) -> None:
 
 
 def _finish_removal(gone: Path) -> None:
-    """Removes what a killed process left of a removal; an empty directory, too.
-
-    Raises:
-        StorageError: it is something else, and stays as it is; or the file system failed.
-    """
+    """Removes what a killed process left of a removal; anything else stays as it is."""
     if not os.path.lexists(gone):
         return
     try:
@@ -254,12 +218,11 @@ def _finish_removal(gone: Path) -> None:
 
 
 def _entries(checkpoint: Checkpoint) -> list[CheckpointParameter | CheckpointTable]:
-    """In the order of their numbers."""
     return [*checkpoint.parameters, *checkpoint.tables]
 
 
 def _unnamed(path: Path, checkpoint: Checkpoint) -> Path | None:
-    """Something in a checkpoint's directory that no save put there."""
+    """Returns something in a checkpoint's directory that no save put there."""
     entries = _entries(checkpoint)
     files = {path / MANIFEST_NAME, path / MARK_NAME}
     files.update(path / file.path for entry in entries for file in entry.files)

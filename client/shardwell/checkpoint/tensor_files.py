@@ -53,11 +53,7 @@ def file_error(path: Path, error: OSError, doing: str) -> StorageError:
 
 
 def crc_of(path: Path) -> int:
-    """CRC32C of a file's bytes; the file is read in blocks.
-
-    Raises:
-        StorageError: it can't be read.
-    """
+    """Returns the CRC32C of a file, which is read in blocks."""
     crc, block = 0, bytearray(_BLOCK_SIZE_BYTES)
     try:
         with path.open("rb", buffering=0) as file:
@@ -69,7 +65,7 @@ def crc_of(path: Path) -> int:
 
 
 def layout_of(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """What a file begins with, and where in the file each tensor is."""
+    """Returns the bytes at the beginning of a file, and the place of each tensor in it."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     stop = 0
     for name, (kind, shape) in tensors.items():
@@ -82,22 +78,13 @@ def layout_of(tensors: Tensors, metadata: Mapping[str, str]) -> tuple[bytes, dic
 
 
 class TensorsWriter(Closing):
-    """A new file under construction. A context manager that closes it.
-
-    Args:
-        path: Where; nothing may be there.
-        tensors: What it is to have.
-        metadata: What the header says besides.
-
-    Raises:
-        StorageError: it can't be made or written to.
-    """
+    """A new file under construction, with what `metadata` adds to its header. A context manager."""
 
     def __init__(self, path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
         self._path = path
         self._tensors = tensors
         self._crc = 0
-        """CRC of all that was written, as long as that was in the order of the file."""
+        """Of all that was written, as long as that was in the order of the file."""
         self._in_order = True
         self._stop = 0
         head, self._offsets = layout_of(tensors, metadata)
@@ -147,7 +134,7 @@ class TensorsWriter(Closing):
 
 
 class VectorWriter(TensorsWriter):
-    """A file of tensors that are one vector of float32, one behind the other. See TensorsWriter."""
+    """A file of tensors that are one vector of float32, one behind the other."""
 
     def write(self, start: int, values: Float32) -> None:
         """Puts elements where they belong, from number `start` of the vector on."""
@@ -156,14 +143,7 @@ class VectorWriter(TensorsWriter):
 
 
 class SliceWriter(TensorsWriter):
-    """A file of a slice of a parameter, weights and optimizer state, as float32.
-
-    Args:
-        path: See TensorsWriter.
-        names: Names of the tensors.
-        size: Elements of each.
-        metadata: See TensorsWriter.
-    """
+    """A file of a slice of a parameter, weights and optimizer state, as float32."""
 
     def __init__(
         self, path: Path, names: Sequence[str], size: int, metadata: Mapping[str, str]
@@ -177,15 +157,7 @@ class SliceWriter(TensorsWriter):
 
 
 class TensorsReader(Closing):
-    """A safetensors file to read from. A context manager that closes it.
-
-    Args:
-        path: The file.
-        tensors: What it is to have.
-
-    Raises:
-        StorageError: it is no safetensors file, or not one with these tensors.
-    """
+    """A safetensors file to read from, which must have just these tensors. A context manager."""
 
     def __init__(self, path: Path, tensors: Tensors) -> None:
         self._path = path
@@ -208,11 +180,7 @@ class TensorsReader(Closing):
             raise StorageError(f"{path} has tensors {found}; expected {tensors}; take another copy")
 
     def read_part(self, name: str, start: int, stop: int) -> Any:
-        """Elements, or rows, [start, stop) of a tensor, copied.
-
-        Raises:
-            StorageError: the file can't be read.
-        """
+        """Copies elements, or rows, [start, stop) of a tensor."""
         try:
             return self._file.get_slice(name)[start:stop]
         except (SafetensorError, OSError) as error:
@@ -224,14 +192,14 @@ class TensorsReader(Closing):
 
 
 class SliceReader(TensorsReader):
-    """What a SliceWriter wrote. See TensorsReader."""
+    """The file that a SliceWriter wrote."""
 
     def __init__(self, path: Path, names: Sequence[str], size: int) -> None:
         self._names = names
         super().__init__(path, _slice_tensors(names, size))
 
     def read(self, array_index: int, start: int, stop: int) -> Float32:
-        """Elements [start, stop) of a tensor, copied."""
+        """Copies elements [start, stop) of a tensor."""
         values: Float32 = self.read_part(self._names[array_index], start, stop)
         return values
 
@@ -241,23 +209,18 @@ def _slice_tensors(names: Sequence[str], size: int) -> Tensors:
 
 
 def tensor_names(spec: TableSpec) -> tuple[str, ...]:
-    """Names of each file's tensors, in the order of RowState.arrays."""
+    """The names of each file's tensors, in the order of RowState.arrays."""
     return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
 
 
 def _tensors(spec: TableSpec, row_count: int) -> Tensors:
-    """Type and shape of each."""
     whole, n = ("I64", [row_count]), row_count
     values = [("F32", [n, width]) for width in (spec.dim, *spec.slot_widths)]
     return dict(zip(tensor_names(spec), [whole, *values, whole, whole], strict=True))
 
 
 def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple[int, int]:
-    """Makes a file, and brings it to the disk; returns its bytes and their CRC32C.
-
-    Raises:
-        StorageError: it can't be made or written to.
-    """
+    """Makes a file, and brings it to the disk; returns its bytes and their CRC32C."""
     row_count = sum(state.ids.size for state in states)
     metadata = {"format": "shardwell-rows", "table": spec.name, "dim": str(spec.dim)}
     with TensorsWriter(path, _tensors(spec, row_count), metadata) as writer:
@@ -270,25 +233,25 @@ def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple
 
 
 class RowsReader(TensorsReader):
-    """What `write_rows` wrote. See TensorsReader."""
+    """The file that `write_rows` wrote."""
 
     def __init__(self, path: Path, spec: TableSpec, row_count: int) -> None:
         self._spec = spec
         super().__init__(path, _tensors(spec, row_count))
 
     def read(self, start: int, stop: int) -> RowState:
-        """Rows [start, stop), copied."""
+        """Copies rows [start, stop)."""
         ids, weights, *slots, counts, steps = (
             self.read_part(name, start, stop) for name in tensor_names(self._spec)
         )
         return RowState(ids, weights, tuple(slots), counts, steps)
 
     def read_ids(self, start: int, stop: int) -> Ids:
-        """The ids of rows [start, stop), copied."""
+        """Copies the ids of rows [start, stop)."""
         ids: Ids = self.read_part("ids", start, stop)
         return ids
 
     def read_weights(self, start: int, stop: int) -> Float32:
-        """The weights of rows [start, stop), copied."""
+        """Copies the weights of rows [start, stop)."""
         weights: Float32 = self.read_part(WEIGHTS_NAME, start, stop)
         return weights
