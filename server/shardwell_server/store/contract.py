@@ -32,47 +32,44 @@ Event: TypeAlias = dict[str, Any]
 
 
 class Named(Protocol):
-    """Storage under a name, which may be given up."""
+    """A thing stored under a name, which may be given up."""
 
     is_retired: bool
-    """True once it was given up: then its files are removed, or other storage has them, and calls
-    that would change these raise StorageError. Its arrays may be read. Set by the shard."""
+    """True once given up: calls that would change its files raise StorageError; reads may go on.
+    The shard sets it."""
 
     @property
     def layout(self) -> Any:
-        """The Layout or TableLayout that it was made for."""
+        """Returns its Layout or TableLayout."""
 
 
 class Storage(Named, Protocol):
     """The common part of a parameter's and a table's storage."""
 
     def events(self) -> Sequence[Event]:
-        """The logged events, in order."""
+        """Returns the logged events, in order."""
 
     def log(self, event: Event) -> None:
         """Adds an event, kept when the call returns; StorageError: nothing changed."""
 
     def compact(self, events: Sequence[Event]) -> None:
-        """Replaces what was logged by fewer events that say the same, where that saves much."""
+        """Replaces the log by fewer events that say as much, where that saves a lot."""
 
     def add_seat(self) -> None:
-        """Makes room for the marks of one seat more, before the caller logs its event.
+        """Makes room for another seat's marks, before its event is logged.
 
-        StorageError: there is no room; nothing changed.
+        StorageError: the disk has none; nothing changed.
         """
 
     def make_durable(self) -> None:
-        """Returns when all that was committed may be acknowledged.
+        """Returns when commits may be acknowledged; StorageError: they must not be.
 
         Committed changes survive the process, where files are kept; a loss of power too, where they
         are journaled (`--durability step`; with SECONDS, those committed before a `sync`).
-
-        Raises:
-            StorageError: the disk failed; it must not be acknowledged.
         """
 
     def sync(self) -> None:
-        """Writes to disk what was journaled; StorageError: the disk failed."""
+        """Writes the journal to disk; StorageError: the disk failed."""
 
 
 # Parameters.
@@ -82,47 +79,43 @@ class ChunkRecord(NamedTuple):
     """A chunk's counters, beside its arrays; a transition replaces it as a whole."""
 
     version: int = 0
-    """Updates applied so far, which is also the number of the open step."""
+    """Updates applied so far: the number of the open step."""
     contribution_count: int = 0
     sample_total: int = 0
     total_factor: float = 0.0
-    """The open step's sum is total_factor * 2^shift * gradient_sum; 0: there is none."""
+    """The open step's sum is total_factor * 2^shift * gradient_sum; 0: it has none."""
     shift: int = 0
     is_encoded: bool = False
-    """True if gradient_sum holds the first contribution as it was written. Never on disk: see
-    ParameterStorage.is_in_memory."""
+    """True if gradient_sum holds the first contribution as it was written; only where
+    `ParameterStorage.is_in_memory`."""
     is_full: bool = False
-    """True if the open step, whose set was open, takes no contributions any more: it closes when
-    its norm is known."""
+    """True if the open step's set is decided: it closes when its norm is known."""
 
 
 class Transition(enum.Enum):
     """The effect of a contribution on a chunk's arrays; or, for CLOSE, of the norm of all."""
 
     FIRST = enum.auto()
-    """Overwrites the sum, which held nothing of meaning."""
+    """Overwrites the sum, which had no meaning."""
     ADD = enum.auto()
-    """Adds to the sum."""
     CLOSE = enum.auto()
     """Updates weights and optimizer state; the sum loses its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The description of storage; kept with it."""
+    """A parameter's storage as it was made; kept with it."""
 
     name: str
     slice_size: int
-    """Elements of this shard's slice; 0 is possible."""
     chunk_element_count: int
-    """Elements of a chunk; the last may be shorter."""
     with_sum: bool
     initial_slots: tuple[float, ...] = ()
-    """First value of each array of optimizer state."""
+    """The first value of each array of optimizer state."""
     kept_size_bytes: int = 0
-    """Room for what `ParameterStorage.keep` takes of a chunk; 0: nothing is kept."""
+    """Room that `ParameterStorage.keep` has for a chunk; 0: nothing is kept."""
     description: dict[str, Any] = field(default_factory=dict)
-    """A JSON object of which the shard makes the parameter again."""
+    """A JSON object from which the shard makes the parameter again."""
 
     @property
     def chunk_count(self) -> int:
@@ -134,66 +127,63 @@ class Layout:
 
 
 NO_SEAT = -1
-"""As `seat_index`: a transition without a contribution, which ends a step, or its set."""
+"""A `seat_index` without a contribution: the transition ends a step, or decides its set."""
 
 
 class JournalEntry(NamedTuple):
-    """One transition of one chunk, as a journal keeps it: a contribution, or a step's end."""
+    """A chunk's transition in the journal: a contribution, or a step's end."""
 
     chunk_index: int
     seat_index: int
-    """Seat of the contributor; NO_SEAT: none."""
     sequence: int
-    """Number of the chunk's transition that it was."""
+    """The number of the transition in its chunk."""
     step: int
     sample_count: int
     learning_rate: float
-    """Rate of the update, should it close the step."""
     payload: Bytes
-    """The codec's bytes; nothing where a worker has given up an asynchronous step. Of NO_SEAT, a
-    float64: the norm; or nothing, where an open set is decided without a contribution."""
+    """The codec's bytes; empty for an asynchronous step given up. With NO_SEAT a float64, the norm,
+    or nothing where an open set is decided."""
     closes: bool = False
     exponent: int = 0
-    """Of entries of format 2 and before: the power of two of all of the payload, of fp16."""
+    """Format 2 and before: the power of two of a payload in fp16."""
 
 
 class ChunkChange(Protocol):
-    """One transition of one chunk under way. The caller holds the chunk's lock."""
+    """A transition of one chunk under way. The caller holds the chunk's lock."""
 
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
-        """(start, stop) of each block of `count` elements, in ascending order, without gaps.
+        """Yields (start, stop) of blocks of `count` elements, ascending, without gaps.
 
-        A block may be written from the moment that the loop has it until the loop goes on. A
-        change whose blocks are not asked for leaves the arrays as they are.
+        A block may be written while the loop has it. Arrays of a change without blocks stay.
         """
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
-        """Commits the arrays as written, `record`, and that a seat gave `step`; NO_SEAT: none."""
+        """Commits arrays, `record` and a seat's `step`; NO_SEAT: no step."""
 
 
 class ParameterStorage(Storage, Protocol):
-    """Storage of one slice. Different chunks may be changed at once, one chunk by one thread."""
+    """The storage of a slice. Chunks may change at once, each by one thread."""
 
     weights: Float32
-    """Master weights: (slice_size,), C-contiguous, writable, from zero."""
+    """(slice_size,), C-contiguous, writable, zeros at first."""
     gradient_sum: Float32 | None
-    """Sum of the open step's gradients, as large; None where one gradient makes an update."""
+    """(slice_size,): the open step's sum; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
-    """Optimizer state, one array a slot, each as large."""
+    """Optimizer state: (slice_size,) each."""
     is_in_memory: bool
-    """True if nothing of it is in a file: then no call waits for a disk, and gradient_sum may hold
-    what is no sum yet (see ChunkRecord.is_encoded)."""
+    """True if no part has a file: no call waits for a disk, and `ChunkRecord.is_encoded` may
+    hold."""
 
     def records(self) -> list[ChunkRecord]:
-        """The record of each chunk."""
+        """Returns the record of each chunk."""
 
     def last_steps(self) -> list[list[int]]:
-        """The last step of each seat for each chunk, -1 for none; by seat, then chunk."""
+        """Returns each seat's last step for each chunk, -1 for none; by seat, then chunk."""
 
     def change(
         self, chunk_index: int, transition: Transition
     ) -> AbstractContextManager[ChunkChange]:
-        """Begins a transition; when the block ends without `commit`, it never began."""
+        """Begins a transition; without `commit` in the block it never began."""
 
     def journal(
         self,
@@ -206,49 +196,47 @@ class ParameterStorage(Storage, Protocol):
         *,
         closes: bool = False,
     ) -> None:
-        """Notes a transition that is about to be made; the chunk's lock is held.
+        """Notes a transition before it is made, under the chunk's lock.
 
         StorageError: it can't be written; the contribution must not be counted.
         """
 
     def replay(self) -> Iterable[JournalEntry]:
-        """Contributions that the arrays lack, in order, to be counted before anything else is."""
+        """Yields contributions that the arrays lack, in order, to be counted first of all."""
 
     @property
     def is_torn(self) -> bool:
-        """True if the machine lost power, and only `verify` can tell what the arrays hold."""
+        """True if the machine lost power, and only `verify` knows what the arrays hold."""
 
     @property
     def wants_image(self) -> bool:
-        """True if it is time for an image."""
+        """True if an image is due."""
 
     def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Makes an image on disk of every chunk that the block calls the result with, all of them.
+        """Makes an image on disk: the block calls the result with every chunk, under its lock.
 
-        The chunk's lock is held at that call. When the block ends, the image is in force.
-        StorageError: the one before stays in force.
+        It is in force when the block ends. StorageError: the one before stays in force.
         """
 
     def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
-        """Keeps a chunk's encoded weights of a version, in place of what it kept before.
+        """Keeps a chunk's encoded weights of a version, in place of another; survives the process.
 
-        Or, where sets are open, the seats of the version's set in order, two bytes each: those
-        count that the chunk's record has contributions of. To be called before the transition that
-        leaves the version, or adds a seat, is begun; the chunk's lock is held. The message
-        survives the process where files do.
+        With open sets: the version's seats in order, two bytes each, of which as many count as the
+        record has contributions. Called under the chunk's lock, before the transition that leaves
+        the version or adds a seat.
         """
 
     def kept(self, chunk_index: int, version: int) -> bytes | None:
-        """The bytes that `keep` kept of a version, unchecked; None: another version, or nothing."""
+        """Returns the kept bytes of a version, unchecked; None: it has none."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        """Makes weights and optimizer state of a chunk stand as they lie: first weights.
+        """Takes a chunk's weights and optimizer state as they lie: first weights, all of them set.
 
-        The caller has set all of them: afterwards damaged old values would look like new ones.
+        Otherwise damaged old values would look like new ones.
         """
 
     def verify(self, chunk_index: int) -> None:
-        """Checks what an earlier process left of a chunk; StorageError names the damaged file."""
+        """Checks a chunk of an earlier process; StorageError names the damaged file."""
 
 
 # Tables.
@@ -258,23 +246,22 @@ Places: TypeAlias = npt.NDArray[np.int64]
 """(n,) int64: places of rows, without repeats."""
 Int64: TypeAlias = npt.NDArray[np.int64]
 FREE = -1
-"""In `update_counts`: the place has no row."""
+"""An `update_counts` of a place without a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """The description of storage; kept with it."""
+    """A table's storage as it was made; kept with it."""
 
     name: str
     dim: int
     slot_widths: tuple[int, ...]
-    """Values that a row has of each array of optimizer state."""
     row_capacity: int
     """The most rows; disk and memory are those of existing rows."""
     rows_per_change_max: int
     with_sum: bool
     description: dict[str, Any] = field(default_factory=dict)
-    """A JSON object of which the shard makes the table again."""
+    """A JSON object from which the shard makes the table again."""
 
     @property
     def row_size_bytes(self) -> int:
@@ -283,7 +270,7 @@ class TableLayout:
 
 
 LOADING = -1
-"""As `contribution_count`: the rows are those of a load that has not finished."""
+"""A `contribution_count` of a table that is still being loaded."""
 
 
 class TableRecord(NamedTuple):
@@ -292,16 +279,15 @@ class TableRecord(NamedTuple):
     row_used: int = 0
     """Places below it have, or had, a row."""
     version: int = 0
-    """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
+    """Steps that have closed; asynchronous: steps that were counted."""
     contribution_count: int = 0
-    """Synchronous: workers that have ended the open step; worker_count while it is closing, where
-    they are a fixed crew. LOADING, in both modes: nothing here is committed."""
+    """Workers that ended the open step; worker_count while a fixed crew's step closes. LOADING:
+    nothing is committed."""
     sample_total: int = 0
     shift: int = 0
-    """Synchronous: the open step's sums are those of gradients times 2^-shift."""
+    """The open step's sums are those of gradients times 2^-shift."""
     is_closing: bool = False
-    """With elastic members: whether the open step takes no contributions any more, as its set
-    is decided, and its rows are being updated."""
+    """True if an elastic step's set is decided, and its rows are being updated."""
 
     @property
     def is_loading(self) -> bool:
@@ -311,45 +297,40 @@ class TableRecord(NamedTuple):
     def unpacked(
         row_used: int, version: int, packed_count: int, sample_total: int, shift: int
     ) -> TableRecord:
-        """The record that files have; its count is its complement while the step is closing."""
+        """Returns the record that files have: its count is a complement while the step closes."""
         is_closing = packed_count < LOADING  # no step closes without a contribution
         count = ~packed_count if is_closing else packed_count
         return TableRecord(row_used, version, count, sample_total, shift, is_closing)
 
 
 class Position(NamedTuple):
-    """The contributions of a worker."""
+    """A seat's last step, and how much of it is counted."""
 
     seat_index: int
-    """Seat of the worker."""
     step: int = 0
     part_count: int = 0
-    """Parts of that step that are counted; below 2^16."""
+    """Counted parts of that step; below 2^16."""
 
 
 class RowChange(Protocol):
-    """One change under way. The caller is the table's only writer, and no thread reads meanwhile.
+    """A change under way. The caller is the only writer, and no thread reads meanwhile.
 
-    The arrays may be written directly, at the places and in the arrays that the change was begun
-    with, and at places from `row_used` on. Of new rows, those from `row_used` to below that of the
-    record that is committed, all arrays must be written; except `has_sum`, which becomes False
+    The arrays may be written directly, at the change's places and from `row_used` on. All arrays of
+    new rows below the record's `row_used` must be written; except `has_sum`, which becomes False
     where the change is not of `sums`.
     """
 
     weights: Float32
-    """(n, dim): a copy of the rows as they were, to compute with; may be written.
-
-    C-contiguous; gone with `commit`. Without rows where the change is not of `values`. What
-    it holds of new rows has no meaning.
-    """
+    """(n, dim), C-contiguous: a copy, gone with `commit`; new rows have no meaning. No rows without
+    `values`."""
     slots: tuple[Float32, ...]
-    """A copy of the optimizer state: (n, width) each."""
+    """Copies of optimizer state: (n, width) each."""
     sums: Float32 | None
-    """A copy of the sums; without rows where the change is not of `sums`."""
+    """A copy of the sums; no rows without `sums`."""
 
     @property
     def weights_before(self) -> Float32:
-        """(n, dim): the rows before the change, read-only, gone with `commit`; no new rows.
+        """Returns the rows before the change, (n, dim), read-only until `commit`; no new rows.
 
         To be asked after `write` or `update`, of a change of `values`.
         """
@@ -361,10 +342,10 @@ class RowChange(Protocol):
         slots: Sequence[Float32] = (),
         sums: Float32 | None = None,
     ) -> None:
-        """Writes rows of the change, all of them, new ones too; faster than the caller could.
+        """Writes all rows of the change, new ones too; None: written directly, or not at all.
 
-        Given arrays need not be read again for the rows' checks, and are not to be altered before
-        `commit`. The copies may be given. None: written directly, or not at all.
+        The copies may be given. Given arrays serve the checks, too, and must not change before
+        `commit`.
         """
 
     def update(self, operations: Operations, gradients: Float32) -> None:
@@ -374,84 +355,79 @@ class RowChange(Protocol):
         """
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
-        """Commits rows, `record`, and what a worker has contributed.
-
-        StorageError: it can't be journaled, as on a full disk; the change never began.
-        """
+        """Commits rows, `record` and a worker's position; StorageError: the change never began."""
 
 
 class TableStorage(Storage, Protocol):
-    """Storage of one table on one shard. Calls that change come from one thread at a time."""
+    """The storage of a table. Calls that change come from one thread at a time."""
 
     keys: Int64
     """(row_capacity,): the id of each place that has a row."""
     update_counts: Int64
-    """(row_capacity,): gradients that were applied to the row, or FREE."""
+    """(row_capacity,): gradients applied to the row, or FREE."""
     last_steps: Int64
     """(row_capacity,): the step that the row's last gradient joined."""
     weights: Float32
     """(row_capacity, dim), C-contiguous."""
     slots: tuple[Float32, ...]
-    """Optimizer state: (row_capacity, width), one array a slot."""
+    """Optimizer state: (row_capacity, width) each."""
     sums: Float32 | None
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]
-    """(row_capacity,): whether the row's sum has a meaning."""
+    """(row_capacity,): True where the row's sum has a meaning."""
     updates_in_place: bool
-    """True if a change can be `in_place`; where not, it is made of copies."""
+    """True if a change can be `in_place`; otherwise it is made of copies."""
 
     @property
     def record(self) -> TableRecord:
-        """The table's record."""
+        """Returns the table's record."""
 
     def positions(self) -> list[Position]:
-        """The contributions of each seat, by seat."""
+        """Returns the position of each seat."""
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
-        """Makes room for places below `row_count`, and for more if there is, up to `at_most`.
+        """Makes room for `row_count` places, and up to `at_most` where space allows.
 
-        LimitError: that is more than `row_capacity`. StorageError: the disk is full. Nothing
-        changed.
+        LimitError: more than `row_capacity`. StorageError: the disk is full. Nothing changed.
         """
 
     @property
     def reserved_row_count(self) -> int:
-        """Places that there is room for."""
+        """The number of places with room."""
 
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
-        """Keeps rows as they were before a step, beside those that it kept of the same step.
+        """Keeps rows as they were before a step; called before the change is committed.
 
-        To be called before the change that writes them is committed. Kept rows survive the process
-        where files do; False: the disk is full or failed, and they do not.
+        They survive the process where files do; False: the disk is full or failed, they do not.
         """
 
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
-        """The step, ids and rows that an earlier process kept; StorageError: it can't be read."""
+        """Returns step, ids and rows that an earlier process kept; StorageError: unreadable."""
 
     @property
     def undo_bytes(self) -> int:
-        """The bytes on disk for taking changes back, taken when it is made; 0: there is no disk."""
+        """The bytes on disk for taking changes back; 0 without a disk."""
 
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> AbstractContextManager[RowChange]:
-        """Begins a change of rows that are reserved; without `commit`, it never began.
+        """Begins a change of reserved rows; without `commit` it never began.
 
         Places from `row_used` on are new. `values` are keys, update_counts, last_steps, weights and
         slots; `sums` are sums and has_sum. With `in_place` and `values` there are no copies, and
         `update` alone changes weights and slots of rows below `row_used` that have not been free.
-        State that others begin with is written before it. StorageError: a row that an earlier
-        process left was damaged; nothing changed.
+        State that others begin with is written before it. StorageError: an earlier process's row
+        was damaged; nothing changed.
         """
 
     def verify(self, places: Places) -> None:
-        """Checks rows that an earlier process has left; StorageError names the file and the row."""
+        """Checks rows of an earlier process; StorageError names the file and the row."""
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """Writes an image that keeps the journal short, if it is time, while changes go on.
+        """Writes an image that keeps the journal short, if one is due, while changes go on.
 
-        To be called now and then by a thread of its own; takes long where there are many rows.
-        StorageError: it can't be written, or a row was damaged; the one before stays in force.
+        Takes long for many rows, on a thread of its own. StorageError: the one before stays in
+        force.
         """
 
 
@@ -474,71 +450,63 @@ def nothing(storage: object) -> None:
 
 
 class Store(Protocol):
-    """Storage of one shard. Calls come from one thread at a time."""
+    """The storage of one shard. Calls come from one thread at a time."""
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        """Recovers an earlier process's parameters; to be called once, first.
+        """Recovers an earlier process's parameters; called first, once.
 
-        StorageError: something can't be believed; names the file, and what to do.
+        StorageError names what can't be believed, and what to do.
         """
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
-        """Recovers an earlier process's tables; to be called once, after `recover`."""
+        """Recovers an earlier process's tables; called after `recover`, once."""
 
     def check_present(self) -> None:
         """Raises StorageError if `look` has found something missing."""
 
     def look(self) -> None:
-        """Looks whether files still have their names; any thread may call it, one at a time.
+        """Looks for the files' names, on any thread, one at a time; StorageError: one is gone.
 
-        Raises:
-            StorageError: one is gone. From then on nothing is acknowledged: `check_present` and
-                every `make_durable` raise it, too.
+        From then on `check_present` and each `make_durable` raise it, too: nothing is acknowledged.
         """
 
     def recovered(self) -> None:
-        """To be called when all that `recover` and `recover_tables` gave was taken over."""
+        """Ends recovery: the caller has taken over all parameters and tables."""
 
     def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> ParameterStorage:
-        """Makes the storage of a new parameter, whose name is unique in the store.
+        """Makes a parameter's storage under a unique name; if `begin` fails, it was never made.
 
-        `begin` takes it over; when that fails, the storage was never made.
-
-        Raises:
-            LimitError: there is no memory for it.
-            StorageError: there is no room on the disk, or it can't be written to.
+        LimitError: no memory. StorageError: no room on the disk, or it can't be written to.
         """
 
     def create_table(
         self, layout: TableLayout, begin: Begin[TableStorage] = nothing
     ) -> TableStorage:
-        """Makes the storage of a new table, whose name is unique among its tables: see `create`."""
+        """Makes a table's storage, as `create` does."""
 
     def rename(self, name: str, layout: Layout | TableLayout) -> Any:
-        """Gives storage of an earlier process the name in `layout`; see `Registry.take_back`.
+        """Renames an earlier process's storage, for `Registry.take_back`, and retires the old one.
 
-        The old storage is retired; no call changes it meanwhile. StorageError: it has its old name.
+        No call changes it meanwhile. StorageError: it has its old name.
         """
 
     def remove(self, name: str) -> None:
-        """Removes the storage of a parameter, with its files, whole or not at all.
+        """Removes a parameter's storage and files, whole or not at all; StorageError: not at all.
 
-        Its arrays stay valid for those who still use them; what they write is kept nowhere.
-        StorageError: it can't be removed; nothing changed.
+        Its arrays stay valid for their users; what they write is kept nowhere.
         """
 
     def remove_table(self, name: str) -> None:
-        """Removes the storage of a table: see `remove`."""
+        """Removes a table's storage, as `remove` does."""
 
     def name_events(self) -> Sequence[Event]:
-        """The events that `log_name` noted, in order; to be called after `recover`."""
+        """Returns the events that `log_name` noted, in order; called after `recover`."""
 
     def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
-        """Notes what became of a name; it survives a loss of power, removals before it too.
+        """Notes what became of a name; earlier removals survive a loss of power with it.
 
-        `compacted` says the same as all events so far, with this one. StorageError: nothing is
-        noted.
+        `compacted` says as much as all events and this one. StorageError: nothing is noted.
         """
 
     def close(self) -> None:
-        """Lets go of everything. The arrays are not to be used afterwards."""
+        """Releases all; the arrays are not used afterwards."""

@@ -16,13 +16,11 @@ from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.row_batches import add_up, stable_order
 
 Flags = npt.NDArray[np.bool_]
-"""(n,) bool."""
 Rows = npt.NDArray[np.int64]
-"""(n,) int64: numbers of rows."""
 
 
 class Cell(NamedTuple):
-    """One value of a batch of rows."""
+    """A value of a batch of rows."""
 
     row: int
     column: int
@@ -35,10 +33,10 @@ def add_rows(
     factor: float = 1.0,
     out: Float32 | None = None,
 ) -> Float32:
-    """New sums of a batch of rows: sum + factor * gradient, or just the latter where no sum is.
+    """Returns a batch's new sums: sum + factor * gradient, or that product without a sum.
 
     `gradients` are overwritten unless `factor` is 1; float32 holds the factor exactly. `out` is by
-    default `sums`. A value may be infinite where the sum is beyond float32: see `first_bad_cell`.
+    default `sums`. A sum beyond float32 is infinite, which `first_bad_cell` finds.
     """
     out = sums if out is None else out
     with np.errstate(over="ignore", invalid="ignore"):
@@ -56,7 +54,7 @@ def add_rows(
 
 
 def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
-    """Each row once, ascending, with the sum of its gradients, added up as a worker does.
+    """Returns each row once, ascending, its gradients added up as a worker does.
 
     The result is `gradients` itself where rows ascend without repeats.
     """
@@ -70,11 +68,11 @@ def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
 
 
 def touched_rows(has_sum: Flags, row_count: int) -> Rows:
-    """(n,) int64, ascending: rows below `row_count` that have a sum."""
+    """Returns the rows below `row_count` that have a sum: (n,) int64, ascending."""
     return np.flatnonzero(has_sum[:row_count])
 
 
 def first_bad_cell(values: Float32) -> Cell | None:
-    """The first NaN or infinity of (n, dim) values, C-contiguous; None if all are finite."""
+    """Returns the first NaN or infinity of (n, dim) values, C-contiguous; None: all are finite."""
     index = first_non_finite(values.reshape(-1))
     return None if index is None else Cell(*divmod(index, values.shape[1]))

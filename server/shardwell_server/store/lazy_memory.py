@@ -14,10 +14,10 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros of that shape: C-contiguous, writable, at the start of a page.
+    """Returns zeros: C-contiguous, writable, at the start of a page.
 
-    Pages come with the first write to them, and none is promised before: address space is free, so
-    that `shape` may be far beyond the machine's memory. MemoryError: it is more than that.
+    Pages come with the first write, and none is promised before: `shape` may be far beyond the
+    machine's memory. MemoryError: it is beyond the address space.
     """
     kind = np.dtype(dtype)
     size_bytes = math.prod(shape) * kind.itemsize
@@ -27,7 +27,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
 
 
 def lazy_mapping(size_bytes: int) -> mmap.mmap:
-    """The memory of `lazy_zeros`, for callers that give parts of it back before the whole."""
+    """Returns the memory of `lazy_zeros`, for callers that give parts back before the whole."""
     try:
         return mmap.mmap(-1, size_bytes, flags=_FLAGS)
     except (OSError, OverflowError) as error:

@@ -18,7 +18,7 @@ Rows: TypeAlias = npt.NDArray[Any]
 
 
 class RowArrays(NamedTuple):
-    """See TableStorage for each of them."""
+    """The arrays of a table, as TableStorage describes them."""
 
     keys: Int64
     update_counts: Int64
@@ -46,7 +46,7 @@ def make_arrays(
     row_count: int,
     array: Callable[[str, tuple[int, ...], npt.DTypeLike], Rows],
 ) -> RowArrays:
-    """Arrays of `row_count` rows, each made by `array(name, shape, dtype)`."""
+    """Makes arrays of `row_count` rows, each by `array(name, shape, dtype)`."""
     sums = array("sums", (row_count, layout.dim), np.float32) if layout.with_sum else None
     return RowArrays(
         keys=array("keys", (row_count,), np.int64),
@@ -63,23 +63,21 @@ def make_arrays(
 
 
 class WrittenRows(NamedTuple):
-    """Rows as a change wrote them."""
+    """The rows as a change wrote them."""
 
     places: Places
     values: Sequence[Rows]
-    """Arrays of values; empty: none was written."""
     sums: Sequence[Rows]
     """Sums and has_sum; empty: none was written, or all were cleared."""
     clears: bool
     """True if no row has a sum any more."""
     new_start: int
-    """New rows are those from here to below the record's row_used,"""
     new_rows: Sequence[Rows]
-    """in all arrays."""
+    """Rows of all arrays from `new_start` to below the record's row_used."""
 
 
 def write_again(rows: WrittenRows, arrays: RowArrays, row_used: int) -> None:
-    """Writes the rows of a change that made `row_used` stand; there is room for them."""
+    """Writes the rows of a change that made `row_used` hold; the arrays have room."""
     for into, written in ((arrays.of_values, rows.values), (arrays.of_sums, rows.sums)):
         for array, batch in zip(into, written, strict=False):
             array[rows.places] = batch

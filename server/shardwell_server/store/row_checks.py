@@ -26,9 +26,7 @@ from shardwell.placement.rows import mix
 from shardwell_server.store.contract import FREE, Int64, Places, TableLayout
 
 Checks = npt.NDArray[np.uint64]
-"""(n,) uint64."""
 _PIECE_BYTES = 1 << 15
-"""Bytes whose sums of products stay below 2^31."""
 _EXACT_BYTES = 256
 """Bytes whose sums of products float32 holds exactly: 256 * 255 * 255 is below 2^24."""
 _COLUMN_COUNT = 4
@@ -89,7 +87,7 @@ class SumChecks:
         self._sum_constants = words.odd(2)
 
     def of_sums(self, places: Places, has_sum: npt.NDArray[np.bool_], sums: Float32) -> Checks:
-        """Checks of rows' sums, which count where there is one; (n, dim), C-contiguous."""
+        """Returns checks of sums, (n, dim), C-contiguous, which count where `has_sum`."""
         found = self._of_sum.of(sums)
         found += self._sum_constants[1]
         found *= has_sum.view(np.uint8)  # not as bool, which hides damaged bits
@@ -101,7 +99,7 @@ class SumChecks:
 
 
 class RowChecks(SumChecks):
-    """Computes the checks of one table's rows, and of their sums. Any thread may."""
+    """Computes the checks of one table's rows and sums. Any thread may."""
 
     def __init__(self, layout: TableLayout, salt: int) -> None:
         super().__init__(layout.dim, salt)
@@ -118,7 +116,7 @@ class RowChecks(SumChecks):
         last_steps: Int64,
         *arrays: Float32,
     ) -> Checks:
-        """Checks of rows at places; all arrays are (n, ...), C-contiguous: weights, then slots."""
+        """Returns checks of rows; arrays are (n, ...), C-contiguous: weights, then slots."""
         found = _words(places) * self._value_constants[0]
         for values, constant in zip(
             (keys, update_counts, last_steps), self._value_constants[1:], strict=True
@@ -129,7 +127,6 @@ class RowChecks(SumChecks):
         return found
 
     def of_keys(self, places: Places, keys: Int64, update_counts: Int64) -> Checks:
-        """Checks of the rows' keys, and of whether there is a row."""
         found = _words(places) * self._key_constants[0]
         found += _words(keys) * self._key_constants[1]
         found += (update_counts == FREE) * self._key_constants[2]

@@ -35,7 +35,7 @@ ARRAY_COUNT_MAX = 64
 
 
 def entry_bytes(arrays: Sequence[Rows], row_count_max: int) -> int:
-    """Bytes of an entry for changes of up to `row_count_max` rows of these arrays: whole pages."""
+    """Returns the bytes, in whole pages, of an entry for changes of up to `row_count_max` rows."""
     size = PAGE_SIZE_BYTES + sum(_room(stride, row_count_max) for stride in _strides(arrays))
     return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
@@ -49,10 +49,10 @@ def _room(stride: int, row_count_max: int) -> int:
 
 
 class RowUndo:
-    """One entry. One thread at a time.
+    """The entry of one table. One thread at a time.
 
-    `arrays` are all that a change may write, of equal length; those of another process's entry are
-    the same in the same order. `salt` is the table's, so that no other's entry fits.
+    `arrays` are all that a change may write, of equal length, in the order of the process that
+    wrote the entry. No other table's entry fits `salt`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RowUndo:
             self._saved.append(saved.reshape(row_count_max, *array.shape[1:]))
 
     def room(self, row_count: int) -> list[tuple[int, int]]:
-        """Offset and size of each part of the file that up to so many rows are saved in."""
+        """Returns offset and size of each part of the file that saves up to so many rows."""
         parts = [(self._start, PAGE_SIZE_BYTES)]
         offset = self._start + PAGE_SIZE_BYTES
         for stride in _strides(self._arrays):
@@ -91,7 +91,7 @@ class RowUndo:
         return parts
 
     def save(self, sequence: int, places: Places, numbers: Sequence[int]) -> list[Rows]:
-        """Saves rows, which may be written afterwards; what was saved before is forgotten.
+        """Saves rows, which may then be written, over what it saved before.
 
         Returns read-only views of the saved rows, by array, which hold until the next call.
         """
@@ -112,12 +112,11 @@ class RowUndo:
         return found
 
     def void(self) -> None:
-        """Forgets the saved rows: those of the file count as they are written."""
         self._words[0] = 0
         self._reached("undo voided")
 
     def roll_back(self) -> int:
-        """Takes back what was written since `save`, repeatably; returns how many rows."""
+        """Takes back what was written since `save`, repeatably; returns the number of rows."""
         _, _, which, n = self._words
         for number in _numbers(which):
             scatter([self._arrays[number]], self._places[:n], [self._saved[number][:n]])
@@ -126,7 +125,7 @@ class RowUndo:
         return n
 
     def pending(self) -> int | None:
-        """The sequence number of a change that was cut off, before `roll_back`; None: none was."""
+        """Returns the sequence number of a cut-off change before `roll_back`; None: none was."""
         valid, sequence, which, n = self._words
         if valid == 0:
             return None

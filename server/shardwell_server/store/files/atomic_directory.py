@@ -28,10 +28,10 @@ class AtomicDirectories:
         self.is_synced = is_synced
         self._next_number = 1
         self._given_up: Path | None = None
-        """The path that has the next number's name because it could not be removed."""
+        """The path that holds the next number, because it could not be removed."""
 
     def existing(self) -> Iterator[Path]:
-        """The finished directories, in order; removes unfinished ones. To be called first."""
+        """Yields the finished directories, in order; removes unfinished ones. Called first."""
         try:
             self._path.mkdir(exist_ok=True)
             entries = sorted(self._path.iterdir())
@@ -52,9 +52,9 @@ class AtomicDirectories:
 
     @contextlib.contextmanager
     def making(self, fill: Callable[[Path], None], doing: str) -> Iterator[Path]:
-        """Makes a directory, which `fill` has filled under another name, and yields it.
+        """Yields a directory that `fill` has filled under another name; a failed block leaves none.
 
-        When the block fails, there is none; what could not be removed then is, at the next call.
+        Remains that can't be removed at once go with the next call.
         """
         directory = self._path / f"{self._next_number:06d}"
         at = making = directory.with_suffix(".new")
@@ -92,7 +92,7 @@ class AtomicDirectories:
         self._next_number += 1
 
     def remove(self, directory: Path) -> None:
-        """Removes a directory: it is gone without its name; its files go at the next start."""
+        """Removes a directory: without its name it is gone; its files go at the next start."""
         gone = directory.with_suffix(".new")
         try:
             os.replace(directory, gone)
@@ -103,6 +103,5 @@ class AtomicDirectories:
         self._reached("removed files")
 
     def sync(self) -> None:
-        """Makes the names of all survive a loss of power; OSError: the disk failed."""
         if self._path.exists():
             sync_directory(self._path)

@@ -50,7 +50,7 @@ class Boot:
 
 
 def kernel_boot_id() -> str | None:
-    """This start of the machine; None where the kernel tells none."""
+    """Returns this start's id of the machine; None where the kernel has none."""
     try:
         return _BOOT_ID_PATH.read_text().strip()
     except OSError:

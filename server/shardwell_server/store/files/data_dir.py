@@ -28,23 +28,21 @@ from shardwell_server.store.files.presence import identity_of, is_at
 
 _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700
-"""Mode of the directory: what is in it, whatever its own mode, is for its user alone."""
 _FORMAT_NAME, _VERSION_NAME = "format_version", "shardwell_version"
-"""Its fields with the number of the format, and the version of shardwell that was the first to
-write it so."""
+"""The fields of the format's number, and of the first version of shardwell that wrote it."""
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"
 _VOLUME_NAMES = ("lost+found", ".snapshot")
-"""Entries that file systems and filers themselves put into the root of an empty volume."""
+"""Entries that file systems themselves put into an empty volume."""
 _CHECK_NAME = "crc32c"
 
 
 class DataDirError(StorageError):
-    """A data directory can't be used; the message says which file, and what to do."""
+    """A data directory can't be used; the message says which file, and the remedy."""
 
 
 class DataDirInUseError(DataDirError):
-    """Another process has it, which may be about to end."""
+    """Another process, which may be about to end, has the directory."""
 
 
 def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
@@ -60,7 +58,7 @@ def _close_to_others(directory: int, found: os.stat_result, path: Path) -> None:
 
 
 def kept_cluster_id(path: Path) -> str | None:
-    """The cluster that a directory belongs to; None if it belongs to none, or can't be read."""
+    """Returns the cluster of a directory; None if it can't be read."""
     try:
         return str(read_record(path / _IDENTITY_NAME)[0]["cluster_id"])
     except (OSError, ValueError, DataDirError):
@@ -68,7 +66,7 @@ def kept_cluster_id(path: Path) -> str | None:
 
 
 def kept_shard_count(path: Path) -> int | None:
-    """Shards of the cluster whose shards have directories in this one; None if none can be read."""
+    """Returns the shard count of the cluster in a directory; None if it can't be read."""
     for each in sorted(path.glob(f"shard-*/{_IDENTITY_NAME}")):
         with contextlib.suppress(OSError, ValueError, DataDirError):
             return int(read_record(each)[0]["shard_count"])
@@ -76,7 +74,7 @@ def kept_shard_count(path: Path) -> int | None:
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], int]:
-    """The fields in a file, and the number of the directory's format, which is checked first.
+    """Returns a file's fields, and the format's number, which is checked first.
 
     ValueError: it is damaged. DataDirError: it is another version's.
     """
@@ -105,11 +103,7 @@ def _text_of(identity: Mapping[str, object]) -> str:
 
 
 def write_record(path: Path, fields: Mapping[str, object]) -> None:
-    """Writes a file of a few fields, with their checksum: all of it, or nothing.
-
-    Raises:
-        DataDirError: it can't be written.
-    """
+    """Writes a file of a few fields, with their checksum: all of it, or nothing."""
     written = path.with_name(f"{path.name}.new")
     try:
         with written.open("w") as file:
@@ -174,7 +168,7 @@ class DataDir(Closing):
 
     @property
     def origin(self) -> str:
-        """State of its files when the shard began, for errors about things that it lacks."""
+        """The state of its files when the shard began, for errors about things that it lacks."""
         if self.is_new:
             return f"its data directory {self.path} was empty when it started"
         return f"its data directory {self.path} has no files of it: they are older, or another's"
@@ -213,9 +207,9 @@ class DataDir(Closing):
 
     @staticmethod
     def _check_or_write(path: Path, identity: dict[str, object]) -> bool:
-        """Returns True if there was none, and it is written now, also over an older format's.
+        """Returns True if it wrote the identity: a new one, or one over an older format's.
 
-        That one has the newest number before anything else in it is written in a newer way.
+        The new number goes first: nothing newer is written under an older one.
         """
         try:
             found, number = read_record(path)
@@ -240,6 +234,6 @@ class DataDir(Closing):
         return False
 
     def close(self) -> None:
-        """Lets another process have it, though one that was forked meanwhile has it open."""
+        """Unlocks it, though a process that was forked meanwhile has it open."""
         fcntl.flock(self._directory, fcntl.LOCK_UN)
         os.close(self._directory)

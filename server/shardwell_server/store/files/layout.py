@@ -20,7 +20,7 @@ Kind = TypeVar("Kind", Layout, TableLayout)
 
 
 def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
-    """Writes the file of a layout."""
+    """Writes a layout's file."""
     text = json.dumps(
         {
             "format_version": DIRECTORY.newest,

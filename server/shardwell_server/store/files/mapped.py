@@ -14,11 +14,11 @@ from shardwell.numerics.codec import Bytes
 from shardwell_server.store.files.mapping import Mapping
 
 PAGE_SIZE_BYTES = 4096
-"""Files' parts that grow or are mapped alone begin at multiples of it."""
+"""Parts that grow, or are mapped alone, begin at multiples of it."""
 
 
 def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
-    """The error for a failed call of the operating system."""
+    """Returns the error of a failed system call."""
     hints = {
         errno.ENOSPC: "free space on that disk, then call again",
         errno.EDQUOT: "raise the quota, then call again",
@@ -36,7 +36,7 @@ def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
 def reserve(file: int, size_bytes: int) -> None:
     """Makes a file that large and takes its disk space now; OSError: it may have grown.
 
-    A write to a mapped page that has none would kill the process when the disk is full.
+    A write to a mapped page without space would kill the process when the disk is full.
     """
     if size_bytes:
         os.posix_fallocate(file, 0, size_bytes)
@@ -52,7 +52,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Makes what a file holds survive a loss of power."""
+    """Makes a file's contents survive a loss of power."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -64,7 +64,7 @@ NO_WORDS: memoryview[int] = memoryview(bytearray(8)).cast("Q")[:0]
 
 
 class MappedFile:
-    """A file whose memory is shared with the kernel: what is written survives the process."""
+    """A file whose memory is the kernel's: writes survive the process."""
 
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path
@@ -103,7 +103,7 @@ class MappedFile:
             os.close(file)
 
     def words(self, offset: int, count: int) -> memoryview[int]:
-        """`count` words of 8 bytes from `offset`, a view; each is stored whole or not at all."""
+        """Returns a view of `count` words of 8 bytes; each is stored whole or not at all."""
         if count == 0:
             return NO_WORDS
         part: memoryview[int] = self.data[offset : offset + 8 * count].data.cast("Q")

@@ -34,7 +34,7 @@ _UNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _SYNC.argtypes = _ADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MS_SYNC = 0x4 if sys.platform == "linux" else 0x10
-"""Returns when it is on disk; the value of <sys/mman.h>, which Python does not name."""
+"""MS_SYNC of <sys/mman.h>, which Python does not name."""
 
 
 class _Pages:
@@ -48,7 +48,7 @@ class _Pages:
 
 
 class Mapping:
-    """Bytes of a file that are memory shared with the kernel; unmapped with the last view of them.
+    """A file's bytes in memory; unmapped with the last view.
 
     `file` may be closed then. `size_bytes` is at least 1, and the file has as many.
     """
@@ -65,12 +65,10 @@ class Mapping:
         self.data: Bytes = np.asarray(pages)
 
     def sync(self, size_bytes: int | None = None) -> None:
-        """Returns when what was written to the first `size_bytes` is on disk; default: to all."""
         if _SYNC(self._address, self.data.size if size_bytes is None else size_bytes, _MS_SYNC):
             raise _failed()
 
     def advise(self, advice: int, start: int, size_bytes: int) -> None:
-        """Tells the kernel how a part is used: see madvise(2); `start` is a multiple of a page."""
         if _ADVISE(self._address + start, size_bytes, advice):
             raise _failed()
 

@@ -15,7 +15,7 @@ from shardwell_server.store.files.mapped import MappedFile
 
 
 class NamedFiles:
-    """Mapped files of one directory, and `names` that may be replaced. One thread at a time."""
+    """A directory's mapped files, and `names` that may be replaced. One thread at a time."""
 
     def __init__(self, directory: Path, files: Sequence[MappedFile], names: Sequence[str]) -> None:
         self._directory = str(directory)
@@ -25,10 +25,9 @@ class NamedFiles:
         self._trusted: tuple[int, int] | None = None
 
     def missing(self) -> str | None:
-        """The path of one that has lost its name; None if all are there.
+        """Returns the path of a file that has lost its name; None if all have theirs.
 
-        A directory that did not change since all were there twice is not looked into: its time of
-        change is too coarse to be trusted at once.
+        An unchanged directory is trusted at its second look: its time of change is coarse.
         """
         try:
             found = os.stat(self._directory)
@@ -49,7 +48,7 @@ class NamedFiles:
 
 
 class Presence:
-    """Presence of a store's directory and its files; what is gone once is gone for good.
+    """The presence of a store's directory and files; what is gone once is gone for good.
 
     `check` may be called from any thread, `look` from one at a time.
     """
@@ -64,7 +63,6 @@ class Presence:
         return self._gone is not None
 
     def begin(self) -> None:
-        """Notes which directory it is; to be called once, before the first look."""
         self._identity = identity_of(os.stat(self._path))
 
     def check(self) -> None:
@@ -96,12 +94,12 @@ class Presence:
 
 
 def identity_of(found: os.stat_result) -> tuple[int, int]:
-    """The identity of a file, whatever its name."""
+    """Returns the identity of a file, whatever its name."""
     return (found.st_dev, found.st_ino)
 
 
 def is_at(identity: tuple[int, int], path: Path) -> bool:
-    """True if a path leads to the file of an identity."""
+    """Returns True if a path leads to the file of an identity."""
     try:
         return identity_of(os.stat(path)) == identity
     except OSError:

@@ -19,7 +19,7 @@ from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, sto
 from shardwell_server.store.files.mapping import Mapping
 
 EXTENT_BYTES_MIN = 1 << 20
-"""Disk space is taken so much at a time at first, then as much as there is already,"""
+"""Disk space is taken so much at a time at first, then as much as the file has already,"""
 EXTENT_BYTES_MAX = 64 << 20
 """up to here: a call of the system now and then, and little that is not needed yet."""
 
@@ -46,15 +46,11 @@ class SparseFile(MappedFile):
             os.close(file)
 
     def expect_random_access(self) -> None:
-        """Has a page that is not in memory read alone, without those that follow it."""
         if self._mapping is not None:
             self._mapping.advise(mmap.MADV_RANDOM, 0, self.data.size)
 
     def reserve(self, size_bytes: int) -> None:
-        """Takes disk space for the first `size_bytes`, in whole pages.
-
-        StorageError: there is none; nothing changed.
-        """
+        """Takes disk space for `size_bytes`, in whole pages; StorageError: nothing changed."""
         size_bytes = min(-(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
         if size_bytes <= self.reserved_bytes:
             return
@@ -69,10 +65,10 @@ class SparseFile(MappedFile):
         self.reserved_bytes = size_bytes
 
     def give_back(self, kept_bytes: int, taken_bytes: int) -> None:
-        """Makes a hole from `kept_bytes`, whole pages, to `taken_bytes`; what was there is lost.
+        """Makes a hole of what lies from `kept_bytes`, whole pages, to `taken_bytes`.
 
-        A call that failed may have taken some of it. Where the file system takes nothing back, it
-        stays known as reserved, and serves the next call.
+        A call that failed may have taken some of it. Where the file system takes nothing back, the
+        space counts as reserved, and serves the next call.
         """
         end = min(-(-taken_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
         if self._mapping is None or end <= kept_bytes:
@@ -82,7 +78,7 @@ class SparseFile(MappedFile):
             self.reserved_bytes = min(self.reserved_bytes, kept_bytes)
 
     def stands_reserved(self, size_bytes: int) -> None:
-        """Notes that an earlier process has reserved that much; nothing is asked of the disk."""
+        """Notes that an earlier process has reserved that much; the disk has no work."""
         pages = -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
         self.reserved_bytes = min(pages, self.data.size)
 
@@ -94,11 +90,10 @@ def _remove(mapping: Mapping, start: int, size_bytes: int) -> None:
 def reserve_all(
     files: list[tuple[SparseFile, int]], reserved: int, wanted: int, capacity: int
 ) -> int:
-    """Reserves rows in files that all have them; returns how many are reserved now.
+    """Reserves rows in all files; returns the number that is reserved now.
 
-    Takes more than is wanted where there is space (`extended`), else exactly that. What some files
-    have taken, when another could not, is given back: no uncounted space is kept. StorageError:
-    there is none for what is wanted.
+    More than is wanted where the disk has space, else exactly that. If one file can't grow, the
+    others give back what they took. StorageError: no space for what is wanted.
     """
     row_bytes = sum(stride for _, stride in files)
     before = [file.reserved_bytes for file, _ in files]
@@ -117,7 +112,7 @@ def reserve_all(
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copies a file's bytes, and its holes as holes; replaces what `target` held."""
+    """Copies a file's bytes, and its holes as holes; replaces `target`."""
     with source.open("rb") as read, target.open("wb") as written:
         size = os.fstat(read.fileno()).st_size
         os.ftruncate(written.fileno(), size)

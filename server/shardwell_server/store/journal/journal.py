@@ -50,18 +50,18 @@ _PREFIX = "journal-"
 _IMAGE = "image-"
 _NUMBER = re.compile(r"[0-9]{6,}")
 IMAGE_AT_BYTES_MIN = 64 << 20
-"""A journal smaller than that is not worth an image, however small what it is of."""
+"""A smaller journal is not worth an image."""
 FAILED_NAME = "failed-journal"
 """A file that exists while a segment may lack what could not be synced."""
 
 
 def segments(directory: Path) -> dict[int, Path]:
-    """The segments in a directory by number, in order."""
+    """Returns the segments of a directory by number, in order."""
     return _numbered(directory, _PREFIX)
 
 
 def _numbered(directory: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
-    """Files with that prefix and suffix by number, in order; other names are the user's."""
+    """Returns files by number, in order; other names in the directory are the user's."""
     found = {}
     for path in directory.glob(f"{prefix}*{suffix}"):
         number = path.name.removeprefix(prefix).removesuffix(suffix)
@@ -76,7 +76,7 @@ class NotWholeError(Exception):
     def __init__(self, what: str, *, is_cut: bool) -> None:
         super().__init__(what)
         self.is_cut = is_cut
-        """True if it is whole as far as the file goes, as a killed process may leave it."""
+        """True if it is whole up to the file's end, as a killed process may leave it."""
 
 
 def forget_segment_begun(directory: Path) -> None:
@@ -88,7 +88,7 @@ def forget_segment_begun(directory: Path) -> None:
 def read_segment(
     path: Path, of: str, read: Callable[[Bytes, int], tuple[EntryT, int]]
 ) -> Iterator[tuple[EntryT, int]]:
-    """The whole entries of a segment, and where each ends.
+    """Yields the whole entries of a segment, and the end of each.
 
     `read` returns the entry at an offset, and its end, or raises NotWholeError. StorageError: the
     synced part was damaged.
@@ -109,7 +109,7 @@ def read_segment(
 
 
 def cut_off(path: Path, end: int) -> None:
-    """Takes off what lies behind the last whole entry and was never synced."""
+    """Cuts off the bytes behind the last whole entry that were never synced."""
     try:
         data = _mapped(path)
         end = max(end, _synced_bytes(path, data))
@@ -120,10 +120,9 @@ def cut_off(path: Path, end: int) -> None:
 
 
 def sync_segments(directory: Path) -> None:
-    """Returns when all that an earlier process wrote is on disk, and noted to be.
+    """Syncs and notes all that an earlier process wrote; a killed one may have cut the last entry.
 
-    Where it was killed, the last entry may be cut off by the end of the file. OSError: the disk
-    failed. StorageError: a segment was damaged.
+    OSError: the disk failed. StorageError: a segment was damaged.
     """
     for path in segments(directory).values():
         sync_file(path)
@@ -170,7 +169,7 @@ def _damaged(path: Path, what: str, synced_bytes: int) -> StorageError:
 
 
 class Journal:
-    """The segment that is written. Any thread may append; who appends orders the entries."""
+    """The segment that is written. Any thread may append; the caller orders the entries."""
 
     def __init__(self, directory: Path, reached: Callable[[str], None]) -> None:
         self._reached = reached
@@ -183,11 +182,11 @@ class Journal:
         self._written = 0
         self._synced = 0
         self.has_failed = (directory / FAILED_NAME).exists()
-        """True if a sync has failed, now or in an earlier process, and no image was made since."""
+        """True if a sync has failed, also in an earlier process, and no image was made since."""
         self.number = 0
 
     def begin_segment(self, *, anyway: bool = False) -> int:
-        """Goes on in a new segment if this has entries, or with `anyway`; returns its number."""
+        """Starts a new segment if this one has entries, or with `anyway`; returns its number."""
         if self._file >= 0 and self._size == HEAD_BYTES and not anyway:
             return self.number
         number = max([self.number, *segments(self._directory)], default=0) + 1
@@ -238,10 +237,7 @@ class Journal:
             self._written += 1
 
     def sync(self) -> None:
-        """Returns when everything appended before is on disk; threads share the disk's work.
-
-        StorageError: the disk failed; what was not synced must not be acknowledged.
-        """
+        """Syncs earlier entries; threads share a sync. StorageError: acknowledge none of them."""
         wanted = self._written
         if self._synced >= wanted and not self.has_failed:
             return
@@ -254,7 +250,7 @@ class Journal:
                 raise storage_error(self._path(self.number), error, "syncing it") from None
 
     def _sync_file(self) -> None:
-        """Calls `fdatasync` once; the lock of syncs is held."""
+        """The lock of syncs is held."""
         wanted = self._written
         if self.has_failed:  # the kernel tells of a lost page once
             raise OSError(errno.EIO, "an earlier sync failed, until an image is written")
@@ -273,15 +269,11 @@ class Journal:
             raise
 
     def sync_segment(self) -> None:
-        """Returns when this segment is on disk, whatever has failed before it.
-
-        For an image that was begun with it, and needs no other.
-        """
+        """Syncs this segment whatever failed before it: an image begun with it needs no other."""
         with self._sync_lock:
             self._ask_disk()
 
     def repaired(self) -> None:
-        """Forgets a failed sync: a whole image was begun after the newest segment was."""
         with self._sync_lock:
             if self.has_failed:
                 (self._directory / FAILED_NAME).unlink(missing_ok=True)
@@ -301,19 +293,19 @@ class Journal:
 
 
 def image_path(directory: Path, number: int) -> Path:
-    """The path of the image of a number."""
+    """Returns the path of the image of a number."""
     return directory / f"{_IMAGE}{number:06d}"
 
 
 def images(directory: Path) -> dict[int, Path]:
-    """The images that stand, by number, in order."""
+    """Returns the committed images by number, in order."""
     return _numbered(directory, _IMAGE)
 
 
 def forget_images(
     directory: Path, reached: Callable[[str], None], before: int | None = None
 ) -> None:
-    """Removes images and journal segments of lower numbers; None: all."""
+    """Removes images and segments of numbers below `before`; None: all."""
     try:
         older = [p for n, p in images(directory).items() if before is None or n < before]
         for path in older:
@@ -334,7 +326,7 @@ def forget_images(
 
 
 class Journaling:
-    """Journal and images beside the files that serve. To be made when replay is over.
+    """The journal and images of one storage, made when replay is over.
 
     `sync_names` makes names, and what is not mapped, survive a loss of power; with `syncs_each`,
     `make_durable` waits for the disk.
@@ -365,14 +357,12 @@ class Journaling:
         return self.journal.begin_segment(anyway=anyway)
 
     def append(self, parts: Sequence[Buffer], image_bytes: int) -> None:
-        """Adds an entry; `image_bytes` is how large an image would be."""
         self.journal.append(parts)
         size_bytes = self._older_bytes + self.journal.size_bytes
         if size_bytes > max(2 * image_bytes, IMAGE_AT_BYTES_MIN):
             self.wants_image = True
 
     def make_durable(self) -> None:
-        """Returns when all entries may be acknowledged; StorageError: they must not be."""
         if self._syncs_each:
             self.sync()
 
@@ -384,7 +374,7 @@ class Journaling:
 
     @contextlib.contextmanager
     def imaging(self, number: int) -> Iterator[Path]:
-        """A directory for an image, which is in force when the block has filled and synced it.
+        """Yields an image's directory; in force when the block has filled and synced it.
 
         `number` is that of the segment begun with it. StorageError: the image before stays in
         force.

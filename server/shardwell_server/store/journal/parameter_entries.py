@@ -32,12 +32,11 @@ _GROUPED_MAGIC = 0x324A5753  # "SWJ2"
 _HEAD = struct.Struct("<IIIiQQqidI")
 _CRC = struct.Struct("<I")
 _CLOSES = 1 << 62
-"""Added to `samples` where the entry decides an open set."""
 _HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
-    """The bytes of an entry."""
+    """Returns the bytes of an entry."""
     factors = factors_of(entry.learning_rate)
     rest = struct.pack(f"<{len(factors)}fI", *factors, len(factors)) if factors else b""
     head = _HEAD.pack(
@@ -56,7 +55,7 @@ def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
 
 
 def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntry, int]]:
-    """The whole entries of a parameter's segment, and where each ends."""
+    """Yields the whole entries of a parameter's segment, and the end of each."""
 
     def read(data: Bytes, start: int) -> tuple[JournalEntry, int]:
         begin = start + _HEAD_BYTES

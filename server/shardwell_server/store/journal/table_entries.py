@@ -42,14 +42,14 @@ _HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 class TableEntry(NamedTuple):
-    """One change."""
+    """A change of a table."""
 
     stored: StoredTableRecord
     rows: WrittenRows
 
 
 def pack_entry(entry: TableEntry, salt: int) -> list[Buffer]:
-    """The bytes of an entry."""
+    """Returns the bytes of an entry."""
     rows = entry.rows
     flags = _VALUES * bool(rows.values) | _SUMS * bool(rows.sums) | _CLEARS * rows.clears
     arrays = [rows.places, *rows.values, *rows.sums, *rows.new_rows]
@@ -58,7 +58,7 @@ def pack_entry(entry: TableEntry, salt: int) -> list[Buffer]:
 
 
 def pack_mark(stored: StoredTableRecord, salt: int) -> list[Buffer]:
-    """The beginning of a segment."""
+    """Returns the mark that begins a segment."""
     return _heads(_MARK, stored, 0, stored.record.row_used, [], salt)
 
 
@@ -120,7 +120,7 @@ class TableJournal:
         self._salt = salt
 
     def entries(self, first_segment: int, at_least: int) -> Iterator[TableEntry]:
-        """The committed changes, in order, from the beginning of a segment on.
+        """Yields the committed changes in order, from the beginning of a segment on.
 
         StorageError: the journal does not begin there, has a gap, or ends before change `at_least`.
         """
@@ -146,7 +146,6 @@ class TableJournal:
             raise self._gone(f"it ends with change {sequence}; the image has {at_least}")
 
     def _head(self, path: Path, data: Bytes, start: int) -> tuple[_Found, int]:
-        """The entry that begins at an offset of a segment, and its end; for `read_segment`."""
         begin = start + _HEAD_BYTES
         if begin > data.size:
             raise NotWholeError("its head", is_cut=True)
@@ -201,10 +200,9 @@ class TableJournal:
 
 
 def _committed(found: list[_Found]) -> list[_Found]:
-    """The entries of committed changes, in order.
+    """Drops an entry whose process was killed before the record: it was never committed.
 
-    A process that is killed after an entry, and before its record, leaves one that was never
-    committed: the next process's mark has a lower sequence number, or its next change the same.
+    The next process's mark then has a lower sequence number, or its next change an equal one.
     """
     committed: list[_Found] = []
     limit = 2**64

@@ -25,8 +25,6 @@ from shardwell_server.store.memory.table import MemoryStorage, MemoryTable
 
 
 class _MemoryChange:
-    """A transition, used again and again: what is written is committed."""
-
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
         return ((0, count),)
 
@@ -41,7 +39,7 @@ class _MemoryChange:
 
 
 class MemoryParameter(MemoryStorage):
-    """Arrays without files. Pages are touched when first written; an unused array costs nothing."""
+    """A parameter's arrays without files; an unused array costs nothing until its first write."""
 
     is_in_memory = True
     is_torn = False
@@ -99,7 +97,7 @@ class MemoryParameter(MemoryStorage):
 
 
 class MemoryStore:
-    """Memory has no names to lose, and nothing is ever recovered."""
+    """The store without files: it has no names to lose, and recovers nothing."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, MemoryParameter] = {}

@@ -28,7 +28,6 @@ from shardwell_server.store.row_arrays import (
 )
 
 _NUMBER_COUNT = 3
-"""Arrays of values, the first, that have a number a row."""
 
 
 class MemoryStorage:
@@ -55,7 +54,7 @@ class MemoryStorage:
 
 
 class MemoryTable(MemoryStorage):
-    """Rows without files."""
+    """A table's rows without files."""
 
     record = TableRecord()
     undo_bytes = 0
@@ -112,7 +111,7 @@ class MemoryTable(MemoryStorage):
 
 
 class MemoryRowChange:
-    """The rows are copied twice, so that a change that fails can be taken back; in place, once."""
+    """A change that copies rows twice, so that a failed one can be taken back; in place, once."""
 
     def __init__(
         self, of: MemoryTable, places: Places, *, values: bool, sums: bool, in_place: bool

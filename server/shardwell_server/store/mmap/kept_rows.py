@@ -32,7 +32,7 @@ _SIZE_BYTES = _CRC.size + _HEAD.size
 
 
 class KeptRows:
-    """The file of one table; made with its first entry. One thread at a time."""
+    """The file of one table, made with its first entry. One thread at a time."""
 
     def __init__(self, path: Path, dim: int, row_count_max: int, salt: int) -> None:
         self._path = path
@@ -43,10 +43,10 @@ class KeptRows:
         self._end = 0
 
     def put(self, step: int, ids: Ids, rows: Float32) -> bool:
-        """Writes an entry; False: the disk is full or failed, and the file has nothing of the step.
+        """Writes an entry; False: the disk is full or failed, and the file has no rows of the step.
 
-        Rows that are kept help a worker that is started again together with the shard. A step is
-        worth more than they are, so it goes on without.
+        Kept rows help only a worker that restarts together with the shard: the step goes on
+        without.
         """
         if step != self._step:
             self._step, self._end = step, 0
@@ -72,7 +72,7 @@ class KeptRows:
         return False
 
     def read(self) -> list[tuple[int, Ids, Float32]]:
-        """The step, ids and rows of the last step that has any; `put` goes on there."""
+        """Returns step, ids and rows of the last kept step; `put` goes on there."""
         if self._end < 0:
             return []
         try:

@@ -40,7 +40,7 @@ def _place_bytes(layout: Layout) -> int:
 
 
 def file_size(layout: Layout) -> int:
-    """Bytes of the file; 0 where nothing is kept."""
+    """Returns the bytes of the file; 0 where nothing is kept."""
     return layout.chunk_count * _place_bytes(layout) if layout.kept_size_bytes else 0
 
 
@@ -49,10 +49,7 @@ def _cuts_blocks(layout: Layout) -> bool:
 
 
 def make_room(path: Path, layout: Layout) -> None:
-    """Makes the file of 0.2.0 anew, whose places are too small and hold what no worker reads.
-
-    StorageError: the disk is full, or fails.
-    """
+    """Replaces the file of 0.2.0, whose places are too small; StorageError: the disk failed."""
     size = file_size(layout)
     if not _cuts_blocks(layout) or not path.exists() or path.stat().st_size >= size:
         return
@@ -95,6 +92,5 @@ class KeptWeights:
         return self._file.data[first : first + length].tobytes()
 
     def copy(self, source: KeptWeights, chunk_index: int) -> None:
-        """Copies a chunk's place from another storage of the same layout."""
         place = slice(chunk_index * self._place_bytes, (chunk_index + 1) * self._place_bytes)
         np.copyto(self._file.data[place], source._file.data[place])

@@ -63,7 +63,7 @@ from shardwell_server.store.records.worker_steps import recover_marks, seat_coun
 
 
 class MmapParameter(MmapStorage):
-    """The arrays and records of one slice, in files; see the module."""
+    """The arrays and records of one slice, in files."""
 
     LAYOUT_NAME = "parameter.json"
     is_in_memory = False
@@ -261,7 +261,6 @@ class MmapParameter(MmapStorage):
             image.sync_contents()
 
     def copy_chunk(self, source: MmapParameter, chunk_index: int) -> None:
-        """Copies a chunk from another storage of the same layout."""
         for into, array in zip(self._arrays(), source._arrays(), strict=True):
             np.copyto(self._chunk(into, chunk_index), source._chunk(array, chunk_index))
         if self._kept is not None and source._kept is not None:
@@ -315,7 +314,7 @@ class MmapParameter(MmapStorage):
         return array[start : start + self.layout.chunk_element_count]
 
     def _crcs(self, chunk_index: int) -> tuple[int, ...]:
-        """CRCs of weights, sum (0 if there is none) and slots, as they lie."""
+        """The sum's CRC is 0 where the record has none."""
         arrays = (self.weights, self.gradient_sum, *self.slots)
         return tuple(
             0 if array is None else _crc(self._chunk(array, chunk_index)) for array in arrays
@@ -330,7 +329,7 @@ class MmapParameter(MmapStorage):
 
 
 class _MmapChange:
-    """Arrays go to their undo entry before they are changed; `commit` replaces the record."""
+    """Arrays go to their undo entry before they change; `commit` replaces the record."""
 
     __slots__ = (
         "_arrays",

@@ -19,14 +19,13 @@ from shardwell_server.store.row_checks import Checks, RowChecks
 _WEIGHTS = 3
 _KEYS_PER_PASS = 1 << 18
 _VALUES_PER_PASS = 1 << 20
-"""Rows, or values, of one pass: some megabytes of working memory."""
 
 
 class RowGuard:
     """The checks of one table.
 
     `arrays` are those that a change may write, checks too, in a fixed order; `of_values` and
-    `of_sums` are the numbers among them of each kind of change.
+    `of_sums` are their numbers in each kind of change.
     """
 
     def __init__(
@@ -77,8 +76,8 @@ class RowGuard:
     ) -> WrittenRows:
         """Writes the checks of rows as they lie; returns the rows, without new ones.
 
-        Rows at places from `row_used` on are left to `write_new`. `given` has rows by number of
-        their array; the others are gathered in `copies`.
+        Rows from `row_used` on are left to `write_new`. `given` has rows by number of their array;
+        the others are gathered in `copies`.
         """
         if places.size and places.max() >= row_used:
             is_old = places < row_used
@@ -119,7 +118,7 @@ class RowGuard:
         return [array[start:stop] for array in every]
 
     def check_keys(self, row_used: int) -> None:
-        """Checks keys, and which places are free and have no sum; all rows are unverified then."""
+        """Checks keys, and places that are free and have no sum; all rows are unverified then."""
         rows = self._rows
         for part, places in _passes(0, row_used, _KEYS_PER_PASS):
             found = self._checks.of_keys(places, rows.keys[part], rows.update_counts[part])
@@ -133,7 +132,6 @@ class RowGuard:
         self._verified = lazy_zeros((row_used,), np.bool_)
 
     def verify(self, places: Places) -> None:
-        """Any thread that may read the rows may call it."""
         verified = self._verified
         if verified is None:
             return

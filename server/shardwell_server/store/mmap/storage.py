@@ -57,10 +57,10 @@ class MmapStorage(ABC):
         self._events = EventLog(directory / "events", salt, reached)
         self._seat_count = 0
         self.is_torn = False
-        """True if the machine lost power, and it was not gone through since."""
+        """True if the machine lost power, and the journal was not replayed since."""
         self.has_image = False
         self.rolled_back_count = 0
-        """Chunks or rows of changes that were cut off, and taken back in `recover`."""
+        """Chunks or rows of cut-off changes that `recover` took back."""
         self._journaling: Journaling | None = None
 
     def _complete(self, layout: Layout | TableLayout) -> None:
@@ -109,19 +109,18 @@ class MmapStorage(ABC):
         *,
         is_torn: bool = False,
     ) -> Self:
-        """Opens an earlier process's files, and takes back what it was in the middle of.
+        """Opens an earlier process's files, and takes back the change that was under way.
 
-        After a loss of power (`is_torn`) an image replaces the files. StorageError: a file was
+        `is_torn`: power was lost, and an image replaces the files. StorageError: a file was
         damaged.
         """
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """The facts of its recovery, for the log."""
+        """Returns facts of its recovery, for the log."""
 
     @classmethod
     def _restore_image(cls, directory: Path, reached: Callable[[str], None]) -> bool:
-        """Puts the newest image in the place of the files; False if there is none."""
         newest = list(images(directory).values())[-1:]
         try:
             for image in newest:
@@ -136,7 +135,7 @@ class MmapStorage(ABC):
     @staticmethod
     @abstractmethod
     def _copy_file(source: Path, target: Path) -> None:
-        """Copies a file of an image, in the place of the one that serves."""
+        """Copies a file of an image over the one that serves."""
 
     # Seats and events.
 
@@ -158,10 +157,7 @@ class MmapStorage(ABC):
     # The journal.
 
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
-        """Begins to journal; to be called once, when replay is over.
-
-        `is_new`: it was just made, and everything is on the disk.
-        """
+        """Begins to journal, when replay is over, once; `is_new`: everything is on disk already."""
         self._events.is_synced = True
         journaling = Journaling(
             self.directory,
@@ -174,7 +170,7 @@ class MmapStorage(ABC):
 
     @abstractmethod
     def _begin_segment(self, journaling: Journaling) -> int:
-        """Goes on in a new segment, unless this one is as good; returns its number."""
+        """Starts a new segment, unless this one is as good; returns its number."""
 
     def make_durable(self) -> None:
         if self.presence is not None:
@@ -187,7 +183,7 @@ class MmapStorage(ABC):
             self._journaling.sync()
 
     def drop_journal(self) -> None:
-        """Makes image and journal of an earlier process superfluous, and removes them."""
+        """Makes an earlier process's image and journal superfluous, and removes them."""
         forget_journal(self.directory, self._reached, self._sync_all)
 
     # The disk.
@@ -198,14 +194,14 @@ class MmapStorage(ABC):
         self._sync_all()
 
     def sync_contents(self) -> None:
-        """Makes what the files hold survive a loss of power; names are left to the caller."""
+        """Makes the files' contents survive a loss of power; names are left to the caller."""
         for file in self._files:
             file.sync()
         self._marks.sync()
         self._sync_unmapped()
 
     def sync_names(self) -> None:
-        """Makes what is not mapped survive a loss of power, and the names of all files."""
+        """Makes all names, and what is not mapped, survive a loss of power."""
         self._sync_unmapped()
         sync_directory(self.directory)
         sync_directory(self.directory.parent)

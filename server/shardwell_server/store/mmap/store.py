@@ -42,7 +42,6 @@ from shardwell_server.store.records.event_log import EventLog
 
 _LOG = logging.getLogger("shardwell_server")
 _NAMES_SALT = 0
-"""There is one log of names in a directory."""
 LayoutT = TypeVar("LayoutT", Layout, TableLayout)
 StorageT = TypeVar("StorageT", bound=MmapStorage)
 
@@ -58,7 +57,6 @@ def _drop(storage: MmapStorage | None) -> None:
 
 
 def _closed(storage: MmapStorage) -> OSError | None:
-    """Closes storage; returns the failure, so that the others are closed all the same."""
     try:
         storage.close()
     except OSError as error:
@@ -145,7 +143,7 @@ class _Kind(Generic[LayoutT, StorageT]):
 
 
 class MmapStore:
-    """Parameters and tables in memory-mapped files, which survive the process."""
+    """The store in memory-mapped files, which survive the process."""
 
     def __init__(
         self,
@@ -284,7 +282,7 @@ class MmapStore:
     def close(self) -> None:
         """Closes the journals; files stay mapped until the last reference to the arrays is gone.
 
-        StorageError: the disk failed; what it lacks is on it only if the machine stays up.
+        StorageError: the disk failed; unwritten changes survive the process, but no loss of power.
         """
         opened = self._all()
         self._parameters.open, self._tables.open = {}, {}

@@ -75,7 +75,7 @@ from shardwell_server.store.row_undo import RowUndo, entry_bytes
 
 _PART_BITS = 16
 _BLOCK_BYTES = 4 << 20
-"""Rows that are copied to an image while changes wait: about a millisecond."""
+"""Rows copied to an image while changes wait: about a millisecond."""
 
 
 class _StoppedError(Exception):
@@ -83,7 +83,7 @@ class _StoppedError(Exception):
 
 
 class MmapTable(MmapStorage):
-    """The rows of one table, in files; see the module."""
+    """The rows of one table, in files."""
 
     LAYOUT_NAME = "table.json"
     updates_in_place = False
@@ -250,7 +250,6 @@ class MmapTable(MmapStorage):
     # The journal.
 
     def _replay(self) -> None:
-        """Writes again what the restored image lacks; StorageError names a lost segment."""
         (*_, number) = images(self.directory)
         journal = TableJournal(self.directory, self.layout.name, self._arrays, self._salt)
         for entry in journal.entries(number, self._stored.sequence):
@@ -282,7 +281,7 @@ class MmapTable(MmapStorage):
     def _journal(
         self, journaling: Journaling, stored: StoredTableRecord, rows: WrittenRows
     ) -> None:
-        """Notes what a change wrote, before it is committed; StorageError: it must not be."""
+        """Runs before the commit, which must not follow a StorageError."""
         image_bytes = stored.record.row_used * self.layout.row_size_bytes
         journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
 
@@ -302,7 +301,7 @@ class MmapTable(MmapStorage):
             image.sync_contents()
 
     def _begin_segment(self, journaling: Journaling) -> int:
-        """Goes on in a new segment if this one has more than a mark; no change is under way."""
+        """Runs while no change is under way."""
         journal = journaling.journal
         number = journal.number
         if (
@@ -332,7 +331,6 @@ class MmapTable(MmapStorage):
         raise _StoppedError
 
     def copy_rows(self, source: MmapTable, start: int, stop: int) -> None:
-        """Copies rows from another table of the same layout and salt; there is room."""
         for into, array in zip(self._guard.arrays, source._guard.arrays, strict=True):
             np.copyto(into[start:stop], array[start:stop])
 
@@ -343,7 +341,6 @@ class MmapTable(MmapStorage):
             self._marks.put(seat_index, 0, source._marks.get(seat_index, 0))
 
     def put(self, stored: StoredTableRecord) -> None:
-        """Commits a record, on disk and then here, and the mark that it names."""
         self._records.put(stored)
         self._stored, self.record = stored, stored.record
         if stored.position is not None:
@@ -351,7 +348,7 @@ class MmapTable(MmapStorage):
 
 
 class MmapRowChange:
-    """Rows go to the undo file before they are changed; `commit` replaces the record."""
+    """Rows go to the undo file before they change; `commit` replaces the record."""
 
     def __init__(self, of: MmapTable, places: Places, *, values: bool, sums: bool) -> None:
         self._of = of

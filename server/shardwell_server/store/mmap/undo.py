@@ -29,7 +29,7 @@ from shardwell_server.store.contract import Layout, Transition
 from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
 
 ENTRY_COUNT_MAX = 4
-"""Chunks that are changed in place at once; more wait. As many as threads that find a core."""
+"""Chunks that change in place at once; more wait. As many as threads that find a core."""
 _KINDS = {Transition.ADD: 1, Transition.CLOSE: 2}
 _HEAD = struct.Struct("<QQQ")
 
@@ -37,7 +37,7 @@ Arrays: TypeAlias = Sequence[Float32]
 
 
 def entry_count(layout: Layout) -> int:
-    """Entries that a slice needs."""
+    """Returns the entries that a slice needs."""
     return min(ENTRY_COUNT_MAX, layout.chunk_count)
 
 
@@ -51,12 +51,12 @@ def _entry_bytes(layout: Layout) -> int:
 
 
 def file_size(layout: Layout) -> int:
-    """Bytes of the file."""
+    """Returns the bytes of the file."""
     return entry_count(layout) * _entry_bytes(layout)
 
 
 class UndoEntry:
-    """One chunk's change in place. One thread at a time."""
+    """The entry of one chunk's change in place. One thread at a time."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class UndoEntry:
         self._reached("undo's progress")
 
     def roll_back(self, arrays: Arrays) -> None:
-        """Takes back what was written, and is void then; StorageError: the entry was damaged."""
+        """Takes back what was written, then is void; StorageError: the entry was damaged."""
         progress = self._words[0]
         if progress > arrays[0].size:
             raise self._damaged()
@@ -110,7 +110,7 @@ class UndoEntry:
         self._reached("undo voided")
 
     def pending(self, chunk_count: int) -> tuple[int, int, Transition] | None:
-        """Chunk, sequence number and kind of a change that may have been cut off."""
+        """Returns chunk, sequence number and kind of a change that may have been cut off."""
         progress, chunk_index, sequence, kind, check = self._words
         if progress == 0:
             return None
@@ -133,7 +133,7 @@ class UndoEntry:
 
 
 class UndoArea:
-    """All entries of a slice, handed out to threads."""
+    """The entries of a slice, handed out to threads."""
 
     def __init__(
         self, file: MappedFile, layout: Layout, salt: int, reached: Callable[[str], None]
@@ -146,7 +146,7 @@ class UndoArea:
         self._free_count = threading.Semaphore(len(self.entries))
 
     def take(self) -> UndoEntry:
-        """An entry for one change; blocks while all are in use by others, who wait for nothing."""
+        """Takes an entry for one change; blocks while others, who wait for nothing, have all."""
         self._free_count.acquire()
         return self._free.pop()
 

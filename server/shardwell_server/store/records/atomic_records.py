@@ -34,20 +34,20 @@ PACKED_BYTES_MAX = 108
 # chunk_index; then CRC32C of weights, sum, and two slots or as many as there are.
 _CHUNK = struct.Struct("<QqqqdiiiI")
 _SLOT_COUNT_MIN = 2
-"""Slots that each record has room for the CRCs of."""
+"""Each record has room for the CRCs of so many slots."""
 # sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
 _TABLE = struct.Struct("<Qqqqqiiii")
 
 
 def file_size(count: int) -> int:
-    """Bytes of a file of records."""
+    """Returns the bytes of a file of records."""
     return count * _STRIDE_BYTES
 
 
 class AtomicRecords:
-    """Records of one file, by index. Different ones may be put at once.
+    """The records of one file, by index. Different ones may be put at once.
 
-    `what` names an index in messages, as "chunk 3"; `salt` is the owner's, so that no other's fit.
+    `what` names an index in messages, as "chunk 3"; no other owner's records fit `salt`.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class AtomicRecords:
         self._reached = reached
 
     def put(self, index: int, packed: bytes) -> None:
-        """Commits a record under the next sequence number."""
         start = index * _STRIDE_BYTES
         (sequence,) = _SEQUENCE.unpack_from(packed)
         place = start + _PLACES[sequence & 1]
@@ -105,18 +104,18 @@ def _word(sequence: int) -> int:
 
 
 class StoredChunkRecord(NamedTuple):
-    """A record with what only the store needs."""
+    """A chunk's record with the store's own fields."""
 
     sequence: int
     record: ChunkRecord
     seat_index: int
     step: int
     crcs: tuple[int, ...]
-    """CRC32C of weights, sum and slots; the sum's has no meaning while it has none."""
+    """CRC32C of weights, sum and slots; the sum's has no meaning without a sum."""
 
 
 class ChunkRecords:
-    """All records of a slice. Different chunks may be put at once."""
+    """The records of a slice. Different chunks may be put at once."""
 
     def __init__(
         self,
@@ -171,16 +170,15 @@ class ChunkRecords:
 
 
 class StoredTableRecord(NamedTuple):
-    """A record with what only the store needs."""
+    """A table's record with the store's own fields."""
 
     sequence: int
     record: TableRecord
     position: Position | None
-    """The last change's contributor, and how far it has come."""
 
 
 class TableRecords:
-    """The record of a table."""
+    """The record of a table, in a file."""
 
     def __init__(self, file: MappedFile, salt: int, reached: Callable[[str], None]) -> None:
         self._records = AtomicRecords(file, 1, _TABLE.size, lambda _: "the table", salt, reached)

@@ -30,17 +30,17 @@ _MAGIC = f"shardwell events {EVENTS.newest}"
 _FORMAT = re.compile(rb"shardwell events ([0-9]{1,9}) ")
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
-"""Files are compacted when they are larger than that, and twice what they were afterwards."""
+"""Files are compacted when they exceed that, and twice their last compacted size."""
 _GROWTH_BYTES = 4096
 
 
 class EventLog:
-    """One parameter's. Any thread may append."""
+    """The events of one parameter or table. Any thread may append."""
 
     def __init__(
         self, path: Path, salt: int, reached: Callable[[str], None], *, is_synced: bool = False
     ) -> None:
-        """`is_synced`: events are on disk when a call returns, not only with the kernel."""
+        """Opens the log; `is_synced`: an event is on disk, not only with the kernel, at once."""
         self.is_synced = is_synced
         self._path = path
         self._salt = salt
@@ -68,7 +68,7 @@ class EventLog:
         self._end, self._reserved = end, end + _GROWTH_BYTES
 
     def read(self) -> list[Event]:
-        """The committed events, in order; StorageError: the file was damaged."""
+        """Returns the committed events in order; StorageError: the file was damaged."""
         try:
             data = self._path.read_bytes()
         except OSError as error:
@@ -121,7 +121,7 @@ class EventLog:
             self._end = end
 
     def compact(self, events: Sequence[Event]) -> None:
-        """Replaces a large file by one with fewer events that say the same, where there is room."""
+        """Replaces a large file by fewer events that say as much, where the disk has room."""
         with self._lock:
             if self._end < self._compact_at:
                 return

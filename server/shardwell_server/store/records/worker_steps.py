@@ -89,7 +89,6 @@ class WorkerSteps:
         self._map(capacity)
 
     def begin(self, seat_index: int) -> None:
-        """Makes the row of a seat where it has none yet; there is room for it."""
         if self._row_bytes:
             entries = self._row(seat_index)
             blank = np.flatnonzero(~entries.any(axis=1))
@@ -97,7 +96,6 @@ class WorkerSteps:
             self._reached("row of marks")
 
     def put(self, seat_index: int, chunk_index: int, step: int) -> None:
-        """Notes a step. To be called when the chunk's record is committed."""
         first = (seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8
         words, mark = self._words, step + 1
         words[first] = mark
@@ -107,11 +105,10 @@ class WorkerSteps:
         self._reached("mark's check")
 
     def get(self, seat_index: int, chunk_index: int) -> int:
-        """The last step of a seat for a chunk, -1 for none."""
         return self._words[(seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8] - 1
 
     def row(self, seat_index: int) -> list[int]:
-        """The last step of a seat for each chunk, -1 for none; StorageError: one was damaged."""
+        """Returns a seat's last step for each chunk, -1 for none; StorageError: one was damaged."""
         entries = self._row(seat_index)
         found, checks = entries[:, 0], entries[:, 1]
         bad = np.flatnonzero(checks != self._checks(seat_index, found))
@@ -123,7 +120,7 @@ class WorkerSteps:
         return [int(step) - 1 for step in found]
 
     def is_blank(self, seat_index: int) -> bool:
-        """True if a seat has given nothing, or is none yet."""
+        """True if a seat has given nothing, or does not exist yet."""
         return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
@@ -148,17 +145,17 @@ class WorkerSteps:
 
 
 def seat_count(events: Sequence[Event]) -> int:
-    """The number of logged seats; only those have marks."""
+    """Returns the number of logged seats; only those have marks."""
     return sum(event.get("kind") == "seat" for event in events)
 
 
 def recover_marks(
     marks: WorkerSteps, seat_count: int, latest: Sequence[tuple[int, int]], *, is_torn: bool
 ) -> None:
-    """Opens the marks that an earlier process left, and writes what it was cut off at again.
+    """Opens an earlier process's marks, and writes again what was cut off.
 
     `latest` has seat and step of each chunk's record, seat -1 for none. Torn marks may lack seats.
-    StorageError: records, marks and events do not fit each other, or there is no room.
+    StorageError: records, marks and events do not fit each other, or the file has no room.
     """
     directory = marks.path.parent
     marks.open()
