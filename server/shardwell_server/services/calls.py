@@ -57,18 +57,15 @@ UNIX_PEER = "unix:"
 """The client's address of calls over the Unix socket of unix_stream.proto."""
 _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
-"""Answers that are made at once before they are written: so many of so many bytes in all. One may
-be larger, and have its payload elsewhere."""
+"""Answers made before they are written; of so many bytes in all, or one larger one."""
 SHORT_BYTES_MAX = 257 * 1024
-"""See `Call.is_short`: a payload of 128 Ki elements in 2 bytes each, and what is around it."""
+"""A payload of 128 Ki elements in 2 bytes each, and its frame: see `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
 """A call's wait for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0
 _END_S = 5.0
 _GRANTED_COUNT_MAX = 4096
-"""Rights that a call is known to have; others are looked at each time."""
 _DAMAGE_COUNT_MAX = 8
-"""Damaged pieces that the status lists; all are in the log."""
 
 
 class Needs(enum.Enum):
@@ -78,7 +75,7 @@ class Needs(enum.Enum):
     NEXT_STEP = enum.auto()
     HELD = enum.auto()
     LONG = enum.auto()
-    """A thread: it will take long with what it has, though its call `is_short`."""
+    """A thread: the next part takes long, though the call `is_short`."""
 
 
 Handling: TypeAlias = Generator["bytes | NotYet | Needs", "bytes | None", Any]
@@ -91,7 +88,6 @@ class Rpc(NamedTuple):
     begin: Callable[..., Any]
     """The handler, given the call; before it the request, if it has one."""
     has_request: bool
-    """It comes at once."""
     is_stream: bool
     is_urgent: bool
     is_counted: bool
@@ -113,25 +109,24 @@ class Call:
         # On the loop's thread, while the call lives: gRPC reads memory that it has freed, and the
         # process may die, where a context is asked for these once its call is over.
         self.peer = context.peer()
-        """Address of the client, as gRPC writes it; `UNIX_PEER`: it calls over the Unix socket."""
+        """The client's address as gRPC writes it; `UNIX_PEER`: it calls over the Unix socket."""
         shown = context.auth_context() if note is not no_audit or rpc.name == "Attend" else {}
         self._certificate = _common_name(shown)
         self.certificate_pem = next(iter(shown.get("x509_pem_cert", ())), None)
-        """The certificate that the client has shown, of a call by which it attends."""
+        """The client's certificate, of a call by which it attends."""
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
         self.unnoted: list[tuple[Right, str, str]] = []
-        """Those granted since its handler yielded last."""
+        """The rights granted since its handler yielded last."""
         self.asked: tuple[Right, str, str] | None = None
-        """The right that was asked for last: what for, on what, by which name."""
+        """The last right that was asked for, its object, and the caller's name for that."""
         self.moved_bytes = 0
-        """Payload that it brought, or was answered, since its rate was looked at last."""
+        """Payload, in both directions, since its rate was looked at last."""
         self.changed = asyncio.Event()
         """Set when what was too early may have come."""
         self.is_short = False
-        """True where its handler, going on from a message of up to SHORT_BYTES_MAX or none, takes
-        less time than a thread to be woken: then it runs on the loop's thread. The handler says
-        so."""
+        """True if its handler takes less time for a message of up to SHORT_BYTES_MAX, or none, than
+        a thread to wake: then it runs on the loop's thread. The handler sets it."""
         self.ending: ShardwellError | None = None
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
@@ -151,12 +146,11 @@ class Call:
             self.unnoted.append(asked)
 
     def ask(self, right: Right, kind: str, name: str) -> None:
-        """Refuses as `check` does, each time, and for what the audit log tells by another event."""
+        """Refuses as `check` does, each time; the audit log has another event for it."""
         self.asked = (right, kind, name)
         self.principal.check(right, kind, name)
 
     def note_opened(self) -> None:
-        """Notes the names that the handler has opened: it has gone on, or ended, without error."""
         opened, self.unnoted = self.unnoted, []
         for right, kind, name in opened:
             self.note("opened", kind=kind, name=name, right=right.word)
@@ -190,7 +184,7 @@ class Call:
         return not self._is_over
 
     def wake(self) -> None:
-        """Wakes the call to try again what was too early. From any thread."""
+        """Has the call try again. From any thread."""
         with suppress(RuntimeError):  # the loop has ended, and the call with it
             self._loop.call_soon_threadsafe(self.changed.set)
 
@@ -199,14 +193,13 @@ class Call:
         self._loop.call_soon_threadsafe(self.end_now, error)
 
     def soon(self, act: Callable[[], None]) -> None:
-        """Runs something on the loop's thread. From any thread."""
+        """Runs a call on the loop's thread. From any thread."""
         self._loop.call_soon_threadsafe(act)
 
     def note_end(self) -> None:
         self._is_over = True
 
     def end_now(self, error: ShardwellError) -> None:
-        """Ends it, from the loop's thread."""
         if not self._is_over and self.ending is None:
             self.ending = error
             assert self._task is not None
@@ -223,7 +216,7 @@ class _Step(NamedTuple):
 
 
 def _sealed_once(response: Any) -> bytes:
-    """The bytes of a response; its CRC is computed here, unless its handler has, on a thread."""
+    """Computes the CRC of a response here, unless its handler has, on a thread."""
     is_sealed = getattr(response, checksum.CRC_FIELD, 0)
     return bytes(response.SerializeToString()) if is_sealed else checksum.sealed(response)
 
@@ -247,7 +240,7 @@ def _go_on(handling: Handling, message: bytes | None) -> _Step:
 
 
 class _AnswerRoom:
-    """Bytes of answers that are being written. For the loop's thread."""
+    """The bytes of answers that are being written. For the loop's thread."""
 
     def __init__(self, bytes_max: int) -> None:
         self.is_full = False
@@ -271,7 +264,7 @@ class _AnswerRoom:
                 ) from None
 
     async def write(self, context: grpc.aio.ServicerContext[Any, Any], answer: bytes) -> None:
-        """Returns when gRPC has taken it for its line, which it does as its reader reads."""
+        """Returns when gRPC takes the answer for its line, which it does as its reader reads."""
         self._bytes += len(answer)
         self.is_full = self._bytes >= self._bytes_max
         try:
@@ -288,7 +281,7 @@ def _common_name(shown: Any) -> str | None:
 
 
 class Calls:
-    """The maker of gRPC's handlers from ours. For the loop's thread."""
+    """Makes gRPC's handlers from ours. For the loop's thread."""
 
     def __init__(
         self,
@@ -311,14 +304,13 @@ class Calls:
         """Calls that ended with an error, by its name; any thread may read it."""
 
     def wake_all(self) -> None:
-        """Has all calls look again that wait for other workers: the shard stops, say."""
         for call in self._open:
             call.changed.set()
 
     def end_those_with_name(self, kind: str, name: str, message: str) -> None:
-        """Ends calls that were granted a name, to be made again by their client.
+        """Ends calls that were granted a name. From any thread but the loop's.
 
-        From any thread but the loop's. Later results of their handlers are dropped.
+        Their clients call again; later results of their handlers are dropped.
         """
         ended = threading.Event()
 
@@ -357,10 +349,10 @@ class Calls:
         is_urgent: bool = False,
         is_counted: bool = True,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One request, one response; `handler(request, call)` may be a plain function.
+        """Makes a handler of one request and one response, which may be a plain function.
 
         An urgent one waits for no rate: others' seats depend on it. One that is not counted is none
-        of the calls that a token may have open, as each session has one at the most.
+        of the calls that a token may have open: each session has at most one.
         """
         return self._handler(
             handler, request_type, is_stream=False, is_urgent=is_urgent, is_counted=is_counted
@@ -369,7 +361,7 @@ class Calls:
     def held(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """One request, and no answer as long as the call is open; it is not counted as a stream."""
+        """Makes a handler without an answer while the call is open; it is no counted stream."""
         return self._handler(
             handler, request_type, has_answers=True, is_stream=False, is_urgent=True
         )
@@ -445,7 +437,6 @@ class Calls:
             self._guard.leave(call)
 
     async def _request(self, call: Call) -> bytes:
-        """The message of a call that has one; ShardUnavailableError: it does not come."""
         try:
             async with asyncio.timeout(_REQUEST_S):
                 message = await call.context.read()
@@ -513,7 +504,6 @@ class Calls:
                 self._threads.begin(handling.close)
 
     def _abandon(self, handling: Handling, step: _Step | None) -> None:
-        """Ends a handler whose call was cancelled while it ran."""
         if step is not None and isinstance(step.needs, NotYet):
             step.needs.forget()
         self._threads.begin(handling.close)
@@ -529,7 +519,7 @@ class Calls:
             too_early.forget()
 
     def note_damage(self, words: str) -> None:
-        """Keeps in mind that something stored is damaged; of many, the first. From any thread."""
+        """Remembers the first damaged pieces of storage. From any thread."""
         if words not in self.damages and len(self.damages) < _DAMAGE_COUNT_MAX:
             self.damages.append(words)
 

@@ -16,9 +16,9 @@ ResultT = TypeVar("ResultT")
 
 
 class EventLoop:
-    """The loop, for one who uses it. Any thread may call it, except the loop's own.
+    """A user's hold on the loop. Any thread may call it, except the loop's own.
 
-    The thread is started with the first that is made, and ends when all are closed.
+    The thread starts with the first that is made, and ends when all are closed.
     """
 
     _lock = threading.Lock()
@@ -75,7 +75,6 @@ class _LoopThread:
 
 
 async def _end_tasks() -> None:
-    """Cancels what gRPC has left behind."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()

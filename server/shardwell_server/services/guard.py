@@ -22,12 +22,12 @@ class Guard:
     def __init__(self, access: Access, usages: Usages, note: Note = no_audit) -> None:
         self.note = note
         self.turned_away_s: float | None = None
-        """The time of the last refusal for want of a token or right; None: none was."""
+        """The time of the last refusal for want of a token or right."""
         self._access = access
         self._usages = usages
 
     async def enter(self, call: Call) -> None:
-        """Finds out who makes a call, and counts it; returns when it may begin.
+        """Finds and counts a call's principal; returns when it may begin.
 
         AuthenticationError: its token is not let in. LimitError: the token's quota is used up.
         """
@@ -47,7 +47,7 @@ class Guard:
                 await asyncio.sleep(delay_s)
 
     async def pace(self, call: Call, *, free_bytes: int = 0) -> None:
-        """Counts what a call has moved; returns when that is no more than its quota allows."""
+        """Counts the bytes of a call; returns when its quota allows them."""
         if call.usage is None or call.usage.quota.bytes_per_s is None:
             return
         delay_s = call.usage.delay_s(max(call.moved_bytes, CALL_BYTES) - free_bytes)
@@ -60,7 +60,6 @@ class Guard:
             call.usage.add("calls", -1)
 
     def expiry(self, call: Call) -> AuthenticationError | None:
-        """The error of a call whose token has ended since it was let in, or changed."""
         try:
             self._access.check_still(call.principal)
         except AuthenticationError as error:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 _CALL_COUNT_MAX = 64
-"""Calls at once, those that watch among them; each is one of those that a shard takes."""
+"""Open calls, those that watch among them; each is one of those that a shard takes."""
 _WATCH_COUNT_MAX = 16
 _REQUEST_S = 10.0
 _Status = health_pb2.HealthCheckResponse
@@ -30,7 +30,6 @@ class HealthService:
         self._call_count = self._watch_count = 0
 
     def set(self, service: str, status: int) -> None:
-        """Sets a service's status; "" is the server."""
         self._statuses[service] = status
         self._changed.set()  # who waits has this one
         self._changed = asyncio.Event()

@@ -72,7 +72,6 @@ class NameService:
         return response
 
     def _mark(self, request: pb.DeleteRequest, name: str, by: str) -> bool:
-        """Decides a deletion, unless members are alive; ends calls that use the name."""
         if self._shard.config.shard_index != 0:
             raise WrongShardError("STAGE_MARK is done by shard 0 alone; call it there")
         registry, word = self._registry(request.kind)
@@ -114,7 +113,6 @@ class NameService:
         return found
 
     def _check_may(self, call: Call, kind: pb.NameKind, name: str) -> None:
-        """Raises AccessDeniedError for callers who neither administer the name nor have made it."""
         registry, word = self._registry(kind)
         owner = registry.owner_of(name)
         is_owner = owner is None or (owner != "" and owner == call.principal.name)

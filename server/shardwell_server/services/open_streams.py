@@ -18,20 +18,18 @@ from shardwell_server.shard.quotas import Usage
 LAST_READS_S = 0.25
 """The time for a client to read the last answers, before a stream without work is ended."""
 _ENTER_S_MAX = 10.0
-"""A stream's wait for another to give way, beside others that do, too."""
 
 
 _LOOK_S = 0.01
-"""The pause between two looks whether a stream that has just come is idle."""
 
 
 class Endable(Protocol):
-    """A stream."""
+    """A stream that can be ended."""
 
     usage: Usage | None
 
     def end(self, error: ShardwellError) -> None:
-        """Ends it with that error, when what it does has ended."""
+        """Ends it with that error, when its current work has ended."""
 
 
 class OpenStreams:
@@ -40,22 +38,21 @@ class OpenStreams:
     def __init__(self, stream_count_max: int) -> None:
         self._stream_count_max = stream_count_max
         self._open: set[Endable] = set()
-        """The streams that count; one that gave way does no more."""
+        """Streams that count; those that gave way do not."""
         self._idle: dict[Endable, float] = {}
-        """Idle since when, the longest first."""
+        """The begin of each stream's idleness, the longest first."""
         self._new: dict[Endable, float] = {}
         self._stopping = False
 
     @property
     def count(self) -> int:
-        """The number of open streams; any thread may ask."""
         return len(self._open)
 
     async def enter(self, stream: Endable) -> None:
-        """Counts a stream until it leaves; waits for a moment where another is about to give way.
+        """Counts a stream until it leaves; waits for a moment where another gives way.
 
-        Where the quota of the stream's token is used up, another of that token's gives way.
-        LimitError: no stream is idle.
+        Where the quota of its token is used up, another of that token's gives way. LimitError: no
+        stream is idle.
         """
         until_s = time.monotonic() + _ENTER_S_MAX
         while refusal := self._refusal(stream):
@@ -86,7 +83,6 @@ class OpenStreams:
         self._new[stream] = time.monotonic()
 
     def _refusal(self, stream: Endable) -> str:
-        """The reason why a stream has no room now; empty: it has."""
         if len(self._open) >= self._stream_count_max:
             return (
                 f"limit stream_count_max={self._stream_count_max}: as many streams are at "

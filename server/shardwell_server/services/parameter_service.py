@@ -55,16 +55,13 @@ _LOG = logging.getLogger("shardwell_server")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _TROUBLE_COUNT_MAX = 16
-"""In one answer, of less than 4 KiB each, as it has others, too."""
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the parameters in one answer, except one that is larger alone."""
 STATUS_NAME_COUNT_MAX = 1500
 """Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
-"""Most bytes of the sets in one answer, except one that is larger alone."""
 _CHUNK_INDEX_SIZE_BYTES = 5
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4
-"""Elements of a snapshot, in a message."""
 _DESCRIPTOR_RESERVE = 16
 """Descriptors that newcomers leave: to accept a connection and refuse it by name, and for files."""
 _DESCRIPTORS = "/proc/self/fd"
@@ -81,7 +78,7 @@ class ParameterServerService:
         self._streams = streams
         self._arenas = arenas
         self.stream_address = ""
-        """The address of streams from this machine; empty: nowhere but over gRPC."""
+        """The address of streams from this machine; empty: gRPC alone."""
         self.troubles: Callable[[], list[pb.Trouble]] = list
         self.resources: Callable[[], pb.Resources] = pb.Resources
         self.settings: Callable[[], pb.ShardSettings] = pb.ShardSettings
@@ -169,10 +166,7 @@ class ParameterServerService:
         return ParameterStream(self._shard, self._arenas, call).exchange()
 
     def snapshot(self, request: pb.SnapshotRequest, call: Call) -> Handling:
-        """A first message when every chunk is sure to be had, then all chunks in order.
-
-        Holds one chunk's arrays at a time.
-        """
+        """Yields a first message when every chunk is sure to come, then chunk by chunk in order."""
         self._shard.check_identity(request.shard)
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
@@ -325,7 +319,7 @@ class ParameterServerService:
 def joined(
     kind: Kind, shard: Shard, request: Any, call: Call, spec_type: type[ParameterSpec | TableSpec]
 ) -> Any:
-    """The answer to a worker that opens a parameter or table, which is made if it is new."""
+    """Returns the answer to a worker that opens a parameter or table, perhaps a new one."""
     shard.check_identity(request.shard)
     takes_seat = request.take_seat
     named = request.worker_id or takes_seat
@@ -385,7 +379,7 @@ def _ranges(
 
 
 def admit_newcomer() -> None:
-    """Raises LimitError while those who are connected need the last descriptors."""
+    """Raises LimitError while connected clients need the last descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         count = len(os.listdir(_DESCRIPTORS))

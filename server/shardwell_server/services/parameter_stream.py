@@ -29,14 +29,14 @@ from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_tracker import ParameterSeat
 
 _SHORT_ELEMENT_COUNT = 131_072
-"""Elements of a slice that is counted and encoded in about the time that it takes to wake a thread
-and let it in beside the loop's."""
+"""Elements of a slice that is counted and encoded in about the time that a thread takes to wake
+beside the loop's."""
 _SLOW_ELEMENT_COUNT = 16_384
 """Fewer where payloads are compressed, or a file is mapped: several times as long."""
 
 
 class ParameterStream(StepStream[ParameterSlice]):
-    """The handler of a call is its `exchange`, or the method with the call's name."""
+    """The handler of one call, by `exchange` or by the method with the call's name."""
 
     _kind = "parameter"
 
@@ -92,7 +92,6 @@ class ParameterStream(StepStream[ParameterSlice]):
     # A message of an exchange.
 
     def _opened(self) -> bool:
-        """Binds the worker of a call that only counts; a step that closes by its norm is long."""
         if self._only_counts:
             self._bind()
         parameter = self._slice
@@ -183,14 +182,12 @@ class ParameterStream(StepStream[ParameterSlice]):
         return payload_of(gradient.chunk, payload, self._arena)
 
     def _superseded(self, indexes: list[int]) -> pb.SupersededChunks:
-        """The chunks of the last step that count with other values; empties the list."""
         found = pb.SupersededChunks(step=self._step, chunk_indexes=indexes)
         found.crc32c = checksum.of_message(found)
         indexes.clear()
         return found
 
     def _outcome(self, contributor: Contributor[ParameterSeat]) -> Callable[[], pb.StepOutcome]:
-        """Makes the outcome of the step that ends now, once its chunks have closed it."""
         late, contributor.late = contributor.late, set()
         may_have, contributor.may_have_counted = contributor.may_have_counted, False
         return partial(_outcome, self._slice, self._step, late, may_have, contributor)
@@ -218,7 +215,6 @@ class ParameterStream(StepStream[ParameterSlice]):
     def _weights(
         self, asked: pb.GetWeightsRequest | pb.WeightsFetch, arena: SharedMemory | None
     ) -> Handling:
-        """All weights, chunk by chunk, each once it has seen so many updates."""
         parameter, min_version = self._slice, asked.min_version
         max_version = asked.max_version if asked.HasField("max_version") else None
         held = _held_versions(asked, parameter)
@@ -243,11 +239,10 @@ class ParameterStream(StepStream[ParameterSlice]):
     # Chunks that other threads count.
 
     def _count_beside(self, requests: Sequence[Request]) -> None:
-        """Has threads that are free count chunks of a message, beside the others.
+        """Has free threads count a message's chunks, beside the others.
 
-        Where nothing is left to be decided: the stream is open, its worker has its seat, and these
-        are chunks of one step, each once. Chunks are counted in any order, as chunks of several
-        workers are; answers leave in theirs.
+        Nothing is left to be decided: the stream is open, its worker has its seat, and these are
+        chunks of one step, each once. Their order is free, as among workers; answers keep theirs.
         """
         contributor = self._contributor
         if self._call.is_short or contributor is None or contributor.seat is None:
@@ -302,10 +297,7 @@ def _outcome(
 
 
 def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcome]) -> bytes:
-    """A chunk's weights as a message, which has the outcome of its step besides.
-
-    Bytes before a message of protobuf's are more of its fields.
-    """
+    """Puts the outcome before the weights: its bytes are more fields of protobuf's message."""
     message = make()
     head = pb.ExchangeResponse(outcome=outcome())
     rest = -head.ByteSize() % ALIGNMENT_BYTES
@@ -317,7 +309,6 @@ def _with_outcome(make: Callable[[], bytes], outcome: Callable[[], pb.StepOutcom
 def _held_versions(
     asked: pb.GetWeightsRequest | pb.WeightsFetch, parameter: ParameterSlice
 ) -> list[int | None]:
-    """The version in which the caller holds each chunk; None: it holds none."""
     held = asked.held_versions if isinstance(asked, pb.WeightsFetch) else ()
     count = parameter.chunk_count
     if held and len(held) != count:
@@ -330,7 +321,7 @@ def _held_versions(
 
 
 def arena_of(arenas: ArenaOffers, token: int) -> SharedMemory | None:
-    """The arena of a token; None where there is none to be."""
+    """Returns the arena of a token; None for no token."""
     memory = arenas.take(token) if token else None
     if token and memory is None:
         raise ShardUnavailableError(

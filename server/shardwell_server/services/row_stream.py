@@ -23,14 +23,13 @@ from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.table.step_tracker import TableSeat
 
 _SHORT_ELEMENT_COUNT = 64 * 1024
-"""Values of rows that are read or updated in less time than a thread takes to be woken."""
+"""Values of rows that are read or updated in less time than a thread takes to wake."""
 _SHORT_BYTES_MAX = 64 * 1024
-"""Most bytes of a message for which that holds: of many ids of narrow rows each costs more than its
-values."""
+"""Most bytes of such a message: many ids of narrow rows cost more than their values."""
 
 
 class RowStream(StepStream[TableSlice]):
-    """The handler of ExchangeRows is its `exchange`."""
+    """The handler of ExchangeRows, by its `exchange`."""
 
     _kind = "table"
 
@@ -44,7 +43,6 @@ class RowStream(StepStream[TableSlice]):
         """The last step, if it has ended and no fetch has followed it, with elastic members."""
 
     def _opened(self) -> bool:
-        """Prepares answers; a table in memory is short unless something waits for a disk."""
         self._slice.register.check_incarnation(self._opening.incarnation)
         self._counted_context = checksum.rows_counted_context(self._opening.table)
         self._ended = None
@@ -106,7 +104,6 @@ class RowStream(StepStream[TableSlice]):
             self._pending.append(Due(response.SerializeToString))
 
     def _after_step(self, fetch: pb.RowsFetch, rows: Callable[..., bytes]) -> Callable[[], bytes]:
-        """Makes the answer to a fetch, which may be of what comes of the step before it."""
         ended = self._ended
         if ended is None or not fetch.unless_late:
             return rows

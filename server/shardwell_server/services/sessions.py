@@ -41,7 +41,7 @@ class SessionService:
         self._shard = shard
         self._calls = calls
         self.certificate_ends: dict[int, tuple[str, float, float]] = {}
-        """Of sessions that attend: the worker, and when its certificate ends, since 1970."""
+        """Of sessions that attend: the worker, and the end of its certificate, since 1970."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         calls = self._calls

@@ -71,13 +71,13 @@ class StepStream(ABC, Generic[SliceT]):
         self._contributor: Contributor[Any] | None = None
         """The worker, once it has sent a gradient."""
         self._may_be_short = False
-        """True if the slice may take less time for a request than a thread to be woken."""
+        """True if the slice may take less time for a request than a thread to wake."""
         self._is_between_steps = True
         self._pending: deque[Due] = deque()
         self._batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
         self._is_spread = shard.core_threads.count > 1
         self._beside: dict[int, Future[bool]] = {}
-        """Parts of the message that is being served which other threads count, by index."""
+        """Parts of the current message that other threads count, by index."""
         self._made: deque[Future[tuple[bytes, int]]] = deque()
         """Answers that other threads make, those that are due first."""
 
@@ -85,19 +85,18 @@ class StepStream(ABC, Generic[SliceT]):
 
     @abstractmethod
     def _opened(self) -> bool:
-        """Takes the slice and the message that opened the stream; whether it may be short."""
+        """Takes the slice and the opening message; returns True if it may be short."""
 
     @abstractmethod
     def _serve(self, request: Any, payload: Bytes) -> Handling:
-        """Does what a request asks for; what it is answered becomes due."""
+        """Serves a request; its answer becomes due."""
 
     def _count_beside(self, requests: Sequence[Request]) -> None:
-        """Has threads that are free count parts of a message, where parts are independent."""
+        """Has free threads count parts of a message, where parts are independent."""
 
     # The driver.
 
     def exchange(self) -> Handling:
-        """Does what each message asks for; the stream goes on from step to step."""
         try:
             while True:
                 message = yield Needs.NEXT_STEP if self._is_between_steps else Needs.NEXT
@@ -124,7 +123,7 @@ class StepStream(ABC, Generic[SliceT]):
                 self._end_beside()
 
     def _open(self, request: Any) -> None:
-        """Binds what a message opens, of which nothing is asked yet but that it may be read."""
+        """Binds a message's names; the caller has no right yet but to have it read."""
         self._check_between_steps("`open`")
         self._slice = opened(self._kind, self._shard, request, self._call, Right.READ)
         self._opening, self._contributor = request.open, None
@@ -135,7 +134,7 @@ class StepStream(ABC, Generic[SliceT]):
             raise ArgumentError(f"{what} came in the middle of a step; end it first")
 
     def _bind(self) -> Contributor[Any]:
-        """The worker whose gradients come; one that only reads needs neither right nor session."""
+        """A stream that only reads needs neither right nor session."""
         opening, call = self._opening, self._call
         call.check(Right.CONTRIBUTE, self._kind, self._slice.spec.name)
         session = self._shard.sessions.check(
@@ -150,7 +149,6 @@ class StepStream(ABC, Generic[SliceT]):
         return types_pb2.TRANSPORT_UNIX if is_unix else types_pb2.TRANSPORT_TCP
 
     def _answers(self, *, all_: bool) -> Handling:
-        """The answers that are due, in order: those that are ready, or all."""
         pending, batch, holds = self._pending, self._batch, False
         while pending:
             first = pending[0]
@@ -179,7 +177,6 @@ class StepStream(ABC, Generic[SliceT]):
             yield from batch.rest()
 
     def _make_beside(self) -> None:
-        """Has threads that are free make answers behind the next, as far as they are ready."""
         if self._call.is_short:
             return
         for each in itertools.islice(self._pending, 1, None):
@@ -202,7 +199,7 @@ class StepStream(ABC, Generic[SliceT]):
 
 
 def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> Any:
-    """The slice of the parameter or table that a stream's first message names."""
+    """Returns the slice that a stream's first message names."""
     if not request.HasField("open"):
         raise ArgumentError("a stream's first message must have `open`; it is missing")
     opening = request.open
@@ -216,7 +213,7 @@ def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> 
 
 
 def names_that_fit(worker_ids: Iterable[str]) -> list[str]:
-    """The first names, as many as an outcome has room for."""
+    """Returns the first names, as many as an outcome has room for."""
     found, size_bytes = [], 0
     for worker_id in worker_ids:
         size_bytes += len(worker_id) + 2

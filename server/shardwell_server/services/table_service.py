@@ -195,10 +195,10 @@ def state_messages(
     is_wanted: Callable[[], bool],
     count: Callable[[int], None],
 ) -> Handling:
-    """A first message when the rows are sure to be had, then all rows.
+    """Yields a first message when the rows are sure to come, then all rows.
 
-    `deadline` bounds the wait for `version`, which asynchronous mode has no use for; any thread
-    calls `is_wanted`; `count` gets the bytes of each message.
+    `deadline` bounds the wait for `version`, which asynchronous mode does not use; any thread calls
+    `is_wanted`; `count` gets the bytes of each message.
     """
     table.loading.check_committed()
     codec = RowStateCodec(table.spec)
@@ -236,10 +236,9 @@ class _Load:
         self._opening = opening
         self._context = checksum.rows_load_context(opening)
         self._number = 0
-        """Number of the load; 0: it has not begun."""
+        """The number of the load; 0: it has not begun."""
         self._rate: float | None = None
         self.row_count = 0
-        """Committed rows."""
         self.is_finished = False
 
     def take(self, request: pb.LoadRowsRequest, payload: Bytes) -> None:
@@ -265,5 +264,5 @@ class _Load:
         self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
 
     def end(self) -> None:
-        """Returns when what was done may be acknowledged."""
+        """Returns when the load may be acknowledged."""
         self._table.make_durable()

@@ -141,7 +141,6 @@ def _workers_of(own: pb.RecordResponse) -> set[str]:
 
 
 def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.OpenStep | None:
-    """Describes an open step; None: no worker has begun it."""
     if not wait.HasField("open_for_s"):
         return None
     begin_ns = max(now_ns() - int(wait.open_for_s * 1e9), 0)

@@ -32,7 +32,7 @@ from shardwell_server.services.calls import UNIX_PEER
 
 _LOG = logging.getLogger("shardwell_server")
 _OPEN_S = 10.0
-"""For a client to say what it calls."""
+"""The time in which a client must name its call."""
 _READ_AHEAD_BYTES = 256 * 1024
 """Bytes of messages read ahead of the call; then nothing more is read."""
 _JOINED_BYTES_MAX = 32 * 1024
@@ -48,7 +48,7 @@ _METHODS = {
     if method.client_streaming or not method.server_streaming
 }
 Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
-"""The server of a call, given gRPC's iterator, which it does not use, and context."""
+"""Serves a call, given gRPC's iterator, which it does not use, and context."""
 
 Pack: TypeAlias = Callable[[Any], bytes]
 
@@ -96,7 +96,7 @@ class UnixStreams:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more connections; returns when all calls have ended, at the latest by then."""
+        """Accepts no more connections; returns when all calls have ended, within the grace."""
         if self._server is not None:
             self._server.close()
         if self._listener is not None:
@@ -125,7 +125,6 @@ class UnixStreams:
         self._open.add(connection)
 
     def _end_idle(self) -> None:
-        """Ends the connection that has waited for another call for longest, if one does."""
         idle = [each for each in self._open if each.answered_s is not None]
         if idle:
             longest = min(idle, key=lambda each: each.answered_s or 0.0)
@@ -144,7 +143,7 @@ class _Connection(asyncio.Protocol):
     ) -> None:
         self.task: asyncio.Task[Any] | None = None
         self.answered_s: float | None = None
-        """Since when it waits for another call; None: it does not."""
+        """The time since which it waits for another call; None: it does not."""
         self._serve_of = serve_of
         self._entered = entered
         self._left = left
@@ -219,7 +218,6 @@ class _Connection(asyncio.Protocol):
     # What handlers call, as of gRPC's context.
 
     async def read(self) -> Any:
-        """The next message, or gRPC's word for none."""
         while not self._messages:
             if self._has_all:
                 return grpc.aio.EOF
@@ -236,10 +234,9 @@ class _Connection(asyncio.Protocol):
         return message
 
     async def write(self, answer: bytes) -> None:
-        """Returns when another answer has room.
+        """Returns when another answer has room; asyncio.CancelledError: the line is lost.
 
-        asyncio.CancelledError: the line is lost, of which the task learns only when it waits;
-        asyncio logs what is written to such a line.
+        The task learns of that only when it waits; asyncio logs what is written to such a line.
         """
         if self._transport.is_closing():
             raise asyncio.CancelledError
@@ -262,7 +259,7 @@ class _Connection(asyncio.Protocol):
         return UNIX_PEER
 
     def time_remaining(self) -> float | None:
-        """None: its caller closes it when its time is over."""
+        """Returns None: the caller closes the connection when its time is over."""
         return None
 
     async def abort(
@@ -298,7 +295,6 @@ class _Connection(asyncio.Protocol):
         self.task.add_done_callback(partial(self._served, pack))
 
     def _served(self, pack: Pack | None, task: asyncio.Task[Any]) -> None:
-        """Sends the handler's answer; ends the connection unless it takes another call."""
         is_over = True
         try:
             if not task.cancelled() and pack is not None and not self._has_aborted:

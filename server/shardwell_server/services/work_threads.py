@@ -22,12 +22,11 @@ class _Job(NamedTuple):
 
 
 class WorkThreads:
-    """Up to `count_max` threads, started when there is work for them; the first one at once.
+    """A pool of up to `count_max` threads, started when work needs them; the first one at once.
 
-    Where the system has no further thread, work waits for one of those that there are;
-    RuntimeError: there is none. Of those without work, the one that worked last gets the next, in a
-    queue of its own: of several that wait at one queue, each job would wake two, and others each
-    time. To be called on the loop, except `close`.
+    Where the system has no further thread, work waits for one of the others; RuntimeError: none
+    exists. Of those without work, the one that worked last gets the next, in a queue of its own: of
+    several that wait at one queue, each job would wake two. For the loop's thread, except `close`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count_max: int) -> None:
@@ -48,8 +47,8 @@ class WorkThreads:
     ) -> Any:
         """Makes a call on one of the threads.
 
-        Where this was cancelled meanwhile, `abandoned` gets the result on the loop, or None after
-        an error.
+        If this is cancelled meanwhile, `abandoned` gets the result on the loop, or None after an
+        error.
         """
         outcome = self._loop.create_future()
         if not self._put(_Job(call, outcome, abandoned)):
@@ -67,7 +66,7 @@ class WorkThreads:
             call()
 
     def close(self) -> None:
-        """Ends all threads when what was begun has ended. From any thread but theirs."""
+        """Ends all threads after their work. From any thread but theirs."""
         with self._lock:
             self._is_closed = True  # from here on there are no more jobs and no more threads
             self._waiting.extend([None] * len(self._threads))
@@ -77,7 +76,7 @@ class WorkThreads:
             thread.join()
 
     def _put(self, job: _Job) -> bool:
-        """Has a thread do it, at once or when one is free; False: it was closed."""
+        """Returns False if the threads were closed."""
         with self._lock:
             if self._is_closed:
                 return False
