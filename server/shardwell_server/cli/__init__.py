@@ -32,13 +32,13 @@ _COMMANDS = {
     "trace": ("trace", "trace"),
     "train-digits": ("digits", "train_digits"),
 }
-"""Name, and the module here and attribute where its code is."""
+"""A name's module here, and the attribute where its code is."""
 _HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")
 """Commands that ask for signals where they can stop; the others are broken off."""
 
 
 class SuggestingGroup(click.Group):
-    """Answers a wrong command with the one that was most likely meant."""
+    """Answers a wrong command with the most similar one."""
 
     def resolve_command(  # noqa: D102 (click's)
         self, context: click.Context, args: list[str]

@@ -39,21 +39,19 @@ from shardwell_server.operations.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console, table
 
 MEGABYTES_MAX = 1024
-"""The most of the parameter: this process holds it twice, the shards together four times."""
+"""Most MB of the parameter: this process holds it twice, the shards together four times."""
 _CALL_COUNT = 50
-"""Round trips that are timed, a shard."""
 _WARM_UP_COUNT = 5
-"""Round trips that are not."""
 _DELETE_S = 10.0
-"""For each parameter at the end, whatever is left of the command's time."""
+"""The time for each deletion at the end, whatever is left of the command's."""
 _ROUND_COUNT_MAX = 50
 """Rounds of transfers, of which medians are taken; short ones need no more."""
 _CODEC_S = 0.1
-"""The time for which each conversion is repeated."""
 _CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
-"""Two that differ in bytes: so the cost of bytes is separated from that of elements."""
+"""Two that differ in bytes, which separates the cost of bytes from that of elements."""
 _LOCK_PAUSE_S, _LOCK_REST_S, _LOCK_REST_COUNT_MIN = 0.0005, 0.2, 40
-"""Between two samples of the interpreter's lock; the look at a process at rest, and its samples."""
+"""The pause between samples of the interpreter's lock; the look at a process at rest, and its
+samples."""
 _VISIBLE = 1.25
 """A link shows when twice the bytes take at least so many times as long."""
 
@@ -69,11 +67,10 @@ class ShardFigures:
     round_trip_s: float
     """Round trip of a small call: the median."""
     slice_size: int
-    """Elements of the slice."""
     out_s: dict[str, float] = field(default_factory=dict)
-    """The median time of a gradient of the shard's slice, counted, by codec."""
+    """The median time of a counted gradient of the slice, by codec."""
     in_s: dict[str, float] = field(default_factory=dict)
-    """The median time of weights of the shard's slice, by codec."""
+    """The median time of the slice's weights, by codec."""
 
     @property
     def link_out_bytes_per_s(self) -> float | None:
@@ -91,7 +88,6 @@ class StepFigures:
     """The parts of the time of an exchange with all shards."""
 
     exchange_s: float
-    """The median."""
     link_s: float
     """The bytes' time on the links; 0 where they do not show."""
     fill_s: float
@@ -99,13 +95,12 @@ class StepFigures:
     codec_s: float
     """This worker's conversions, on one thread."""
     latency_s: float
-    """The longest round trip to a shard."""
     lock_share: float
     """Part of the exchange for which some thread of this process held the interpreter's lock."""
 
     @property
     def shard_s(self) -> float:
-        """The rest: shards that check, sum and update, and what carries messages."""
+        """The rest: shards that check, sum and update, and the transport of messages."""
         return max(self.exchange_s - self.bound_s - self.codec_s - self.latency_s, 0.0)
 
     @property
@@ -126,7 +121,6 @@ class StepFigures:
 
 
 def _settled(times: Sequence[float]) -> float:
-    """Leaves out the first of several, which warms up."""
     return statistics.median(times[1:] or times)
 
 
@@ -221,8 +215,6 @@ def bench(
 
 
 class _Transfers:
-    """The transfers of parameters, one a codec, and the time that they take."""
-
     def __init__(self, client: shardwell.Client, megabytes: int, deadline_s: float) -> None:
         self._client = client
         self._deadline_s = deadline_s
@@ -311,12 +303,11 @@ class _Transfers:
 
 
 class LockSamples:
-    """The part of a time for which threads of this process hold the interpreter's lock.
+    """Samples the part of a time for which threads of this process hold the interpreter's lock.
 
-    A thread sleeps for a moment, again and again. Where it wakes later than it does in a process at
-    rest, another thread had the lock. Native code and system calls that let go of the lock do not
-    count; parsing, framing and Python itself do. A context manager, which begins with a look at the
-    process at rest.
+    A thread sleeps for a moment, again and again. Where it wakes later than in a process at rest,
+    another thread had the lock. Native code and system calls that release the lock do not count. A
+    context manager, which begins with a look at the process at rest.
     """
 
     def __init__(self) -> None:
@@ -349,7 +340,7 @@ class LockSamples:
 
     @property
     def share(self) -> float:
-        """The part of the samples in the blocks at which the lock was held; 0 without any."""
+        """The part of samples in the blocks at which the lock was held; 0 without any."""
         if not self._busy or len(self._rest) < _LOCK_REST_COUNT_MIN:
             return 0.0
         usual_s = statistics.quantiles(self._rest, n=20, method="inclusive")[-1]
@@ -408,10 +399,9 @@ def _codec_rates(name: str) -> tuple[float, float]:
 
 
 def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
-    """Returns the rate that fits two transfers of as many elements and unlike many bytes.
+    """Returns the rate that fits two codecs; None: the time hardly depends on the bytes.
 
-    time = elements x (what converting, checking and summing one takes) + bytes / rate; so the
-    difference in bytes over the difference in time. None: the time hardly depends on the bytes.
+    time = elements x (time to convert, check and sum one) + bytes / rate.
     """
     few_s, many_s = seconds["fp16"], seconds["fp32"]
     if many_s < _VISIBLE * few_s:

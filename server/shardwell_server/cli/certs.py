@@ -12,7 +12,7 @@ from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.cli.options import GivenPath, usage_errors
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""What this machine is always called."""
+"""The names of this machine that always count."""
 
 
 @click.command()

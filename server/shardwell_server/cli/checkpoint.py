@@ -22,7 +22,6 @@ def checkpoint() -> None:
 
 
 def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What commands that need a cluster share."""
     for option in (
         click.option(
             "--timeout-s", type=Duration(), default=600.0, show_default=True, help="For all of it."
@@ -84,7 +83,6 @@ def save(
 def _names(
     context: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, str]:
-    """The new name of each old one."""
     names: dict[str, str] = {}
     for each in given:
         old, is_pair, new = each.partition("=")
@@ -181,7 +179,6 @@ def inspect(*, directory: Path, verify: bool) -> None:
 def _choice(
     parameters: tuple[str, ...], tables: tuple[str, ...]
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """The names to save; None: all of the kind."""
     return (parameters, tables) if parameters or tables else (None, None)
 
 
@@ -217,7 +214,6 @@ def _print(made: shardwell.Checkpoint) -> None:
 
 
 def _columns(entry: shardwell.CheckpointParameter | shardwell.CheckpointTable) -> tuple[str, ...]:
-    """What parameters and tables have both."""
     is_one = entry.version == entry.version_max
     rate = "" if entry.learning_rate is None else f" {entry.learning_rate:g}"
     return (

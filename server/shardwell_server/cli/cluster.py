@@ -39,7 +39,7 @@ _LOCALHOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
 _SHARD_COUNT = 2
 _RECORD_NAME = "cluster.json"
-"""In the data directory: where the shards listened last."""
+"""The file in the data directory with the shards' last addresses."""
 _LOOK_INTERVAL_S = 0.1
 _CERTIFICATE_DAYS = 365
 """Each start makes new ones."""
@@ -169,11 +169,7 @@ def cluster(
 
 
 def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
-    """Where the shards are to listen; None: on any free ports.
-
-    Raises:
-        ClickException: the record of their ports can't be used.
-    """
+    """Returns the addresses to listen on; None: on any free ports."""
     if data_dir is None:
         return None
     path = data_dir / _RECORD_NAME
@@ -192,7 +188,7 @@ def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
 
 
 def _note_addresses(path: Path, target: str) -> None:
-    """Keeps where the shards listen, if it has changed; they serve all the same where it can't."""
+    """Notes changed addresses; the shards serve without the note, too."""
     try:
         with contextlib.suppress(OSError, ValueError, LookupError, ShardwellError):
             if read_record(path)[0]["shards"] == target:
@@ -203,7 +199,7 @@ def _note_addresses(path: Path, target: str) -> None:
 
 
 def _lasting_addresses(count: int) -> list[str]:
-    """Free ones, on ports that no system gives to connections while the shards are down."""
+    """Returns free addresses, whose ports no system gives to connections meanwhile."""
     found: list[str] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -216,7 +212,7 @@ def _lasting_addresses(count: int) -> list[str]:
 
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
-    """What the shards have, and what follows in the line that workers need."""
+    """Returns the shards' TLS, and its part of the line that workers need."""
     from shardwell_server.operations.certificates import make_certificates  # a tenth of a second
 
     directory = (
@@ -244,12 +240,7 @@ def _restarts(has_files: bool) -> Restarts:
 
 
 def _say(index: int, change: Change[ShardProcess], data_dir: Path | None) -> None:
-    """Says what has become of a shard.
-
-    Raises:
-        ClickException: it has ended, and to start it again would be of no use.
-        ShardUnavailableError: it was of none.
-    """
+    """Raises an error where the shard has ended, and another start would be of no use."""
     place, was = change.place, change.was
     code = f"exit code {place.code}"
     words = ""

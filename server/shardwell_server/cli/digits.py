@@ -42,7 +42,7 @@ _LINE_INTERVAL_S = 2.0
 
 
 def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
-    """An option whose variable has its name: --codec and $SHARDWELL_CODEC."""
+    """Makes an option whose variable has its name: --codec and $SHARDWELL_CODEC."""
     variable = f"SHARDWELL_{flag.strip('-').upper().replace('-', '_')}"
     names = (flag, more.pop("name")) if "name" in more else (flag,)
     more = {"envvar": variable, "show_default": "default" in more, **more}
@@ -50,12 +50,12 @@ def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
 
 
 def steps_option(default: int | None, what: str) -> Decorator:
-    """An option --steps, as `step_count`."""
+    """Makes an option --steps, as `step_count`."""
     return _setting("--steps", what, click.IntRange(min=1), default=default, name="step_count")
 
 
 def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
-    """An option --codec, with a default and how it is shown."""
+    """Makes an option --codec, with a default and its text."""
     kind = click.Choice(get_args(CodecName))
     return _setting(
         "--codec", "How gradients and weights travel.", kind, default=default, show_default=shown
@@ -269,7 +269,7 @@ def demo_worker(*, task: str, exit_with_parent: bool) -> None:
 
 
 def index_of(worker_id: str, worker_count: int) -> int:
-    """A worker's index from its id: "w3" is 3. Modulo the count, so ids may count from 1."""
+    """Returns a worker's index from its id: "w3" is 3, modulo the count, so ids may begin at 1."""
     number = re.search(r"\d+$", worker_id)
     if number is None:
         raise ArgumentError(

@@ -19,15 +19,14 @@ from shardwell.specs.names import parse_target
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 
 _CONNECT_TIMEOUT_S = 30.0
-"""Shards that are starting are waited for so long, if the command has more time than that."""
+"""The wait for shards that are starting, if the command has more time than that."""
 _REST_S_MIN = 0.05
-"""Every call gets at least so long."""
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """A block that makes something of flags: what it refuses is wrong usage, exit code 2."""
+    """Turns refusals in the block into wrong usage, exit code 2."""
     try:
         yield
     except ArgumentError as error:
@@ -41,7 +40,7 @@ class GivenPath(click.Path):
         super().__init__(path_type=Path, file_okay=file_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path; see click."""
+        """Returns the path; see click."""
         if not os.fspath(value):
             self.fail("it is empty; give a path", param, ctx)
         try:
@@ -77,7 +76,7 @@ shards_option: Decorator = click.option(
     metavar="HOST:PORT[,...]",
     help=f"The cluster's shards, in their order; default: ${TARGET_VARIABLE}.",
 )
-"""The addresses of a cluster that there must be."""
+"""The addresses of a cluster that must run."""
 running_shards_option: Decorator = click.option(
     "--shards",
     "target",
@@ -85,11 +84,11 @@ running_shards_option: Decorator = click.option(
     metavar="HOST:PORT[,...]",
     help="Train on a cluster that runs already instead of starting one.",
 )
-"""The addresses of a cluster that there may be."""
+"""The addresses of a cluster that may run."""
 
 
 def shard_count_option(what: str) -> Decorator:
-    """How many shards a command is to start."""
+    """Makes an option for the number of shards to start."""
     return click.option(
         "--shard-count",
         type=click.IntRange(1, LOCAL_SHARD_COUNT_MAX),
@@ -104,16 +103,10 @@ def shard_count_option(what: str) -> Decorator:
 def connected(
     command: str, target: str, timeout_s: float, worker_id: str | None = None
 ) -> Iterator[tuple[shardwell.Client, float]]:
-    """A client, and what is left of `timeout_s` once it is connected.
+    """Connects, and yields the client and the rest of `timeout_s`.
 
-    Args:
-        command: What the worker is called, beside the process id.
-        target: See `shardwell.connect`.
-        timeout_s: For all of the command.
-        worker_id: Its name, if it contributes gradients: default names differ on one machine only.
-
-    Raises:
-        ShardwellError: see `shardwell.connect`.
+    The worker's name is `command` and the process id, which differs on one machine only: commands
+    that contribute gradients give a `worker_id`.
     """
     began_s = time.monotonic()
     with shardwell.connect(

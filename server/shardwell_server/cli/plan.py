@@ -36,7 +36,7 @@ _OPTIMIZERS: dict[str, Optimizer] = {
         kind.__name__.lower(): kind() if kind is Average else kind(lr=0.1) for kind in OF_PARAMETERS
     },
 }
-"""What a shard would keep state of; the rates have no effect here."""
+"""The optimizers by name; their rates have no effect here."""
 _LEGEND = (
     "a link: what the fullest one carries in its fuller direction; exchange: from gradients to "
     "weights; overlap: a step whose gradients leave during the backward pass; a shard: "
@@ -202,17 +202,16 @@ def plan(
 
 
 def as_fields(one: StepTime) -> dict[str, object]:
-    """The fields of a layout for `--json`."""
+    """Returns the fields of a layout for `--json`."""
     told = ("communication_s", "step_s", "overlapped_s", "limit")
     return dataclasses.asdict(one) | {name: getattr(one, name) for name in told}
 
 
 def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
-    """The layout to take, and why.
+    """Returns the layout to take, and the reason.
 
-    The fastest step, overlapped; but shards beside workers where nothing is a tenth faster, since
-    there a worker may die and the optimizer's state is split; and dedicated machines only if they
-    are worth it.
+    The fastest step, overlapped; but shards beside workers where nothing is a tenth faster, since a
+    worker may die there and the optimizer's state is split; dedicated machines only if worth it.
     """
     by_name = {one.layout: one for one in layouts}
     server, dedicated = by_name["co-located"], by_name["dedicated"]
@@ -293,7 +292,6 @@ def _outer_job(
     overlap: int | None,
     codec: str | None,
 ) -> OuterJob:
-    """The job of `--outer`, with defaults that fit together."""
     count = outer_time.FRAGMENT_COUNT if fragment_count is None else fragment_count
     room = max(sync_every // count - 1, 0)
     return OuterJob(
@@ -378,7 +376,6 @@ def _mbit_words(bytes_per_s: float) -> str:
 
 
 def _hiding(outer: OuterJob) -> str:
-    """The slowest link on which no learner waits, or advice, in words."""
     rate = outer.hiding_bytes_per_s
     if rate is not None:
         return f"Links of {link_words(rate)} hide all of it."

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 ELEMENT_COUNT_MAX = 2**48
-"""Elements of a model: above it, something was mistyped."""
+"""A model with more elements is a slip of the hand."""
 _FLOAT32_BYTES = 4
 _INT64_MAX = 2**63 - 1
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -23,12 +23,12 @@ _RATES = {
 
 
 class ModelSize(click.ParamType[int]):
-    """Elements of a model: a number of them ("650", "100M", "7B"), or float32 bytes ("64MB")."""
+    """Parses elements of a model: a number ("650", "100M", "7B"), or float32 bytes ("64MB")."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The elements; see click."""
+        """Returns the elements; see click."""
         if isinstance(value, int):
             return value
         number, unit = _split(value)
@@ -48,11 +48,9 @@ class ModelSize(click.ParamType[int]):
 
 
 class ByteCount(click.ParamType[int]):
-    """A number of bytes: "1048576", "50MB", "2GiB".
+    """Parses a number of bytes: "1048576", "50MB", "2GiB"; with `per_second` also "2GiB/s".
 
-    Args:
-        low: The least; None: what is checked later, by the name of the setting.
-        per_second: Whether it is a rate, which may end in "/s".
+    Without `low` the setting itself checks the least later.
     """
 
     name = "bytes"
@@ -62,7 +60,7 @@ class ByteCount(click.ParamType[int]):
         self._suffix = "/s" if per_second else ""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes; see click."""
+        """Returns the bytes; see click."""
         count = None
         try:
             count = int(value)
@@ -82,14 +80,14 @@ class ByteCount(click.ParamType[int]):
 
 
 class Rate(click.ParamType[float]):
-    """Bytes a second, of a link ("1Gbit/s", which is 125 MB/s) or of work ("0.4GB/s")."""
+    """Parses bytes a second, of a link ("1Gbit/s", which is 125 MB/s) or of work ("0.4GB/s")."""
 
     name = "rate"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The bytes a second; see click."""
+        """Returns the bytes a second; see click."""
         if isinstance(value, float):
             return value
         number, unit = _split(value)
@@ -103,12 +101,7 @@ class Rate(click.ParamType[float]):
 
 
 class Duration(click.ParamType[float]):
-    """A length of time in seconds: neither NaN nor infinity.
-
-    Args:
-        low_s: The shortest; None: the shortest timeout, which is not 0.
-        high_s: The longest; None: the longest of all.
-    """
+    """Parses finite seconds, by default at least the shortest timeout, which is not 0."""
 
     name = "seconds"
 
@@ -119,7 +112,7 @@ class Duration(click.ParamType[float]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The seconds of a flag or variable; a default is as it is."""
+        """Returns the seconds of a flag or variable; a default is as it is."""
         if isinstance(value, float):
             return value
         # Not above: `shardwell health` needs little, and this needs all of the SDK.
@@ -139,13 +132,13 @@ class Duration(click.ParamType[float]):
 
 
 def _split(value: str) -> tuple[float, str]:
-    """A number and its unit; (0, "?") where it is none."""
+    """Returns (0, "?") for no number."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z/]*)\s*", str(value))
     return (float(found[1]), found[2]) if found else (0.0, "?")
 
 
 def in_units(amount: float, units: tuple[str, ...], step: float = 1e3) -> str:
-    """An amount in three digits and the unit in which it is at least 1, if one is."""
+    """Formats an amount in three digits and the unit in which it is at least 1, if one is."""
     for unit in units[:-1]:
         if amount < 0.9995 * step:
             return f"{digits(amount)} {unit}"
@@ -154,21 +147,21 @@ def in_units(amount: float, units: tuple[str, ...], step: float = 1e3) -> str:
 
 
 def digits(amount: float) -> str:
-    """Three digits, as people write them: 0.04, 3.14, 31.4, 314."""
+    """Formats three digits, as people write them: 0.04, 3.14, 31.4, 314."""
     if amount >= 99.95:
         return f"{amount:,.0f}"
     return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
 
 
 def bytes_words(count: float) -> str:
-    """A size as people say it: 3.20 MB."""
+    """Formats a size as people say it: 3.20 MB."""
     if count < 1e3:
         return f"{count:.0f} B"
     return in_units(count / 1e3, ("kB", "MB", "GB", "TB", "PB"))
 
 
 def seconds_words(seconds: float) -> str:
-    """A time as people say it: 3.20 ms."""
+    """Formats a time as people say it: 3.20 ms."""
     if seconds == 0.0:
         return "0 s"
     if seconds >= 0.9995:
@@ -180,5 +173,5 @@ def seconds_words(seconds: float) -> str:
 
 
 def link_words(bytes_per_s: float) -> str:
-    """A link's rate as people say it: 1.00 Gbit/s."""
+    """Formats a link's rate as people say it: 1.00 Gbit/s."""
     return in_units(bytes_per_s * 8 / 1e6, ("Mbit/s", "Gbit/s", "Tbit/s"))

@@ -55,18 +55,18 @@ _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
 _STDOUT_FD, _STDERR_FD = 1, 2
 _LOOK_INTERVAL_S = 0.05
-"""How often ends of processes are looked for while there is no output."""
+"""The pause between two looks at the processes while they print nothing."""
 _LAST_WORDS_S = 1.0
-"""How long output is waited for that a process holds open which has left its group."""
+"""The wait for output that a process holds open which has left its group."""
 _GRACE_S = 5.0
-"""For workers whose run has failed, or that Ctrl-C ends."""
+"""The grace of workers whose run has failed, or that Ctrl-C ends."""
 _LEAVE_GRACE_S = 120.0
-"""After SIGTERM: what a spot instance is given, in which workers end the step under way."""
+"""The grace after SIGTERM: that of a spot instance, in which workers end the step under way."""
 RESTART_VARIABLE = "SHARDWELL_RESTART"
-"""How many times an elastic worker was started again."""
+"""The number of restarts of an elastic worker."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _LEFT_CODES = (0, signals.EXIT_CODE_BASE + signal.SIGTERM, -signal.SIGTERM)
-"""Ends of workers that are done, as subprocess has them: with their work, or asked by SIGTERM."""
+"""Codes of workers that are done, as subprocess has them: with their work, or asked by SIGTERM."""
 _LAST_READ_COUNT_MAX = 16
 """Reads of what one stream of an ended worker still holds: a whole pipe."""
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -226,7 +226,6 @@ def run(
 
 @contextlib.contextmanager
 def _served_rendezvous() -> Iterator[str]:
-    """Serves the place where the workers meet; its address."""
     server = grpc.server(
         futures.ThreadPoolExecutor(_RENDEZVOUS_THREAD_COUNT, "shardwell-rendezvous")
     )
@@ -261,7 +260,7 @@ def _environments(worker_count: int, given: dict[str, str]) -> list[dict[str, st
 
 
 def _find_program(name: str) -> str:
-    """Its path. Exits as a shell does if there is none."""
+    """Exits as a shell does if there is none."""
     program = shutil.which(name)
     if program is not None:
         return program
@@ -296,10 +295,10 @@ class RankProcess(Child):
 
 
 def guarded(grace_s: float | None) -> int:
-    """Goes on in a child process; this one becomes its guard, and ends with its exit code.
+    """Continues in a child; this process becomes its guard, and ends with its exit code.
 
-    Returns a descriptor, in which the numbers of signals come that the guard passes on. Main thread
-    only, while stop signals are held, and before threads are started.
+    Returns a descriptor from which the numbers of passed signals come. Main thread only, while stop
+    signals are held, and before threads start.
     """
     reading_fd, writing_fd = os.pipe()
     passing_fd, telling_fd = os.pipe()
@@ -321,14 +320,11 @@ def guarded(grace_s: float | None) -> int:
 
 
 class LocalRun:
-    """N workers, until all have ended. Main thread only: it takes the signals.
+    """Runs N workers until all have ended. Main thread only: it takes the signals.
 
-    The first that fails stops all. With `restarts`, the workers are elastic: one that
-    fails is started again, alone, while the others go on. The end of a shard stops all, too.
-
-    One thread does it all, so that lines do not mix.
-
-    The caller stops the shards. `passing_fd` is of `guarded`.
+    The first that fails stops all, and so does the end of a shard; with `restarts`, a failed worker
+    is started again, alone. One thread does it all, so that lines do not mix. The caller stops the
+    shards. `passing_fd` is of `guarded`.
     """
 
     def __init__(
@@ -357,14 +353,14 @@ class LocalRun:
         """The exit code for the first that failed for good: a worker or a shard."""
         self._signal: int | None = None
         self._passed_on: set[int] = set()
-        """Numbers of signals that the guard has sent, and that have not come yet."""
+        """Signals that the guard has sent, and that have not come yet."""
         self._signal_counts = {"guard": 0, "direct": 0}
-        """Signals to stop, by where they came from: the sender may have sent one to all processes
-        of a job, of which this process and its guard are two."""
+        """Signals to stop, by their way: a sender may signal all processes of a job, of which this
+        process and its guard are two."""
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Blocks until no worker is left; the exit code.
+        """Blocks until no worker is left; returns the exit code.
 
         0 if all ended with it; that of the first worker or shard that failed, or 128 and the number
         of the signal that ended it; 1 for a shard that ended with 0; 128 and the number of the
@@ -421,7 +417,7 @@ class LocalRun:
                 rank.tell(number)
 
     def _was_passed_on(self, number: int) -> bool:
-        """Whether the guard has sent this signal; more of them may have become one."""
+        """True if the guard has sent this signal; more of them may have become one."""
         with contextlib.suppress(BlockingIOError):
             self._passed_on.update(os.read(self._passing_fd, 4096))
         is_passed = number in self._passed_on
@@ -442,7 +438,6 @@ class LocalRun:
         return started
 
     def _watch(self) -> None:
-        """Passes output on until all workers have ended and nothing of them is left."""
         supervisor = self._supervisor
         has_said = had_any = False
         while (supervisor.is_awaited or not supervisor.is_gone) and supervisor.rest_s > 0:
@@ -474,9 +469,9 @@ class LocalRun:
         return self._signal is not None
 
     def _reap_orphans(self) -> None:
-        """Waits for those that have ended of what workers left behind: ours by `adopt_orphans`.
+        """Waits for orphans that `adopt_orphans` made ours, except started processes.
 
-        The object that started a process asks for its exit code, which only the first wait gets.
+        The object that started one asks for its exit code, which only the first wait gets.
         """
         started: dict[int, Callable[[], object]] = {
             process.pid: process.poll for process in (*self._ranks, *self._shards)
@@ -492,7 +487,6 @@ class LocalRun:
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
     def _judge(self, ended: list[Change[RankProcess]]) -> None:
-        """Says what has become of workers; stops all where they are not elastic."""
         # Of several at once, one that was killed is the more likely cause.
         ended.sort(key=lambda change: ((change.place.code or 0) > 0, change.place.process.rank))
         for place, _, words in ended:
@@ -538,14 +532,13 @@ class LocalRun:
                 return
 
     def _ask_to_stop(self, number: int) -> None:
-        """Sends a signal to those that have got none. Also called by the signals' handler."""
+        """Signals those that have got none. Also called by the signals' handler."""
         is_orphan = os.getppid() != self._parent_pid  # the command was killed
         if self._supervisor.stop_s is None and self._signal == signal.SIGTERM and not is_orphan:
             self._supervisor.grace_s = self._leave_grace_s
         self._supervisor.ask_to_stop(number)
 
     def _end_all(self) -> None:
-        """Kills what is left, and writes what it has said."""
         for rank in self._ranks:
             rank.kill()
         # Also those of earlier processes of a rank, which what they have started may hold open.
@@ -561,12 +554,11 @@ class LocalRun:
                 output.discard()
 
     def _pass_on_output(self) -> None:
-        """Waits for output, for a moment; passes on a bounded part of what has come."""
         for key, _ in self._selector.select(_LOOK_INTERVAL_S):
             self._pass_on(cast(RankOutput, key.fileobj))
 
     def _pass_on_last_words(self, ended: list[RankProcess]) -> None:
-        """So that they come before what we say of its end."""
+        """Writes them before our words about its end."""
         for rank in ended:
             for output in rank.passed_on:
                 for _ in range(_LAST_READ_COUNT_MAX):
@@ -590,7 +582,7 @@ def say(words: str) -> None:
 
 
 def hidden_modules(command: Sequence[str]) -> list[Path]:
-    """Files where Python looks first for `command` that have the name of a module of Python's."""
+    """Returns files that Python would import for `command` in place of its own modules."""
     directory = _first_directory(command)
     if directory is None:
         return []

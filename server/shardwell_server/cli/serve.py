@@ -44,7 +44,7 @@ _LIMITS = {
     "snapshot_count_max": "Snapshots of one parameter, for checkpoints, under way at once.",
     "learning_rate_change_count_max": "Changes of a learning rate scheduled for steps to come.",
 }
-"""What the documentation of Limits says, in a line each."""
+"""The texts of Limits' documentation, in a line each."""
 _LOG = logging.getLogger("shardwell_server")
 
 
@@ -55,7 +55,7 @@ def _limit_type(name: str) -> Duration | ByteCount | type[int]:
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One option for each limit, named as it is."""
+    """Adds one option for each limit, named as it is."""
     defaults = Limits()
     for field in reversed(dataclasses.fields(Limits)):
         default = getattr(defaults, field.name)
@@ -71,7 +71,7 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Level and format of the logs on stderr."""
+    """Adds options for the logs on stderr."""
     level = click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
@@ -347,7 +347,6 @@ def serve(
 
 
 def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
-    """What the flags say, if its files can be used."""
     if cert is None and key is None:
         if client_ca is None:
             return None

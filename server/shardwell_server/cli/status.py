@@ -148,7 +148,7 @@ def _print_json(address: str, answer: ShardStatus | ShardwellError, fault: str) 
 
 
 def learner_table(rows: Iterable[Row]) -> Table:
-    """A line a learner, as it said itself."""
+    """Makes a table with a line a learner, from its own reports."""
     learners = table(
         "learners", "family", "learner", ">inner steps", ">samples", ">offers", ">sent",
         ">received", ">hidden", ">waited", ">overdue", ">kept", ">said"
@@ -197,7 +197,6 @@ def _shard_table(answers: list[Answer]) -> Table:
 
 
 def _by_shard(statuses: Sequence[ShardStatus], rows: Sequence[Row]) -> list[tuple[Row, str]]:
-    """A row for each shard's part of a name, with its index; families are whole."""
     found = [(row.name, -1, row) for row in rows if row.kind == "family"]
     for status in statuses:
         of_shard = [*rows_of(status.parameters), *rows_of(status.tables)]
@@ -207,7 +206,6 @@ def _by_shard(statuses: Sequence[ShardStatus], rows: Sequence[Row]) -> list[tupl
 
 
 def _cells(by_shard: bool, name: str, shard: str, *cells: str) -> list[str]:
-    """A line's cells; the second is the shard, where each has a line."""
     return [name, *([shard] if by_shard else []), *cells]
 
 

@@ -32,7 +32,7 @@ _QUOTAS = {
     "calls": "Calls of any kind that it may have open, streams among them.",
     "bytes_per_s": "Bytes a second that its calls move; what comes faster is delayed.",
 }
-"""What the documentation of Quota says, in a line each; all are for each shard by itself."""
+"""The texts of Quota's documentation, in a line each; all are for each shard by itself."""
 
 
 def _quota_type(name: str) -> click.ParamType[int]:
@@ -42,14 +42,14 @@ def _quota_type(name: str) -> click.ParamType[int]:
 
 
 class _Life(click.ParamType[float]):
-    """How long something is good: a number and a unit."""
+    """Parses a duration of validity: a number and a unit."""
 
     name = "life"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The seconds."""
+        """Returns the seconds."""
         found = _LIFE.fullmatch(value)
         seconds = 0 if found is None else int(found[1]) * _UNITS_S[found[2]]
         if not 0 < seconds <= _LIFE_S_MAX:
@@ -260,7 +260,7 @@ def _check_free(out: Path) -> None:
 
 @contextlib.contextmanager
 def _written_secret(out: Path, secret: str, *, keeps_owner: bool = False) -> Iterator[None]:
-    """The secret is ready before the block, and at its place once shards can know it."""
+    """Writes the secret before the block, and puts it in its place once shards can know it."""
     from shardwell_server.access.tokens import is_secret_file, private_file
 
     def is_ours(path: Path) -> bool:

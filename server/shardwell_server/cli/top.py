@@ -41,13 +41,11 @@ from shardwell_server.operations.cluster_status import (
 from shardwell_server.terminal import console, legend, table
 
 _RATE_S = 5.0
-"""Rates are those of so long."""
+"""Seconds of which rates are taken."""
 _NAME_COUNT = 4
 """Workers that are named in a line."""
 _LAG_COUNT = 2
-"""Workers whose lag is shown."""
 _LAG_S_MIN = 0.001
-"""A lag that is worth a word."""
 _SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"
 _LEGEND = (
     "in the open step, missing: workers whose gradients are in it, and those that it still lacks; "
@@ -104,7 +102,7 @@ class _Rates:
         self._kept: dict[str, deque[tuple[float, float]]] = {}
 
     def of(self, key: str, count: float) -> float:
-        """A second; 0 as long as there is nothing to compare with."""
+        """Returns a rate a second; 0 as long as it has nothing to compare with."""
         now_s = time.monotonic()
         past = self._kept.setdefault(key, deque())
         if past and count < past[-1][1]:  # it began anew
@@ -208,14 +206,12 @@ def _learners(rows: Sequence[Row], rates: _Rates) -> Table:
 
 
 def _lags(members: Sequence[MemberStatus]) -> str:
-    """The workers that came late to their last step, and by how much."""
     late = [(each.worker_id, each.lag_s or 0.0) for each in members]
     late = [(worker_id, lag_s) for worker_id, lag_s in late if lag_s >= _LAG_S_MIN]
     return ", ".join(f"{worker_id} {1000 * lag_s:.0f} ms" for worker_id, lag_s in late[:_LAG_COUNT])
 
 
 def _some(names: Sequence[str], lacking: str = "") -> str:
-    """Names, of many the first, and how many more."""
     more = len(names) - _NAME_COUNT
     words = [*names[:_NAME_COUNT]] + ([f"{more} more"] if more > 0 else [])
     return ", ".join(words + ([lacking] if lacking else []))

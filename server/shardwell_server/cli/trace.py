@@ -37,7 +37,7 @@ _LEGEND = (
 )
 _SHOWN_NAME_COUNT = 20
 _REST_S = 5.0
-"""For a shard's own answers, beside the time that workers have."""
+"""The time for a shard's own answers, beside that of workers."""
 
 
 @click.command()
@@ -127,7 +127,7 @@ _Recorded = tuple[list[timeline.Process], list[str]]
 
 
 def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Recorded | ShardwellError:
-    """The spans of a shard and, of shard 0, its clients; on this process's clock."""
+    """Collects the spans of a shard and, of shard 0, its clients; on this process's clock."""
     try:
         status = ask_status(channel, _REST_S)
         channel.identity = types_pb2.ShardIdentity(
@@ -162,7 +162,7 @@ def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Record
 def _joined(
     answers: Sequence[_Recorded | ShardwellError],
 ) -> tuple[list[timeline.Process], list[str], list[str]]:
-    """All processes, shards first; workers that gave nothing; what is wrong with shards."""
+    """Returns processes, shards first; workers that gave nothing; and shards' faults."""
     processes: list[timeline.Process] = []
     silent: list[str] = []
     faults: list[str] = []
@@ -181,11 +181,6 @@ def _joined(
 
 
 def _of_name(processes: Sequence[timeline.Process], name: str) -> list[timeline.Process]:
-    """The processes with the spans of one parameter, table or family alone.
-
-    Raises:
-        ClickException: no process remembers anything of it.
-    """
     found = [timeline.only(process, name) for process in processes]
     if not any(each.message.kinds or each.open_steps for each in found):
         names = sorted({word for each in processes for word in timeline.subjects(each)})
@@ -267,7 +262,7 @@ def _table(workers: Sequence[timeline.Process]) -> Table:
 
 
 def _open_waits(processes: Sequence[timeline.Process]) -> list[str]:
-    """The workers for which open steps wait; once for all shards."""
+    """Each worker counts once for all shards."""
     found = {}
     for process in processes:
         for step in process.open_steps:
