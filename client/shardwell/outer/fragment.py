@@ -33,7 +33,6 @@ from shardwell.specs.names import neighbour
 from shardwell.threads.calls import ABANDON_S, LATE_S, SIGNAL_INTERVAL_S
 
 _INIT_PAUSE_S = 0.05
-"""Between two looks at whether another learner has set its first weights."""
 
 
 @dataclass(eq=False)
@@ -85,7 +84,7 @@ class Offer:
         return self.call.exception() if self.call is not None and self.call.done() else None
 
     def begin(self, call: Future[NamedArrays]) -> None:
-        """Notes the call that carries it from now on."""
+        """Notes the call that carries the offer from now on."""
         self.call_began_s, self.ended_s, self.is_known = time.monotonic(), 0.0, False
         self.call = call
         call.add_done_callback(self._note_end)
@@ -110,9 +109,7 @@ class LearnerFragment:
         self.step = parameter.next_step
         """The outer step that this learner's next offer joins."""
         self.sample_count = 0
-        """Samples since it was taken."""
         self.offer: Offer | None = None
-        """The offer that is not taken yet."""
 
     # Local weights.
 
@@ -233,7 +230,7 @@ class LearnerFragment:
         return image
 
     def send(self, offer: Offer, timeout_s: float) -> None:
-        """Begins a call of an offer."""
+        """Begins a call that carries an offer."""
         self.parameter.exchange_async(
             offer.gradient,
             sample_count=offer.sample_count,

@@ -21,7 +21,6 @@ class SavedFragment:
     version: int
     """Outer steps that its image had seen."""
     sample_count: int
-    """Samples since it was taken."""
     moved: Float32 | None
     """(size,): local weights less the image; None: they were not kept."""
     residual: Float32 | None
@@ -31,12 +30,9 @@ class SavedFragment:
 def checked_state(
     state: Any, name: str, fragments: Sequence[tuple[Sequence[str], int]]
 ) -> tuple[int, list[SavedFragment]]:
-    """The inner steps and fragments of a state.
+    """Returns the inner steps and fragments of a state of the family of that name.
 
-    Args:
-        state: The loaded state.
-        name: The family that it is to be of.
-        fragments: Names of the tensors, and elements, of each fragment.
+    `fragments` has the names of each one's tensors, and its element count.
     """
     if not isinstance(state, Mapping) or not {"name", "inner_step", "fragments"} <= set(state):
         raise ArgumentError(

@@ -55,9 +55,7 @@ from shardwell.specs.optimizers import SGD, Average, Optimizer
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
 
 DEFAULT_CODEC: CodecName = "int8"
-"""The codec of fragments unless another is given."""
 OverdueName = Literal["wait", "later"]
-"""The ways to go on when the result of an offer has not come in time."""
 DEFAULT_OUTER = SGD(0.7, momentum=0.9, nesterov=True)
 """The paper's."""
 _LEAVE_S, _LEAVE_S_FAILED = 5.0, 1.0
@@ -434,7 +432,7 @@ class Outer(Connected, Closing):
 
     @property
     def _open_offers(self) -> list[tuple[LearnerFragment, Offer]]:
-        """In the order in which they were made."""
+        """The open offers, in the order in which they were made."""
         found = [(each, each.offer) for each in self._fragments if each.offer is not None]
         return sorted(found, key=lambda each: each[1].began_s)
 
@@ -544,7 +542,6 @@ class Outer(Connected, Closing):
         *,
         refreshes: bool = False,
     ) -> None:
-        """Takes a fragment, whose new local weights are in `changed` then."""
         wait_began_s = time.monotonic()
         image = self._awaited(fragment, offer)
         parameter, outcome = fragment.parameter, fragment.parameter.outcome
@@ -593,7 +590,6 @@ class Outer(Connected, Closing):
     # Checks.
 
     def _begun_images(self) -> list[TensorViews]:
-        """The image of each fragment."""
         images = [each.image for each in self._fragments if each.image is not None]
         if not images:
             raise NotInitializedError(
@@ -608,7 +604,6 @@ class Outer(Connected, Closing):
         return self._fragments[check_integer("fragment", fragment, 0, len(self._fragments) - 1)]
 
     def _check_names(self, weights: Any) -> None:
-        """Refuses what is no mapping, or has a tensor too many."""
         if not isinstance(weights, Mapping):
             raise ArgumentError(
                 f"weights of {self.name!r} must map the names of its {len(self._shapes)} tensors "

@@ -1,4 +1,4 @@
-"""When a learner offers a fragment and takes its result, and which fragment. Pure.
+"""A learner's schedule: when it offers a fragment and takes the result, and which one. Pure.
 
 Of H = sync_every inner steps and F fragments one is due every H / F inner steps, its interval, so
 that bytes a second are even. It is taken at the end of its interval, and offered `overlap` inner
@@ -21,7 +21,7 @@ from shardwell.specs.parameter import STEP_MAX
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Inner steps are counted from 1, from where a learner begins."""
+    """A learner's schedule; inner steps are counted from 1, from where the learner begins."""
 
     sync_every: int
     """Inner steps from one outer step of a fragment to its next."""
@@ -51,7 +51,7 @@ class Schedule:
 
     @property
     def interval(self) -> int:
-        """Inner steps from one fragment to the next."""
+        """The inner steps from one fragment to the next."""
         return self.sync_every // self.fragment_count
 
     def offers_after(self, inner_step: int) -> bool:
@@ -60,9 +60,5 @@ class Schedule:
 
 
 def due_fragment(steps: Sequence[int]) -> int:
-    """The fragment that is offered next.
-
-    Args:
-        steps: The outer step that this learner's next offer of each fragment joins.
-    """
+    """Returns the fragment to offer next, by the outer step that each one's next offer joins."""
     return min(range(len(steps)), key=lambda fragment: (steps[fragment], fragment))
