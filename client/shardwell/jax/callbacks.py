@@ -40,10 +40,7 @@ def on_host(
 ) -> list[Any]:
     """Calls a function of NumPy arrays for JAX's, inside `jit` and outside.
 
-    Args:
-        function: Takes the operands, on the host, and returns arrays that no code changes again.
-        results: What they look like.
-        operands: Arrays on any device; of the function's, all are fetched at once.
+    It takes the operands, all fetched at once, and returns arrays that no code changes again.
     """
     if is_traced(operands):
 

@@ -43,7 +43,7 @@ class GradientTransformation(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """State of `server_updates`."""
+    """The state of `server_updates`."""
 
     step: Any
     """The step that the next gradient joins, int32; a schedule's argument."""
@@ -56,7 +56,7 @@ def server_updates(
     sample_count: int = 1,
     timeout_s: float | None = None,
 ) -> GradientTransformation:
-    """Updates that make weights what the shards make of all workers' gradients.
+    """Returns updates that make weights what the shards make of all workers' gradients.
 
         weights = optax.apply_updates(weights, updates)
 
@@ -125,14 +125,12 @@ def server_updates(
 
 
 class AccumulatedState(NamedTuple):
-    """State of `accumulate`."""
+    """The state of `accumulate`."""
 
     count: Any
     """Gradients in the mean, int32."""
     mean: Any
-    """Their mean, a tree of float32 at least."""
     inner: Any
-    """State of the inner transformation."""
 
 
 def accumulate(inner: Any, every: int) -> GradientTransformation:
@@ -249,7 +247,7 @@ def mean_gradients(
 
 
 def _difference(new: Any, old: Any) -> Any:
-    """In float32 at least: added to weights of fewer bits, it gives the new ones."""
+    """Returns new - old, in float32 at least: added to weights of fewer bits, it gives `new`."""
     return jnp.asarray(new, _wide(new)) - jnp.asarray(old, _wide(new))
 
 
@@ -258,7 +256,7 @@ def _wide(leaf: Any) -> Any:
 
 
 def _is_inside_multi_steps() -> bool:
-    """True if the caller is `init` of `optax.MultiSteps`.
+    """Returns True in a call of `init` of `optax.MultiSteps`.
 
     Nothing in the first update's values says that its result will be thrown away, and it would
     count.

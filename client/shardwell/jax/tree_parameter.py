@@ -29,15 +29,12 @@ ResultT = TypeVar("ResultT")
 
 
 class _Gradient(NamedTuple):
-    """A gradient, and how it counts."""
-
     step: int
     values: Float32
     sample_count: Any
     learning_rate: float | None
 
     def is_same(self, other: _Gradient) -> bool:
-        """True if the other one counts as this one does, bit for bit."""
         bits = self.values.view(np.uint32), other.values.view(np.uint32)
         return self[2:] == other[2:] and np.array_equal(*bits)
 
@@ -235,10 +232,7 @@ class TreeParameter(Connected):
         return self._counted(made, lambda work: self._put(work, timeout_s), timeout_s)
 
     def _begin_update(self, state_step: Any, weights: Any, *, follows: bool) -> Any:
-        """The step that `server_updates` makes next, after a look at its state and weights.
-
-        Inside `jit`, too. Raises what `UpdateWatch.begin` does, which has the arguments.
-        """
+        """Returns the next step of `server_updates`; raises what `UpdateWatch.begin` does."""
         leaves = self._shape.leaves_of(f"weights of {self.parameter.name!r}", weights)
         rounding = self._watch.rounding([jnp.asarray(leaf) for leaf in leaves])
 
@@ -299,7 +293,6 @@ class TreeParameter(Connected):
 
 
 def _refuse_traced(leaves: Sequence[Any], what: str) -> None:
-    """Refuses to run while JAX traces, when there is nothing to send yet."""
     if is_traced(leaves):
         raise ArgumentError(
             f"{what} inside jit, where values are traced and not there yet; do it outside; "

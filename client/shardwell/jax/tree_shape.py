@@ -16,16 +16,12 @@ from shardwell.numerics.codec import Float32
 from shardwell.specs.layout import TensorLayout
 
 _ONLY_LEAF = "array"
-"""Name of a tree that is nothing but one array."""
 
 
 class _Leaf(NamedTuple):
-    """One leaf of a tree."""
-
     path: str
     """As jax writes it: "['dense']['kernel']"."""
     name: str
-    """Its name in the layout: "dense/kernel"."""
     dtype: Any
     """Dtype of the array that the caller gets; a floating point type of JAX's."""
     shape: tuple[int, ...]
@@ -37,10 +33,6 @@ class TreeShape:
     Names are the leaves' paths, as "dense/kernel" or "layers/0/bias"; the order is JAX's, which
     sorts the keys of dicts. Of a flax `nnx.State` they are those of `nnx.to_pure_dict`, and its
     Params are the tree: statistics and random keys stay the worker's own.
-
-    Args:
-        what: What the tree is, for messages.
-        tree: Arrays, of JAX or NumPy, or numbers; tracers, too.
     """
 
     def __init__(self, what: str, tree: Any) -> None:
@@ -68,7 +60,6 @@ class TreeShape:
                     f"{leaf.name!r}; rename one"
                 )
         self.layout = TensorLayout.of({leaf.name: leaf.shape for leaf in self._leaves})
-        """Names and shapes, in the order in which the leaves lie in the vector."""
 
     def leaves_of(self, what: str, tree: Any) -> list[Any]:
         """The leaves of another tree, which has this structure and these shapes."""
@@ -86,11 +77,7 @@ class TreeShape:
         return list(leaves)
 
     def flat(self, leaves: Sequence[Any]) -> Float32:
-        """The vector: (size,) float32, copied.
-
-        Args:
-            leaves: NumPy arrays of any floating point type, as `leaves_of` has checked them.
-        """
+        """Returns the vector, (size,) float32, copied, of leaves that `leaves_of` has checked."""
         flat: Float32 = np.empty(self.layout.size, np.float32)
         with np.errstate(over="ignore"):  # what becomes infinite is found by the check
             for tensor, leaf in zip(self.layout, leaves, strict=True):
@@ -142,13 +129,11 @@ class TreeShape:
 
 
 def _trained(tree: Any) -> Any:
-    """The part of a tree that is trained: of a flax `nnx.State` the Params, else all of it."""
     nnx = sys.modules.get("flax.nnx")  # a tree of its types comes from who has imported it
     return nnx.filter_state(tree, nnx.Param) if nnx and isinstance(tree, nnx.State) else tree
 
 
 def _variables(tree: Any) -> set[tuple[Any, ...]]:
-    """The paths of flax's variables in a tree, whose one leaf is their value."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()
@@ -159,12 +144,10 @@ def _variables(tree: Any) -> set[tuple[Any, ...]]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    """A leaf's name in the layout."""
     return "/".join(map(_key, path)) if path else _ONLY_LEAF
 
 
 def _key(entry: Any) -> str:
-    """An entry of a path as text: a dict's key, an index, an attribute's name."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -172,7 +155,6 @@ def _key(entry: Any) -> str:
 
 
 def _float_type(what: str, leaf: Any) -> Any:
-    """The dtype that a leaf has in JAX."""
     try:
         dtype = jnp.result_type(leaf)
     except (TypeError, ValueError):

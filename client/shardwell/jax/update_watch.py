@@ -24,20 +24,12 @@ _SAMPLE_COUNT = 4
 
 
 class _Given(NamedTuple):
-    """The arguments of an update."""
-
     step: int
-    """The step that it made."""
     sample: Float32
 
 
 class UpdateWatch:
-    """Compares state and weights of each update with what the last one returned.
-
-    Args:
-        name: Name of the parameter, for messages.
-        shape: The weights' tree.
-    """
+    """Compares state and weights of each update with what the last one returned."""
 
     def __init__(self, name: str, shape: TreeShape) -> None:
         self._name = name
@@ -49,7 +41,6 @@ class UpdateWatch:
             self._names += [tensor.name] * count
         self._last: _Given | None = None
         self._has_returned = False
-        """True if the exchange of the last update has returned weights."""
         self._given_out: dict[str, Float32] = {}
         """A sample of the weights that each call has returned last."""
 
@@ -88,14 +79,8 @@ class UpdateWatch:
         """Checks what an update is called with, before its gradient is sent.
 
         The first update of a process takes any state: one that was restored beside a cluster which
-        has gone on. So does the one after an update that failed.
-
-        Args:
-            state_step: The state's step.
-            next_step: The cluster's.
-            sample: A sample of the weights.
-            rounding: See `rounding`.
-            follows: Whether the learning rate is computed of `next_step`, or stays as it is.
+        has gone on. So does the one after an update that failed. `follows` says that the learning
+        rate is computed of `next_step`, or stays as it is.
         """
         last = self._last if self._has_returned else None
         if last is not None and state_step not in (last.step + 1, next_step):
@@ -133,7 +118,6 @@ class UpdateWatch:
             )
 
     def _check_weights(self, last: _Given, sample: Float32, rounding: Float32) -> None:
-        """Refuses weights that are not what the last update made them."""
         others = []
         for given_out in self._given_out.values():
             with np.errstate(invalid="ignore", over="ignore"):
