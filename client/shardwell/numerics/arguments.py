@@ -87,7 +87,7 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
 
 
 def is_output(out: Any) -> TypeGuard[Float32]:
-    """True if it is plainly such an array as `as_output` takes, which others may be, too."""
+    """Returns True for what is plainly such an array as `as_output` takes; others may be, too."""
     return type(out) is np.ndarray and out.dtype is _FLOAT32 and out.flags.carray
 
 

@@ -92,7 +92,6 @@ class Codec:
     _infinity: ClassVar[int] = INFINITY_BITS
     """Bits of infinity: the smallest magnitude that is not finite."""
     _writes: Operations
-    """Write _VALUES, and look at them."""
     _read: Operation
     _looks: Operations
     _checks: Operations

@@ -31,12 +31,12 @@ _RUN_SIZE = 32 * BLOCK_SIZE
 
 
 def encoded_bytes(count: int) -> int:
-    """Bytes of the payload of so many elements."""
+    """Returns the bytes of the payload of so many elements."""
     return count + _SCALE_BYTES * -(-count // BLOCK_SIZE)
 
 
 def element_count(size_bytes: int) -> int:
-    """Elements of a payload; -1 where no payload has that size."""
+    """Returns the elements of a payload; -1 where no payload has that size."""
     count = size_bytes - _SCALE_BYTES * -(-size_bytes // (BLOCK_SIZE + _SCALE_BYTES))
     return count if encoded_bytes(count) == size_bytes else -1
 

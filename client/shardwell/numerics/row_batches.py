@@ -249,7 +249,6 @@ def _groups_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> Float3
 
 
 def _segments_added(rows: Float32, order: Ids, starts: Ids, counts: Ids) -> tuple[Float32, Ids]:
-    """Adds all first rows, then all second ones to them, and so on."""
     segment_counts = -(-counts // _SEGMENT_ROW_COUNT)
     ends = np.cumsum(segment_counts)
     group = np.repeat(np.arange(counts.size), segment_counts)

@@ -170,6 +170,5 @@ def joined(arrays: Sequence[npt.NDArray[Any]]) -> Float32:
 
 
 def _check(result: Any) -> None:
-    """Refuses arrays that native code found not to fit: they were changed meanwhile."""
     if result < 0:
         raise ValueError("arrays that do not fit their tensors")

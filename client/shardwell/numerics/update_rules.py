@@ -72,17 +72,12 @@ def squared_norm(values: Float32) -> float:
 def squares_of_parts(
     values: Float32, runs: Iterable[slice], offset: int, block_size: int
 ) -> list[float]:
-    """Numbers that add up exactly to the sum of squares of runs of (n,) float32; see exact_sum.
+    """Returns numbers that add up exactly to the sum of squares of runs of (n,) float32.
 
     A part is what a run has of a block of the parameter. Products are exact in float64. NumPy adds
     those of a part in an order that depends on their number alone, where BLAS adds in that of the
     processor's vectors; parts are added exactly. So cuts between blocks make no difference.
-
-    Args:
-        values: Values of the parameter, from an element on.
-        runs: The runs that count.
-        offset: The element.
-        block_size: The size that `block_size_of` returns.
+    `values` begin at the parameter's element `offset`.
     """
     squares, sums = np.empty(min(values.size, _SQUARE_COUNT), np.float64), [0.0]
     for each in runs:
@@ -102,7 +97,7 @@ def squares_of_parts(
 
 
 def exact_sum(numbers: list[float]) -> list[float]:
-    """Numbers whose exact sum is the same, each the rounded sum of itself and those behind it.
+    """Returns numbers of the same exact sum, each the rounded sum of itself and those behind it.
 
     At most 16 for squares of float32; one where the sum is 0, infinite or NaN.
     """
@@ -186,7 +181,7 @@ class TensorRules:
             yield part, rule.operations(update_count=update_count, learning_rate=rate)
 
     def squares(self, offset: int, gradient: Float32, block_size: int) -> list[float]:
-        """As `squares_of_parts` has it, of what is trained of a gradient from an element on."""
+        """Returns `squares_of_parts` of the trained parts of a gradient that begins at `offset`."""
         runs = (run for run, *_ in self._trained(offset, gradient.size))
         return squares_of_parts(gradient, runs, offset, block_size)
 
@@ -324,7 +319,7 @@ def _adam(spec: AnyAdam) -> Step:
 
 
 def moments_of(spec: AnyAdam) -> Callable[[float], Operations]:
-    """Adam's operations before it corrects bias; TEMPORARY becomes the second moment's root."""
+    """Returns Adam's operations up to bias correction; TEMPORARY is the second moment's root."""
     averages = (
         *decay_add(FIRST_SLOT, spec.beta1, GRADIENT, 1.0 - spec.beta1),
         square_into(TEMPORARY, GRADIENT),
@@ -352,13 +347,13 @@ def powers(base: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64
 
 @functools.lru_cache(maxsize=1024)
 def power(base: float, count: int) -> float:
-    """As `powers` has it, of one count."""
+    """Returns `powers` of one count."""
     return float(powers(base, np.array([count], np.int64))[0])
 
 
 @functools.lru_cache(maxsize=256)
 def _powers_of_digits(base: float, level: int) -> npt.NDArray[np.float64]:
-    """By digit n: base to the power of n * 256^level, from integers, with 128 bits of fraction."""
+    """Returns base^(n * 256^level) by digit n, from integers, with 128 bits of fraction."""
     numerator, denominator = base.as_integer_ratio()
     one = 1 << 128
     step = numerator * one // denominator

@@ -56,7 +56,7 @@ class MeanFactors:
         return len(self._factors)
 
     def factor(self, rank: int) -> float:
-        """w_i / 2^e: float32 holds it exactly. 0.0: leave the rank's values out, whatever they are.
+        """Returns w_i / 2^e, exactly; 0.0: leave the rank's values out, whatever they are.
 
         All are 0.0 where no rank has samples: the mean is zeros.
         """
