@@ -31,7 +31,6 @@ from shardwell.transport.arena import ANSWER_BYTES_MAX, ARENA_BYTES_MAX, PAGE_BY
 from shardwell.v1 import arena_pb2
 
 _PATIENCE_S = 1.0
-"""For one client to send what it has connected for."""
 _OFFER_S = 10.0
 """The time that an offer is kept for a stream to take it."""
 _OFFER_COUNT_MAX = 256

@@ -41,7 +41,6 @@ _DESCRIPTOR_RESERVE = 64
 _LOOKING = threading.Lock()
 """Held to look whether descriptors are left, which takes them for a moment."""
 _CONNECT_S = 2.0
-"""The longest wait for a shard on this machine to let a stream in."""
 _AWAY_COUNT = 2
 """Calls that fail in a row for want of the shard, before this machine is left alone."""
 SAID_S = 60.0
@@ -149,11 +148,10 @@ class ShardEndpoint:
         return "" if self._token is None else self._token.authorization()
 
     def _asked_here(self, method: str, request: bytes, timeout_s: float) -> bytes | None:
-        """The answer of a shard on this machine; None: call over gRPC."""
         return self._questions.ask(method, request, self._authorization(), timeout_s)
 
     def why_absent(self, timeout_s: float = 1.0) -> str:
-        """Finds out why the shard's address did not answer; see the function."""
+        """Finds out why the shard's address did not answer."""
         return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
 
     def check_trust(self, timeout_s: float) -> None:

@@ -29,14 +29,14 @@ class Neighbour:
         return self._is_wanted and bool(self.address) and time.monotonic() >= self._next_try_s
 
     def pause(self, duration_s: float = PAUSE_S) -> None:
-        """It refused: leave it alone for a while."""
+        """Leaves the address alone for a while, as it refused."""
         self._next_try_s = time.monotonic() + duration_s
 
     def note_reached(self) -> None:
-        """It is on this machine: back soon if it goes."""
+        """Notes that the server is on this machine: it is back soon if it goes."""
         self._restart_count = _RESTART_COUNT
 
     def note_missing(self) -> None:
-        """No process listens there: the shard is being restarted, or is on another machine."""
+        """Notes that no process listens there: the shard restarts, or is on another machine."""
         self.pause(_RESTART_S if self._restart_count else PAUSE_S)
         self._restart_count = max(self._restart_count - 1, 0)

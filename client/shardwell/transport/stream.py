@@ -67,7 +67,7 @@ class ShardStream:
         return answer  # type: ignore[no-any-return]
 
     def arena(self, wanted_bytes: int, timeout_s: float) -> Arena | None:
-        """Memory that the shard shares, for so many bytes of payloads; None: there is none.
+        """Returns memory that the shard shares, for so many bytes of payloads; None: there is none.
 
         It may have less room. Blocks up to `timeout_s`. To be called when all answers to what was
         sent are read, for it is used from its start again.

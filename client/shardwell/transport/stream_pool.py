@@ -62,8 +62,7 @@ class StreamSet:
         self.is_here = is_here
         self.call_group = CallGroup()
         self.only_reads = False
-        """True if no step uses this stream: close it after the call, to leave its slot to
-        others."""
+        """True if no step uses this stream: the call closes it, which leaves its slot to others."""
         self._method = method
         self._channels = channels
         self._unix_calls = UnixCalls() if is_here else None

@@ -80,7 +80,7 @@ class UnixCalls:
         self._calls: weakref.WeakValueDictionary[int, UnixCall] = weakref.WeakValueDictionary()
 
     def add(self, file: int, call: UnixCall) -> None:
-        """Waits for this one, too."""
+        """Adds a call to those for which `wait` waits."""
         self._calls[file] = call
         self._poll.register(file, select.POLLIN)
 
@@ -112,7 +112,7 @@ def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> 
 
 
 def write_all(connection: socket.socket, written: Sequence[bytes]) -> bool:
-    """Sends all bytes; see `write_frame`."""
+    """Sends all bytes as `write_frame` does."""
     parts = [memoryview(each) for each in written]
     room: select.poll | None = None
     while parts:

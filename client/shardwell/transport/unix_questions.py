@@ -139,7 +139,6 @@ class _Line:
         return is_young and not self._is_cancelled and not self._poll.poll(0)
 
     def ask(self, method: str, request: bytes, authorization: str, until_s: float) -> bytes | None:
-        """Calls the shard; None: the connection broke."""
         opening = unix_stream_pb2.UnixStreamOpen(
             method=method, authorization=authorization, wire_version=WIRE_VERSION
         )
