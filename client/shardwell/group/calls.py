@@ -60,7 +60,7 @@ class CallOptions(NamedTuple):
     timeout_s: float | None = None
     retry: bool = False
     generation: int = 0
-    """The only generation in which an elastic group makes it; 0: any, if the call allows it."""
+    """The only generation in which an elastic group makes it; 0: any."""
 
 
 class Started(Protocol):

@@ -60,9 +60,9 @@ class PendingCall:
     make: Callable[[Generation], Call]
     timeout_s: float
     admits: bool
-    """Newcomers may come in before it."""
+    """True if newcomers may come in before it."""
     retries: bool
-    """It can be made again when data have moved."""
+    """True if it can be made again when data have moved."""
     waits: bool
     only_in: int
     """Number of the only generation in which it may be made; 0: any."""
@@ -99,7 +99,7 @@ class PendingCall:
         return self.made.have_state
 
     def restore(self) -> None:
-        """The array is as it was before the call."""
+        """Gives the array the values from before the call."""
         if self.input is not None and self.made.array.size == self.input.size:
             self.made.array[:] = self.input
 

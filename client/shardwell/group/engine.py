@@ -85,9 +85,7 @@ class Call:
     """This rank's number among those that take part, and how many they are, once data move."""
     progress: Progress = Progress.ANNOUNCED
     ranks: tuple[int, ...] = ()
-    """The participants of an OPERATION_STATE."""
     have_state: tuple[bool, ...] = ()
-    """The answer of each participant of OPERATION_STATE: True with the group's state."""
 
     @property
     def is_join(self) -> bool:
@@ -333,7 +331,7 @@ class Engine:
     def _made_beside(
         self, moving: _Moving, arithmetics: Sequence[ChunkArithmetic]
     ) -> list[Sending]:
-        """Waits for what comes while there is nothing else, and never while a thread works."""
+        """Waits for input while there is nothing else, and never while a thread works."""
         collective = moving.collective
         made: list[tuple[Job, list[Sending]]] = []
         by_chunk: dict[int, list[tuple[Job, list[Sending]]]] = {}

@@ -181,7 +181,7 @@ class Generation:
             self.engine.submit(call)
 
     def end(self, failure: pb.Failure) -> None:
-        """The generation is over: all calls fail with this. From any thread; the first counts."""
+        """Ends it here: all calls fail with this. From any thread; the first counts."""
         if self._mailbox.ended is None:
             self.confirm()
         if failure.expired and failure.detail.rank == self.rank:
@@ -214,9 +214,9 @@ class Generation:
         self.end(failure)
 
     def close(self) -> None:
-        """Leaves the group: what was called before is finished, then all streams end.
+        """Leaves the group: calls that were made are finished, then all streams end.
 
-        Blocks at the most until the calls' deadlines, and a minute for what this rank sent.
+        Blocks at the most until the calls' deadlines, and a minute for this rank's last messages.
         """
         with self._announcing:
             self._closing = True

@@ -71,7 +71,7 @@ class Greeting:
             return list(self._unreachable)
 
     def close(self) -> None:
-        """Gives up. Safe to repeat."""
+        """Ends the greeting. Safe to repeat."""
         with self._lock:
             self._over.set()
             peers = list(self._peers)

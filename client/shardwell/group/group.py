@@ -91,11 +91,8 @@ class Group(Connected):
         self.token_file = None if credentials.token is None else credentials.token.path
         """Path of the file with this worker's token; None: it has none."""
         self.name = name
-        """Name of the group."""
         self.strategy = calls.strategy
-        """The strategy of its reductions."""
         self.traffic = traffic
-        """Bytes moved so far."""
         self._membership = membership
         self._threads = threads
         self._timeout_s = calls.timeout_s
@@ -103,7 +100,6 @@ class Group(Connected):
         self._under_way = _CallsUnderWay(name)
         self._closed = False
         self._has_state = False
-        """True after a `broadcast_state`."""
         self._rebuilding = threading.Lock()
         # A program that ends without `close` leaves all the same, once its calls are done.
         self._at_exit = weakref.finalize(self, _close_at_exit, weakref.ref(self))
@@ -530,7 +526,6 @@ class Group(Connected):
         return self._run(made, _ENGINE_S)
 
     def _run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
-        """Runs `body` on a thread that no signal reaches."""
         self._check_open()
         return self._threads.run(body, timeout_s)
 

@@ -50,7 +50,7 @@ class Inbox:
         self._reader_id = 0
 
     def open(self) -> bool:
-        """Makes it ready for `add`; whether it is."""
+        """Makes it ready for `add`; returns whether it is."""
         with self._lock, self._waking:
             if self._files or self._is_closed.is_set() or not IS_SUPPORTED:
                 return bool(self._files)

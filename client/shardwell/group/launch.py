@@ -177,7 +177,7 @@ def _number(given: Mapping[str, str], variable: str) -> int | None:
 
 
 def _slurm_id(given: Mapping[str, str], *variables: str) -> int | None:
-    """The first that is a number: Slurm's ids may be larger than what `_number` takes."""
+    """Returns the first that is a number: Slurm's ids may exceed what `_number` takes."""
     for variable in variables:
         text = given.get(variable, "")
         if text.isascii() and text.isdecimal() and len(text) <= 20:

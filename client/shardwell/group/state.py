@@ -69,7 +69,7 @@ class StagedState:
         self._bytes = np.empty(into.size_bytes, np.uint8)
 
     def take(self, start: int, words: Float32) -> None:
-        """A piece has come."""
+        """Takes a piece that has come."""
         data = words.astype("<u2").view(np.uint8)
         stop = min(start + data.size, self._bytes.size)
         self._bytes[start:stop] = data[: stop - start]

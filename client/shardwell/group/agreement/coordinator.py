@@ -97,7 +97,6 @@ class Coordinator(Agreement):
         self._mailbox = mailbox
         self._on_end = on_end
         self.newcomer_count: Callable[[], int] = lambda: 0
-        """Workers that wait for the next generation of an elastic group, as of a moment ago."""
         self._standings: dict[int, Standings] = {}
         self._changed = threading.Condition()
         # Bounded by the calls that a rank may be ahead.

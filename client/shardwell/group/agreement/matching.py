@@ -36,7 +36,6 @@ _PROBLEM_LENGTH_MAX = 500
 _THAT_MOVE_NOTHING = (pb.OPERATION_BARRIER, pb.OPERATION_JOIN, pb.OPERATION_STATE)
 
 Verdicts = list[tuple[int, pb.Verdict]]
-"""(rank, the verdict for it)."""
 
 
 @dataclass
@@ -111,7 +110,7 @@ class CallMatcher:
         return [(each, verdict) for each in self._moving_ranks.pop(index)]
 
     def leave(self, rank: int, reason: str) -> Verdicts:
-        """A rank has left, after the calls that it has made; later calls fail."""
+        """Notes that a rank has left after its calls so far; later calls fail."""
         self._left[rank] = reason
         self._joined.pop(rank, None)
         self._owed.pop(rank, None)

@@ -35,9 +35,7 @@ class Fate(enum.Enum):
     MADE = enum.auto()
     """It has ended on a member: its result is whole here as well."""
     AGAIN = enum.auto()
-    """All make it in the next generation."""
     FAILED = enum.auto()
-    """It fails on all."""
 
 
 def fate_of(index: int, counts: Counts, *, is_prepared: bool, retries: bool) -> Fate:

@@ -71,7 +71,7 @@ class Greeted(Protocol):
         """Blocks until `unreachable` is known, at most so long."""
 
     def close(self) -> None:
-        """Gives up."""
+        """Ends the greeting."""
 
 
 Greet = Callable[[Sequence[pb.Member], float], Greeted]
@@ -82,7 +82,6 @@ class Formed:
     """A generation whose members have all reached one another."""
 
     generation: int
-    """The number, larger than all earlier ones of the group that its members were in."""
     rank: int
     members: tuple[pb.Member, ...]
 
@@ -121,15 +120,15 @@ class Rendezvous(Closing):
         timeout_s: float,
         greet: Greet,
     ) -> Formed:
-        """Returns a place in the group's next generation; blocks until all its members are there.
+        """Returns a place in the group's next generation; blocks until all its members have met.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
         that follows a previous generation keeps its rank there, and may ask again. Each attempt
         needs a member_id of its own, except those that follow. `greet` begins to greet all members,
         until a time by `time.monotonic` that is a little before the timeout; it is called once for
-        each generation that is formed, and the rendezvous is asked on meanwhile, so that the place
-        is kept. Where it follows one, WorkerUnreachableError comes at the timeout alone: a
-        member may have died just now.
+        each generation that is formed, while the requests go on, so that the place is kept. Where
+        it follows one, WorkerUnreachableError comes at the timeout alone: a member may have died
+        just now.
         """
         waiting = _Waiting(self.address, request, timeout_s)
         try:
@@ -155,7 +154,7 @@ class Rendezvous(Closing):
     def renew(
         self, request: pb.RenewLeaseRequest, *, timeout_s: float
     ) -> tuple[list[pb.LostMember], int]:
-        """Both at once."""
+        """Begins and finishes a renewal."""
         return self.finish_renewal(self.begin_renewal(request, timeout_s=timeout_s))
 
     def leave(self, group: str, member_id: str, *, timeout_s: float = _LEAVE_S_MAX) -> None:
@@ -175,7 +174,6 @@ class Rendezvous(Closing):
         greet: Greet,
         greetings: contextlib.ExitStack,
     ) -> Formed:
-        """Asks until the generation is ready; closing `greetings` ends what it has begun."""
         greeting: Greeted | None = None
         greeted_generation = 0
         while (remaining_s := waiting.remaining_s) > 0:

@@ -66,7 +66,7 @@ class Applicant:
         self.previous_generation = request.previous_generation
         self.replacement_wait_s = request.replacement_wait_ms / 1000
         self.without_newcomers = request.without_newcomers
-        """Only its generation's members are to be in the one that follows."""
+        """True if the next generation is to have its former members alone."""
         self.asked_s = now_s
         self.lease = Lease(request.lease_ms / 1000, now_s)
 
@@ -97,9 +97,9 @@ class Seat:
     lost_reason: str = ""
     """Empty while it lives."""
     has_left: bool = False
-    """It is gone because it left in order."""
+    """True if it is gone because it left in order."""
     is_expired: bool = False
-    """It is gone because its lease ended."""
+    """True if it is gone because its lease ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Roster:
     number: int
     seats: list[Seat]
     is_adopted: bool = False
-    """It was formed before this server was started."""
+    """True if it was formed before this server was started."""
 
     @classmethod
     def adopted(cls, number: int, member_count: int, lease_s: float, now_s: float) -> Roster:
@@ -172,8 +172,7 @@ class Suspicion:
     """A member of a forming generation whom another can't reach: it may be dead."""
 
     verdict: Verdict
-    """The verdict for all if it lives; in an elastic group, where a newcomer says so, for it
-    alone."""
+    """The verdict for all if it lives; in an elastic group, by a newcomer, for that one alone."""
     reporter: Applicant
     word_count: int = 0
 
@@ -214,10 +213,7 @@ class Forming:
 
 
 class GenerationNumbers:
-    """The numbers of generations, of all groups: a count, and below it the server's incarnation.
-
-    The incarnation makes numbers of two lives of a server differ.
-    """
+    """The numbers of all groups' generations: a count, and below it the server's incarnation."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -225,7 +221,7 @@ class GenerationNumbers:
 
     @property
     def largest(self) -> int:
-        """No number that was given or noted is larger."""
+        """The largest number that was given or noted."""
         return (self._count + 1 << INCARNATION_BITS) - 1
 
     def is_own(self, number: int) -> bool:
@@ -233,7 +229,7 @@ class GenerationNumbers:
         return incarnation_of(number) == self._incarnation
 
     def take(self) -> int:
-        """The next one."""
+        """Returns the next one."""
         self._count += 1
         return self._count << INCARNATION_BITS | self._incarnation
 
@@ -256,11 +252,10 @@ class GroupState:
     generation: int
     """Number of the generation that lives; 0: none does."""
     members: tuple[str, ...]
-    """The members that live, or wait for the others, each with its rank and where it is."""
+    """The members that live, or wait for the others, each with its rank and address."""
     missing_ranks: tuple[int, ...]
     waited_s: float
     notes: tuple[str, ...]
-    """The applicants refused lately, and why."""
 
 
 def described(rank: int, member: pb.Member | None) -> str:

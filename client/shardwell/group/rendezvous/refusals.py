@@ -85,7 +85,7 @@ def differences(kept: pb.GroupSpec, got: pb.GroupSpec) -> str:
 def unreachable_text(
     group: str, rank: int, applicants: list[Applicant], missed: pb.UnreachableMember
 ) -> str:
-    """One member of a forming generation can't reach another."""
+    """The text of a member of a forming generation that can't reach another."""
     member, other = applicants[rank].member, applicants[missed.rank].member
     return (
         f"group {group!r}: {described(rank, member)} can't reach {described(missed.rank, other)}: "
@@ -95,7 +95,7 @@ def unreachable_text(
 
 
 def mismatch_text(kept: pb.GroupSpec, holder: str, applicant: Applicant) -> str:
-    """A worker asks for another group of the same name as that of one that lives."""
+    """The refusal of a worker that asks for other settings than those of a living group."""
     return (
         f"group {kept.name!r} belongs to {holder}, which lives, with other settings than "
         f"{described(applicant.rank, applicant.member)} asks for: "
@@ -115,7 +115,7 @@ def taken_text(group: str, applicant: Applicant, holder: pb.Member | None, note:
 
 
 def stranger_error(request: pb.RenewLeaseRequest, member_count: int) -> ArgumentError:
-    """A worker says that it is a member of a generation, and is none."""
+    """The error for a worker that claims to be a member of a generation, and is none."""
     return ArgumentError(
         f"generation {request.generation} of group {request.spec.name!r} has {member_count} "
         f"members, and {described(request.rank, request.member)} of {request.member_count} is none "
@@ -125,7 +125,7 @@ def stranger_error(request: pb.RenewLeaseRequest, member_count: int) -> Argument
 
 
 def lost_error(group: str, seat: Seat) -> WorkerLostError:
-    """A member that was declared lost is back."""
+    """The error for a member that comes back after it was declared lost."""
     advice = (
         "the others go on without it; close the group, and join it again"
         if seat.is_expired
@@ -141,7 +141,7 @@ def lost_error(group: str, seat: Seat) -> WorkerLostError:
 def left_behind_text(
     group: str, number: int, rank: int, member: pb.Member, generation: Roster | None
 ) -> str:
-    """A worker is a member of a generation that is over, or that can't be; another may live."""
+    """The refusal of a member of a generation that is over, or impossible; another may live."""
     if generation is None:
         what = "is over: all its members were lost or left"
     elif number < generation.number:

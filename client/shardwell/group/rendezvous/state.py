@@ -112,7 +112,7 @@ class Gathering:
         return self.seating.renewal_answer(generation, seat)
 
     def leave(self, member_id: str, now_s: float) -> None:
-        """Takes out a member, or who is no longer, or not yet, one."""
+        """Takes out a member or an applicant, if it is one."""
         self._advance(now_s)
         self.seating.remove(member_id)
         self._refusals.drop(member_id)
@@ -220,7 +220,7 @@ class Gathering:
             self._refuse(applicant, verdict, now_s)
 
     def _has_closed_up(self) -> bool:
-        """A replacement can't know then what has become of the ranks."""
+        """A replacement can't know then which ranks have changed."""
         generation = self.seating.generation
         return generation is not None and len(generation.seats) < self.seating.spec.size
 
@@ -246,10 +246,10 @@ class Gathering:
         self.seating.forming = Forming(number=self._numbers.take(), applicants=applicants)
 
     def _form_elastic(self, placed: dict[int, Applicant], now_s: float) -> None:
-        """Members keep their order, newcomers follow.
+        """Forms a generation in which members keep their order, and newcomers follow.
 
-        A group's first generation waits for one lease: as long as members of an older one, of which
-        a server that was started anew has not heard yet, take to make themselves known.
+        A group's first one waits for one lease: the time in which members of an older one, unknown
+        to a server that was started anew, make themselves known.
         """
         spec = self.seating.spec
         back = [placed[rank] for rank in sorted(placed) if not placed[rank].is_newcomer]
@@ -310,7 +310,7 @@ class Gathering:
                 lost.lost_reason = f"{described(seat.rank, seat.member)} found it lost"
 
     def _note_check(self, request: pb.JoinGroupRequest, now_s: float) -> None:
-        """A member that others can't reach may have died since it asked: it lives if it asks on."""
+        """Notes the word of a member that others can't reach: it lives if it asks on."""
         forming, member_id = self.seating.forming, request.member.member_id
         rank = None if forming is None else forming.rank_of(member_id)
         if forming is None or rank is None:
@@ -383,9 +383,9 @@ class Gathering:
     def _check_adoptable(self, request: RequestT, number: int) -> None:
         """Raises WorkerLostError if an unknown generation may not be taken over.
 
-        Which of two generations is newer is known of those of one life of a server: the next may
-        not have heard of the one before. So of those of two lives, both before this one, the one
-        stays that more than half of its members follow.
+        The order of two generations is known within one life of a server: the next may not have
+        heard of the one before. So of two from other lives, the one stays that more than half of
+        its members follow.
         """
         generation, known = self.seating.generation, self._known_number()
         is_same_life = incarnation_of(number) == incarnation_of(known)
@@ -402,7 +402,6 @@ class Gathering:
         return self._ended_number if generation is None else generation.number
 
     def _adopt(self, request: RequestT, number: int, member_count: int, now_s: float) -> None:
-        """Takes a generation over: it lives, so all who wait for its ranks go on waiting."""
         self._numbers.note(number)
         self.seating.forming, self._ended_number = None, self._known_number()
         self.seating.spec = request.spec

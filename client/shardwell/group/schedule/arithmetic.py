@@ -91,7 +91,7 @@ class ChunkArithmetic:
         return self._message(pb.STAGE_PARTIAL, index, where, total, room)
 
     def begin(self, where: Slice, total: Float32 | None = None) -> Float32:
-        """A sum that has this rank's own values: new memory, or the beginning of `total`."""
+        """Returns this rank's own values as a sum: new memory, or the beginning of `total`."""
         total = np.empty(where.size, np.float32) if total is None else total[: where.size]
         if self._factor:
             np.multiply(self._own(where), np.float32(self._factor), out=total)

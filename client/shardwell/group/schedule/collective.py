@@ -69,7 +69,7 @@ class Sum:
         self.total: Float32 | None = None
         self.added_count = 0
         self.early: dict[int, Bytes] = {}
-        """The checked values of what came before its turn, by rank."""
+        """The checked values that came before their turn, by rank."""
 
 
 class Job(NamedTuple):
@@ -81,7 +81,6 @@ class Job(NamedTuple):
     arrival: Arrival | None
     """None: the chunk enters here."""
     total: Sum | None
-    """None where one rank sends."""
     targets: tuple[int, ...]
     rooms: list[Room | None]
 
@@ -89,9 +88,9 @@ class Job(NamedTuple):
 class Collective:
     """One rank's part in a call. For one thread, except `made`, which any thread may call.
 
-    A chunk enters, or a message comes, on one thread: `begin` and `admit` decide all that depends
-    on other chunks. The rest is a job on one chunk, and jobs on different chunks may be done beside
-    each other; those on one chunk are done in the order in which they were decided.
+    `begin` and `admit` decide, on one thread, all that depends on other chunks. The rest is a job
+    on one chunk. Jobs on different chunks may be done beside each other; those on one chunk are
+    done in the order in which they were decided.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Collective:
         return self.made(self._admitted(arrival, where, role), self._arithmetic, stored)
 
     def begin(self) -> Job:
-        """The next chunk of this rank's enters."""
+        """Returns the job of the next chunk of this rank's that enters."""
         index = self._plan.entering[self._entered_count]
         self._entered_count += 1
         where, segment, _ = self._plan.chunks[index]
@@ -160,7 +159,7 @@ class Collective:
         return Job(index, where, role, None, None, targets, self._rooms(targets, where))
 
     def admit(self, arrival: Arrival) -> Job:
-        """Takes a message that was not looked at: `made` does that, and then the call fails."""
+        """Takes a message unchecked: `made` checks it, and then the call fails."""
         return self._admitted(arrival, *self._place(arrival))
 
     def _admitted(self, arrival: Arrival, where: Slice, role: Role) -> Job:

@@ -91,7 +91,7 @@ class Plan:
     rank: int
     size: int
     root: int
-    """Collector or source where there is one for all segments; 0 but where the caller names it."""
+    """Collector or source where all segments have one; 0 unless the caller names it."""
     element_count: int
     chunk_element_count: int
     """Elements of a chunk; the last of a segment may have fewer."""

@@ -125,7 +125,7 @@ class Link:
             return not self._is_over
 
     def note_end(self) -> None:
-        """Returns True if it has ended, as far as the kernel knows."""
+        """Notes that the connection has ended, and calls the callbacks."""
         with self._lock:
             self._is_over = True
             callbacks, self._callbacks = self._callbacks, []

@@ -169,7 +169,7 @@ class Outgoing:
         self._messages.put((message, element_count, shared_bytes))
 
     def await_room(self, timeout_s: float) -> bool:
-        """Blocks while many chunks wait to be sent; whether there is room now."""
+        """Blocks while many chunks wait to be sent; returns True if a further one may."""
         if self._has_room():
             return True
         with self._changed:
