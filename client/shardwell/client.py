@@ -185,9 +185,7 @@ class Client(Connected, Closing):
     ) -> None:
         __tracebackhide__ = True  # of notebooks and of pytest
         self.worker_id = worker_id
-        """This worker's name."""
         self.traffic = Traffic()
-        """Bytes moved so far."""
         self._timeout_s = timeout_s
         self._shards = connect_shards(
             target,
@@ -266,7 +264,6 @@ class Client(Connected, Closing):
         return self._ranking().worker_count
 
     def _ranking(self) -> Ranking:
-        """The rank and number of this worker, by its launcher."""
         # Programs that ask for no rank need nothing of groups.
         from shardwell.group.launch import known_launcher
 
@@ -544,7 +541,7 @@ class Client(Connected, Closing):
         return self._gone_on_with(self._tables.keep(name, made))
 
     def _gone_on_with(self, opened: OpenT) -> OpenT:
-        """Has what this worker was a step ahead with when it was killed go back to that step."""
+        """Has handles that were a step ahead at this worker's kill go back to that step."""
         if not opened.is_untouched:
             return opened
         step = opened.resumed_step
@@ -562,7 +559,7 @@ class Client(Connected, Closing):
     def _spec(
         self, kind: _Kind[SpecT], other: _Kind[Any], name: str, given: dict[str, Any]
     ) -> SpecT:
-        """The spec of what is opened: made of what was given, or that which the shards hold."""
+        """Returns the spec of what is opened: made of the arguments, or held by the shards."""
         if kind.needed <= given.keys():
             members = given.get("members")
             given.setdefault("worker_count", 1 if members is None else members.max_count)
@@ -720,7 +717,6 @@ class Client(Connected, Closing):
         return [each.name for each in self._calls.run(send, timeout_s)]
 
     def _close_handles(self, name: str, kind: str | None) -> list[Handle[Any]]:
-        """Closes this client's objects for a name that was given up, and returns them."""
         opened: list[Handle[Any] | None] = []
         if kind != "table":
             opened.append(self._parameters.find(name))
@@ -834,7 +830,6 @@ class Client(Connected, Closing):
         return self._with_cluster(lambda cluster: export_table(cluster, name, path), timeout_s)
 
     def _neighbour(self, name: str) -> str:
-        """See `neighbour`: among all that the shards hold, if they say so."""
         held: list[str] = []
         with contextlib.suppress(ShardwellError):
             for shard in self.status():
@@ -900,11 +895,7 @@ class Client(Connected, Closing):
 
 
 def check_client(client: object) -> Client:
-    """Returns what was passed for a client.
-
-    Raises:
-        ArgumentError: it is none, such as a target.
-    """
+    """Returns `client`; ArgumentError: it is another object, such as a target."""
     if not isinstance(client, Client):
         raise ArgumentError(f"client must be made by shardwell.connect(...); got {client!r:.80}")
     return client
@@ -912,17 +903,13 @@ def check_client(client: object) -> Client:
 
 @dataclass(frozen=True)
 class _Kind(Generic[SpecT]):
-    """What a client can open."""
-
     name: str
     make: Callable[..., SpecT]
     find: Callable[[str, list[ShardChannel], Attempts], SpecT | None]
-    """The spec that the shards hold."""
     unknown_error: type[ShardwellError]
     needed: frozenset[str]
     """The arguments that create one."""
     creates_with: str
-    """Those arguments, for messages."""
 
 
 _PARAMETERS = _Kind(
@@ -944,7 +931,6 @@ _TABLES = _Kind(
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were not left out."""
     given = {name: value for name, value in arguments.items() if value is not NOT_GIVEN}
     if "members" in given:
         if "worker_count" in given:
@@ -961,12 +947,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
 
 
 def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
-    """The stored spec, if what was given agrees with it.
-
-    Raises:
-        ArgumentError: a value is out of its range.
-        SpecMismatchError: it does not.
-    """
+    """Returns the stored spec; SpecMismatchError: the arguments do not agree with it."""
     differences = stored.differences(stored.with_given(given))
     if differences:
         ((what, name),) = where.items()
@@ -980,7 +961,7 @@ def _agreed(stored: SpecT, given: dict[str, Any], **where: Any) -> SpecT:
 
 
 class _Opened(Generic[OpenT]):
-    """Objects of one kind by name. Any thread may use it."""
+    """The open handles of one kind by name. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -988,19 +969,19 @@ class _Opened(Generic[OpenT]):
         self._closed = False
 
     def find(self, name: str) -> OpenT | None:
-        """The open object of that name."""
+        """Returns the open object of that name."""
         with self._lock:
             return self._open(name)
 
     def all(self) -> list[OpenT]:
-        """The open objects, in the order of opening."""
+        """Returns the open objects, in the order of opening."""
         with self._lock:
             return [each for each in self._objects.values() if not each.is_closed]
 
     def keep(self, name: str, made: OpenT) -> OpenT:
-        """Keeps what was made, except where another thread was faster; returns what is kept.
+        """Keeps what was made, except where another thread was faster; returns the kept one.
 
-        One of another spec is of what was deleted, and had the name before.
+        One of another spec is of a deleted object, which had the name before.
         """
         with self._lock:
             found = self._open(name)
@@ -1013,7 +994,7 @@ class _Opened(Generic[OpenT]):
         return kept
 
     def close(self) -> None:
-        """Closes all, and what is kept later too."""
+        """Closes all, and objects that are kept later too."""
         with self._lock:
             self._closed = True
             objects = list(self._objects.values())
@@ -1021,7 +1002,7 @@ class _Opened(Generic[OpenT]):
             one.close()
 
     def _forget(self, name: str) -> None:
-        """Lets go of an object that was closed, unless another one has its name by now."""
+        """Drops an object that was closed, unless another one has its name by now."""
         with self._lock:
             if name in self._objects and self._objects[name].is_closed:
                 del self._objects[name]

@@ -30,11 +30,10 @@ class Channel:
         self._closed = False
         self._contents: Contents | None = None if tls is None else tls.contents()
         self.current: Any = self._opened()
-        """gRPC's, or as that."""
         self._previous: Any = None
 
     def renew(self) -> bool:
-        """Makes another one if the certificates have changed; whether it has."""
+        """Makes another one if the certificates have changed; returns whether it has."""
         if self._tls is None:
             return False
         contents = self._tls.contents()

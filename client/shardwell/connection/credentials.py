@@ -88,12 +88,10 @@ def token_file(path: TokenFileArgument) -> TokenFile | None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Both, of one side of its connections."""
+    """The certificates and the token of one side of its connections."""
 
     tls: TlsFiles | None = None
-    """None: no TLS."""
     token: TokenFile | None = None
-    """None: calls bring none."""
 
     @staticmethod
     def of(tls: TlsArgument = None, token: TokenFileArgument = None) -> Credentials:

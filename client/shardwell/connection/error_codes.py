@@ -24,8 +24,6 @@ _Code = grpc.StatusCode
 
 
 class _Entry(NamedTuple):
-    """A kind of error, and how it travels."""
-
     kind: type[errors.ShardwellError]
     code_name: str
     """The name in ErrorCode, without its prefix."""
@@ -141,9 +139,8 @@ def from_rpc_error(
 ) -> errors.ShardwellError:
     """Returns the Shardwell error of a failed call, on behalf of a parameter or a table.
 
-    A Shardwell server says with every error which of ours it is. A status that does not, of
-    whatever code, is gRPC's own, and tells of the connection: bytes that were damaged or lost on
-    their way make nearly every code there is.
+    A Shardwell server names its error. Any other status is gRPC's own, and is about the connection:
+    bytes that were damaged or lost on their way make nearly every code that exists.
     """
     code, details = error.code(), error.details() or ""
     detail = _detail_of(error)

@@ -118,9 +118,9 @@ def _first_user_of_grpc() -> OwnerProcess:
 def listen_on(
     server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | None = None
 ) -> int:
-    """Listens, and returns the port that was taken, where 0 is asked for.
+    """Listens, and returns the port, also for port 0.
 
-    It is tried before gRPC does, which would tell of a failure in lines of its own on stderr.
+    It is tried before gRPC does, which would print lines of its own about a failure to stderr.
     """
     host, _, port = address.rpartition(":")
     refused: OSError | None = None
@@ -148,7 +148,7 @@ def listen_on(
 
 
 def unary_stub(channel: grpc.Channel, method: str, response_type: type[Message]) -> Any:
-    """The stub of `method`, "/package.Service/Name": one message there, one message back.
+    """Returns the stub of `method`, "/package.Service/Name": one message each way.
 
     The CRC of the request is made to fit; that of the response is for its reader to check.
     """

@@ -125,11 +125,11 @@ class TlsFiles:
 
     @property
     def last(self) -> Contents:
-        """The contents that are in use."""
+        """Returns the contents that are in use."""
         return self._files.last
 
     def channel_credentials(self, contents: Contents) -> grpc.ChannelCredentials:
-        """The credentials of a client's connections."""
+        """Returns the credentials of a client's connections."""
         return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -180,11 +180,9 @@ def tls_files(tls: TlsArgument) -> TlsFiles | None:
 def check_trust(who: str, address: str, files: TlsFiles | None, timeout_s: float) -> None:
     """Looks why a connection to a server can't be made, once one has failed. Blocks a few seconds.
 
-    gRPC tells of most of it only that the socket was closed. Nothing is looked at where this
-    thread's call was cancelled.
-
-    Raises:
-        AuthenticationError: a server answers, and the two sides will not come together.
+    gRPC says of most reasons only that the socket was closed. Nothing is looked at where this
+    thread's call was cancelled. AuthenticationError: a server answers, and the two sides do not
+    trust each other.
     """
     call = current_call()
     look_s = min(_LOOK_S, timeout_s / 6)
@@ -366,7 +364,6 @@ def _reaches_itself() -> bool:
 
 
 def _unreachable(channel: grpc.Channel) -> str | None:
-    """Returns why no connection comes about; None: a call reaches the server, without a handler."""
     try:
         call: Any = channel.unary_unary("/shardwell.Try/Try")
         call(b"", timeout=_TRY_S)

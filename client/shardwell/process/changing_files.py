@@ -21,7 +21,7 @@ _Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class ChangingFiles(Generic[ReadT]):
-    """Contents of files, for any thread; `log` gets the reason where changed ones are unfit."""
+    """The contents of files, for any thread; `log` gets the reason where changed ones are unfit."""
 
     def __init__(
         self, paths: Sequence[FilePath], read: Callable[[], ReadT], log: logging.Logger

@@ -22,7 +22,7 @@ class OwnerProcess:
 
     @property
     def is_here(self) -> bool:
-        """True in that process."""
+        """Returns True in that process."""
         return os.getpid() == self.process_id
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ def variable(name: str) -> str:
 
 
 def misspelt_variables() -> list[str]:
-    """A sentence for each variable that is set, read by nothing, and like a known one."""
+    """Returns a sentence for each set variable that nothing reads, and that is like a known one."""
     said = []
     for name in sorted(os.environ):
         rest = name.removeprefix(_PREFIX)
@@ -77,7 +77,7 @@ def host_id() -> str:
 
 
 def install_command(*arguments: str) -> str:
-    """A shell's line with pip of this Python; no extra of Shardwell's, for which pip would look."""
+    """Returns a shell's line with pip of this Python, which does not look for Shardwell itself."""
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *arguments])
 
 

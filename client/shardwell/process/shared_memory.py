@@ -36,11 +36,11 @@ _NUMBER = struct.Struct("<Q")
 
 
 class SharedMemoryError(Exception):
-    """Memory that is not to be used; says why."""
+    """An error about memory that is not to be used; says why."""
 
 
 class SharedMemory:
-    """Mapped memory. It is unmapped when the last reference to it, or to a view of it, is gone."""
+    """The mapped memory, unmapped when the last reference to it, or to a view of it, is gone."""
 
     def __init__(self, file: int, size_bytes: int) -> None:
         mapped = mmap.mmap(file, size_bytes)
@@ -73,7 +73,7 @@ class SharedMemory:
 
 
 class OwnMemory:
-    """Memory of this process that is handed over."""
+    """The memory of this process that is handed over."""
 
     def __init__(self, size_bytes: int) -> None:
         self.file = os.memfd_create("shardwell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -25,7 +25,7 @@ class Span(NamedTuple):
     chunk: int
     """-1: of all."""
     peer: str
-    """With whom; may be empty."""
+    """The other side; may be empty."""
     begin_ns: int
     end_ns: int
 

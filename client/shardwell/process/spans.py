@@ -13,10 +13,11 @@ from shardwell.process.span_columns import SPAN_COUNT_MAX, Span, to_message
 from shardwell.v1 import trace_pb2 as pb
 
 LONG_NS = 100_000
-"""See `add_long`. A disk takes longer; to find that nothing is to be written does not."""
+"""The least time for `add_long`: a disk takes longer; to find that nothing is to be written does
+not."""
 NO_STEP = -1
 ALL_CHUNKS = -1
-"""Of a span that is of no chunk in particular."""
+"""The chunk of a span that is of none in particular."""
 _MESSAGE_BYTES_MAX = 900 * 1024
 """Most bytes of spans in a message; older ones are left out."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

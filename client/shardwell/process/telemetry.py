@@ -55,10 +55,7 @@ def export_call(
     begin_ns: int,
     failed: BaseException | None,
 ) -> None:
-    """Exports the span of a call, in the caller's context, with the kinds of work in it.
-
-    `where` is {"parameter": name} or {"table": name}.
-    """
+    """Exports the span of a call, in the caller's context, with the kinds of work in it."""
     with _apart():
         _export_call(verb, spans, worker_id, where, begin_ns, failed)
 
@@ -124,10 +121,10 @@ class StepExporter:
         self._shard_index = shard_index
         self._is_table = is_table
         self._done: set[tuple[str, int, str]] = set()
-        """Name, step and worker of what is exported, and recorded still."""
+        """Name, step and worker of exported steps that are still recorded."""
 
     def export(self, quiet_s: float = QUIET_S) -> None:
-        """Exports steps that have closed, and of which nothing more was recorded for so long.
+        """Exports steps that have closed, and that nothing was recorded of for so long.
 
         An exporter may take any time for it.
         """
@@ -179,7 +176,6 @@ class StepExporter:
 
 
 def _tell_wait(span: Any, worker_id: str, spans: Iterable[Span]) -> None:
-    """Names the worker for whose contribution this one has waited, if it has."""
     given = [each for each in spans if each.kind in _CONTRIBUTIONS and each.peer]
     own = max((each for each in given if each.peer == worker_id), key=_end_ns, default=None)
     if own is None or own.kind == pb.SPAN_KIND_UPDATE:  # of asynchronous mode, all are
@@ -195,7 +191,7 @@ def _end_ns(span: Span) -> int:
 
 
 def _add_children(otel: Any, parent: Any, kept: Iterable[Span]) -> None:
-    """A span for each kind: from the first of it to the last, which may overlap others."""
+    """Adds a span for each kind: from the first of it to the last, which may overlap others."""
     by_kind: dict[Any, list[Span]] = {}
     for span in kept:
         by_kind.setdefault(span.kind, []).append(span)

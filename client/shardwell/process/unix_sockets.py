@@ -39,7 +39,7 @@ class Listener(socket.socket):
         self.listen(_BACKLOG)
 
     def close(self) -> None:
-        """Safe to repeat."""
+        """Closes it. Safe to repeat."""
         # The file's number is another's only when this socket is closed: so it is looked at before.
         file, self._file = self._file, None
         if file is not None:

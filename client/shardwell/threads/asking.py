@@ -25,7 +25,7 @@ def done_at_once(
     act: Callable[[GivenT], AnswerT],
     stop: Callable[[], object],
 ) -> list[AnswerT]:
-    """The results of `act` for each of `given`, in their order, on threads of that name.
+    """Returns the results of `act` for each of `given`, in order, on threads of that name.
 
     After a failure nothing more is begun, `stop` ends what is under way, and its end is waited for.
     """
@@ -55,10 +55,9 @@ def done_at_once(
 
 
 def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[AnswerT]:
-    """The results of `ask` for each of `given`, in their order; some are asked at once.
+    """Returns the results of `ask` for each of `given`, in order; some are asked at once.
 
-    Each is a part of the call that this thread runs, and is cancelled with it. After a failure
-    nothing more is begun, what is under way is cancelled, and its end waited for.
+    Each is a part of the call that this thread runs, and is cancelled with it, and after a failure.
     """
     if len(given) < 2:
         return [ask(each) for each in given]
@@ -79,7 +78,7 @@ def ask_all(given: Sequence[GivenT], ask: Callable[[GivenT], AnswerT]) -> list[A
 def batches(
     given: Sequence[GivenT], size_bytes: Callable[[GivenT], int]
 ) -> Iterator[Sequence[GivenT]]:
-    """All of `given` in order, cut for `ask_all`: small ones together, each large one alone."""
+    """Cuts `given` for `ask_all`, in order: small ones together, each large one alone."""
     for is_large, group in itertools.groupby(
         given, lambda each: size_bytes(each) > _TOGETHER_BYTES_MAX
     ):

@@ -45,9 +45,9 @@ from shardwell.process.ending import closed_text, named
 
 _LOG = logging.getLogger("shardwell")
 _LONG_PART = 0.1
-"""Of a call's time, after which it takes long: who has slow steps gives them more time."""
+"""The part of its time after which a call takes long: slow steps are given more time."""
 _LONG_S_MIN = 10.0
-"""Nothing that takes less does."""
+"""The shortest call that takes long."""
 _LOOK_S_FIRST = 2.0
 """A waiting call has its shards looked at after so long, and then each time that it has doubled."""
 CALL_COUNT_MAX = 256
@@ -62,7 +62,7 @@ SIGNAL_INTERVAL_S = 0.5
 """A caller's wait is cut into pieces of it: a signal that comes just before the wait begins, or
 that another thread receives, does not wake it; Python's handler then runs between two pieces."""
 _IDLE_S = 10.0
-"""After so long without a call a thread ends, unless it is the last that waits for one."""
+"""The time without a call after which a thread ends, unless it is the last that waits for one."""
 
 ResultT = TypeVar("ResultT")
 
@@ -75,8 +75,8 @@ class _Outcome(NamedTuple):
 class Call:
     """A call under way, or a part of one. Any thread but a caller's may cancel it.
 
-    A part, which is run elsewhere, has no `body`, and is cancelled with the whole. `deliver`
-    receives the outcome, on the call's thread; with `is_awaited` it does nothing but hand it over.
+    A part, which runs elsewhere, has no `body`, and is cancelled with the whole. `deliver` receives
+    the outcome, on the call's thread; with `is_awaited` it does nothing but hand it over.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Call:
         self.late_s = time.monotonic() + timeout_s + LATE_S
         self.has_ended = False
         self.cancelled = threading.Event()
-        """Set once; what waits inside the call looks at it."""
+        """Set once; every wait inside the call looks at it."""
         self.is_expired = False
         self.lock = threading.Lock()
         """Held to change `acts`, and to cancel."""
         self.acts: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """Ends what it waits for. Safe to repeat."""
+        """Ends its wait. Safe to repeat."""
         with self.lock:
             self.cancelled.set()
             acts = list(self.acts)
@@ -114,17 +114,16 @@ _current = threading.local()
 
 
 def current_call() -> Call | None:
-    """The call, or the part of one, that this thread runs."""
+    """Returns the call, or the part of one, that this thread runs."""
     call: Call | None = getattr(_current, "call", None)
     return call
 
 
 class cancelled_by:  # noqa: N801 (read as a verb, as contextlib's are)
-    """While the block runs, `act` ends what it waits for, if its call is cancelled.
+    """A block whose wait `act` ends, if its call is cancelled, or was before.
 
-    At once, if the call was cancelled before. `act` does not block for long, and may be called by
-    any thread, and more than once. The call is by default the one that this thread runs. Written
-    out, as a generator costs twice as much.
+    `act` does not block for long, and may be called by any thread, and more than once. The call is
+    by default the one that this thread runs. Written out, as a generator costs twice as much.
     """
 
     __slots__ = ("_act", "_call")
@@ -158,7 +157,7 @@ class CallPart(Call):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While the block runs, this thread runs the part."""
+        """Has this thread run the part while the block runs."""
         before = current_call()
         with contextlib.ExitStack() as block:
             if self._whole is not None:
@@ -176,9 +175,9 @@ class CallPart(Call):
 
 
 class CallThreads:
-    """The threads of one client. Any thread may call, and after `close` none.
+    """The threads of one client, which end with this object, too: none of them holds it.
 
-    They end with this object, too: none of them holds it.
+    Any thread may call, and after `close` none.
     """
 
     def __init__(self, name: str) -> None:
@@ -204,12 +203,11 @@ class CallThreads:
     ) -> ResultT:
         """Runs `body` on a thread of these, and returns its result. Blocks up to `timeout_s`.
 
-        After an interrupt its result is dropped: the result must let go of all by itself. `tell` is
-        called once it has taken long, with how long; `look` after a few seconds, and again after as
-        many, with how many. A ShardwellError's traceback begins here.
-
-        DeadlineError: it did not end, even though it was cancelled. ForkedError, ClosedError,
-        LimitError: it was not begun.
+        After an interrupt its result is dropped, which must let go of all by itself. `tell` is
+        called once it has taken long, with the seconds so far; `look` after a few seconds, and each
+        time that they have doubled. A ShardwellError's traceback begins here. DeadlineError: it did
+        not end, even though it was cancelled. ForkedError, ClosedError, LimitError: it was not
+        begun.
         """
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         call = Call(body, timeout_s, outcomes.put, scope, is_awaited=True)
@@ -250,7 +248,7 @@ class CallThreads:
     def start(
         self, body: Callable[[], ResultT], timeout_s: float, *, scope: object = None
     ) -> Future[ResultT]:
-        """Begins what `run` does, without waiting."""
+        """Begins the work of `run`, without waiting."""
         future: Future[ResultT] = Future()
         future.set_running_or_notify_cancel()
 
@@ -272,7 +270,7 @@ class CallThreads:
         return future
 
     def cancel_scope(self, scope: object) -> None:
-        """Ends its calls that have begun, soon: on the thread that cancels. Does not wait."""
+        """Ends its calls that have begun, soon, on the thread that cancels. Does not wait."""
         self._threads.to_cancel.put(lambda: self._threads.cancel(scope))
 
     def close(self, finish: Callable[[], None] | None = None) -> None:
@@ -310,33 +308,30 @@ class _Threads:
         """Calls to be run; None ends the threads. `look` is to be called after each."""
         self._name = name
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """For each that is put there, a spare looks whether it is to wait for a call."""
+        """For each item, a spare looks whether it is to wait for a call."""
         self._lock = threading.Lock()
         self.running: set[Call] = set()
-        """Calls that are under way; a thread of these changes it, with the lock held."""
+        """Calls under way; a thread of these changes it, with the lock held."""
         self._one_waits = False
         """True if a thread waits for a call, or is sure to do so next."""
         self._spare_count = 0
         self._count = 0
         self._look_s = math.inf
-        """The time.monotonic() at which the thread that cancels looks for late calls: no later than
-        the first becomes late. A call that ends does not change it, so calls of like timeouts, one
-        after another, wake that thread once a timeout, and not once each."""
+        """The time.monotonic() at which the thread that cancels looks for late calls, at the latest
+        when the first becomes late. A call that ends does not change it, so calls of like timeouts,
+        one after another, wake that thread once a timeout, and not once each."""
 
     def start(self) -> None:
         self._thread(self._cancel)
         self._add()
 
     def look(self) -> None:
-        """Sees to it that a thread takes what was queued. Safe to repeat."""
+        """Makes sure that a thread takes what was queued. Safe to repeat."""
         if not self._one_waits:
             self._woken.put(None)
 
     def end(self, finish: Callable[[], None] | None = None) -> None:
-        """Takes no further call, and ends the threads when those under way are over.
-
-        The thread that cancels calls `finish` before it ends.
-        """
+        """Takes no further call; the thread that cancels calls `finish` after the last one."""
         self.is_ended = True
         if finish is not None:
             self.to_cancel.put(finish)
@@ -396,7 +391,7 @@ class _Threads:
                         _refuse(call)
 
     def _next_call(self, *, waits: bool) -> Call | None:
-        """Waits for a call, and sees to it that another thread waits for the next; None: end.
+        """Waits for a call, and has another thread wait for the next; None: end.
 
         With `waits` it is the thread that waits already; else it may be a spare first.
         """
@@ -478,7 +473,7 @@ def _awaited(
     tell: Callable[[float], None] | None,
     look: Callable[[float], None] | None,
 ) -> _Outcome:
-    """The outcome, or queue.Empty; signals are handled meanwhile, `tell` and `look` called."""
+    """Returns the outcome, or raises queue.Empty; signals are handled meanwhile."""
     began_s, look_s = time.monotonic(), _LOOK_S_FIRST
     until_s = began_s + timeout_s
     while (rest_s := until_s - time.monotonic()) > SIGNAL_INTERVAL_S:
@@ -513,7 +508,7 @@ def _refuse(call: Call) -> None:
 
 
 def _tried(act: Callable[[], None]) -> None:
-    """Runs `act`; its failure must not keep others from being cancelled."""
+    """Runs `act`, whose failure must not keep others from being cancelled."""
     try:
         act()
     except Exception:

@@ -47,7 +47,7 @@ class DaemonThreads(Executor):
         return future
 
     def offer(self, function: Callable[..., ResultT], /, *args: Any) -> Future[ResultT] | None:
-        """As `submit`, where a thread can begin at once; None: none can, or they were shut down."""
+        """Submits a call if a thread can begin it at once; None: none can, or after `shutdown`."""
         future: Future[ResultT] = Future()
         with self._lock:
             if self._closed:

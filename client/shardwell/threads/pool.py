@@ -47,7 +47,7 @@ class _Pool:
     def __init__(self) -> None:
         self.process_id = os.getpid()
         self._idle: deque[queue.SimpleQueue[_Task]] = deque()
-        """Of threads without work; the last one has worked last, and gets the next task."""
+        """Queues of threads without work; the last has worked last, and gets the next task."""
         self._given: queue.SimpleQueue[Later] = queue.SimpleQueue()
         self._has_timer = False
 
@@ -86,7 +86,6 @@ class _Pool:
                 raise
 
     def _time(self) -> None:
-        """Begins acts when they are due, until there has been none for a while."""
         waiting: list[tuple[float, int, Later]] = []
         numbers = itertools.count()
         while True:

@@ -31,7 +31,7 @@ THREAD_COUNT_MAX = 256
 
 
 def core_count(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: as its affinity says, and its container's quota."""
+    """Returns the cores that this process may use, by its affinity and its container's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -43,7 +43,7 @@ def core_count(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def thread_count(given: int | None) -> int:
-    """The threads that a call may use, its own among them.
+    """Returns the threads that a call may use, its own among them.
 
     By default $SHARDWELL_THREADS, else half as many as cores, up to `THREAD_COUNT_DEFAULT_MAX`: on
     two cores, a worker and a shard that share them lose a twentieth to more threads.
@@ -74,7 +74,7 @@ class CoreThreads:
         return self._threads.offer(piece, *args)
 
     def spread(self) -> Spread:
-        """For one call. A context manager."""
+        """Returns the context manager of one call."""
         return Spread(self)
 
     def close(self) -> None:

@@ -38,14 +38,14 @@ class IntactChunk(NamedTuple):
     header: types_pb2.Chunk
     payload: Bytes
     peak_bits: int | None = None
-    """See `Codec.peak_of_bits`; None: unknown."""
+    """The result of `Codec.peak_of_bits`; None: unknown."""
 
 
 def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
-    """Refuses a chunk that was damaged, before anything that its message says is used.
+    """Refuses a damaged chunk, before anything that its message says is used.
 
-    A payload that can be written to is memory that others may change: it is copied, and the
-    checked copy is returned.
+    Payload memory that can be written to may be changed by others: it is copied, and the copy
+    returned.
     """
     if payload.flags.writeable:
         payload = payload.copy()
@@ -73,7 +73,7 @@ class ChunkCodec:
 
     @staticmethod
     def of(spec: ParameterSpec) -> ChunkCodec:
-        """The one that a spec asks for."""
+        """Returns the codec that a spec asks for."""
         codec = CODECS[spec.codec_name].in_blocks_of(spec.block_size)
         return ChunkCodec(codec, lz4=spec.lz4, allow_non_finite=spec.allow_non_finite)
 
@@ -91,9 +91,7 @@ class ChunkCodec:
         """Returns a sealed message of one chunk, whose Chunk lies inside `header` and is filled in.
 
         `values` may have any stride, or be computed; `room` is for the payload, or the message is.
-
-        Raises:
-            NonFiniteValueError: a value is not finite and the spec refuses it.
+        NonFiniteValueError: a value is not finite and the spec refuses it.
         """
         chunk.chunk_index = chunk_index
         chunk.element_offset = where.offset
@@ -128,7 +126,7 @@ class ChunkCodec:
     def check(
         self, chunk: types_pb2.Chunk, payload: Bytes, start: int, scratch: Scratch
     ) -> IntactChunk:
-        """Does what `check_chunk` does, and looks at the values, all in one pass over memory.
+        """Checks as `check_chunk` does, and looks at the values, all in one pass over memory.
 
         A copy that has to be made lies in `scratch`, until its next one.
         """
@@ -163,9 +161,8 @@ class ChunkCodec:
     def open(self, intact: IntactChunk, where: Slice) -> Bytes:
         """Checks a chunk against the range where it belongs; returns the codec's bytes.
 
-        Raises:
-            CorruptChunkError: the length does not fit, or an LZ4 block is broken.
-            ArgumentError: offset or count do not fit; compression that the spec does not allow.
+        CorruptChunkError: the length does not fit, or an LZ4 block is broken. ArgumentError:
+        offset, count or compression do not fit the spec.
         """
         chunk, payload = intact.header, intact.payload
         if (chunk.element_offset, chunk.element_count) != (where.offset, where.size):
@@ -185,13 +182,13 @@ class ChunkCodec:
         return payload
 
     def peak(self, intact: IntactChunk, opened: Bytes) -> float:
-        """The largest magnitude of the opened values; infinity if one is not finite."""
+        """Returns the largest magnitude of the opened values; infinity if one is not finite."""
         if intact.peak_bits is None:
             return self.codec.peak(opened)
         return self.codec.peak_of_bits(intact.peak_bits)
 
     def first_non_finite(self, payload: Bytes) -> int | None:
-        """The index of the first value in the chunk that the spec refuses; None if none is."""
+        """Returns the index of the first value that the spec refuses; None if none is."""
         return None if self._allow_non_finite else self.codec.first_non_finite(payload)
 
     def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:

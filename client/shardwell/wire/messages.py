@@ -123,8 +123,8 @@ def parse(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, Bytes]:
 def _divided(header_type: type[HeaderT], message: bytes) -> tuple[HeaderT, int] | None:
     """Returns the header, and where a payload that is last begins; None: parse it as a whole.
 
-    Where the bytes of a payload's head are is a payload exactly if what is before them parses: it
-    would not, if it ended within a field.
+    Bytes at the place of a payload's head are one exactly if all before them parses: it would not,
+    if it ended within a field.
     """
     after_tag = 0
     while after_tag := message.find(_PAYLOAD_TAG, after_tag, _HEADER_MAX_BYTES) + 1:

@@ -26,14 +26,13 @@ Int64 = npt.NDArray[np.int64]
 
 
 class RowState(NamedTuple):
-    """A number of rows; the arrays have one entry a row."""
+    """The state of n rows: their ids, values, optimizer slots, update counts and last steps."""
 
     ids: Ids
-    """(n,)."""
     weights: Float32
     """(n, dim)."""
     slots: tuple[Float32, ...]
-    """Optimizer state: (n, width) each."""
+    """(n, width) each."""
     update_counts: Int64
     """(n,): gradients that were applied."""
     last_steps: Int64
@@ -41,11 +40,11 @@ class RowState(NamedTuple):
 
     @property
     def arrays(self) -> tuple[npt.NDArray[np.int64] | Float32, ...]:
-        """All, in the order of the wire."""
+        """Returns all, in the order of the wire."""
         return (self.ids, self.weights, *self.slots, self.update_counts, self.last_steps)
 
     def take(self, which: slice | npt.NDArray[np.bool_] | Ids) -> RowState:
-        """Some of the rows."""
+        """Returns some of the rows."""
         return RowState(
             self.ids[which],
             self.weights[which],
@@ -60,7 +59,7 @@ class RowState(NamedTuple):
 
 
 def empty_state(spec: TableSpec, row_count: int) -> RowState:
-    """The room for so many rows."""
+    """Returns room for so many rows."""
     return RowState(
         np.empty(row_count, np.int64),
         np.empty((row_count, spec.dim), np.float32),
@@ -95,10 +94,8 @@ class RowStateCodec:
     def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
         """Checks rows that came, and copies them.
 
-        Raises:
-            CorruptChunkError: CRC or length do not fit.
-            ArgumentError: too many rows, or one that can't be.
-            NonFiniteError: a weight or state is not finite, and the spec refuses it.
+        CorruptChunkError: CRC or length do not fit. ArgumentError: too many rows, or an impossible
+        one. NonFiniteError: a weight or state is not finite, and the spec refuses it.
         """
         check_rows(rows, payload, start)
         count = rows.row_count

@@ -90,7 +90,7 @@ class RowCodec:
 
     @staticmethod
     def of(spec: TableSpec) -> RowCodec:
-        """The one of gradients, fetches and their answers."""
+        """Returns the codec of gradients, fetches and their answers."""
         return RowCodec(
             spec.dim,
             CODECS[spec.codec_name],
@@ -101,7 +101,7 @@ class RowCodec:
 
     @staticmethod
     def of_scans(spec: TableSpec) -> RowCodec:
-        """The one of ScanRows: ids, or ids and values as they are."""
+        """Returns the codec of ScanRows: ids, or ids and unencoded values."""
         return RowCodec(
             spec.dim,
             CODECS["fp32"],
@@ -121,10 +121,7 @@ class RowCodec:
         """Returns a sealed message of rows, whose Rows lie inside `header` and are filled in.
 
         `ids` are (n,) int64, any stride; `values` (n, dim), copied unless they are C-contiguous.
-
-        Raises:
-            NonFiniteValueError: a value is not finite and the spec refuses it; `index` is
-                row * dim + column.
+        NonFiniteValueError, whose `index` is row * dim + column: the spec refuses a value.
         """
         count = len(ids) if ids is not None else 0 if values is None else len(values)
         rows.row_count = count
@@ -171,9 +168,8 @@ class RowCodec:
     ) -> OpenedRows:
         """Checks rows that came, before anything that their message says is used.
 
-        Raises:
-            CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken.
-            ArgumentError: too many rows; compression that the spec does not allow.
+        CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken. ArgumentError: too
+        many rows, or compression that the spec does not allow.
         """
         check_rows(rows, payload, start)
         count = rows.row_count
@@ -229,7 +225,7 @@ class RowCodec:
         stop: int,
         into: Float32,
     ) -> None:
-        """Puts values that came, rows [first, stop) of a call, where each of them belongs.
+        """Puts values of rows [first, stop) of a call where each of them belongs.
 
         `places` and `starts` are those of `row_batches.SortedIds`; `into` is of no use after an
         error.
@@ -255,7 +251,7 @@ class RowCodec:
         into[places[starts[first] : starts[stop]]] = np.repeat(values, counts, axis=0)
 
     def decode(self, opened: OpenedRows, values: Float32) -> None:
-        """Reads values that were opened into (n, dim) float32; each NaN is canonical."""
+        """Reads opened values into (n, dim) float32; each NaN is canonical."""
         self.codec.decode(opened.values, values.reshape(-1))
         if self._allow_non_finite:
             canonical_nans(values)
@@ -283,11 +279,7 @@ class RowCodec:
 
 
 def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:
-    """Refuses ids of a message that this shard can't have: they ascend, in range, without repeats.
-
-    Raises:
-        ArgumentError: names the first such.
-    """
+    """Refuses ids unless they ascend in this shard's range; ArgumentError names the first."""
     if row_batches.are_fit(ids, placement, shard_index):
         return
     ascends = ids[1:] > ids[:-1]
