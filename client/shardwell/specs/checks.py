@@ -24,11 +24,7 @@ class NotGiven(enum.Enum):
 
 
 def check_number(what: str, value: float, *, low: float = 0.0, below: float = math.inf) -> None:
-    """Refuses what is no finite real number in [low, below).
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Refuses a value that is no finite real number in [low, below)."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (good and low <= value < below and value <= _NUMBER_MAX):
         limit = f"in [{low:g}, {below:g})"
@@ -38,11 +34,7 @@ def check_number(what: str, value: float, *, low: float = 0.0, below: float = ma
 
 
 def check_whole_number(what: str, value: int, low: int, high: int) -> None:
-    """Refuses what is no int from low to high.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Refuses a value that is no int from low to high."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ArgumentError(f"{what} must be an integer from {low} to {high}; got {value!r}")
 
@@ -56,7 +48,7 @@ def brief(value: Any) -> str:
 def differences_of(path: str, mine: Any, theirs: Any) -> list[str]:
     """The differences of two values, each as "path: mine exists, theirs was asked for".
 
-    Of two values of one dataclass, its fields; of two dataclasses, their names.
+    Of two values of one dataclass these are in its fields; of two dataclasses, their names.
     """
     if mine == theirs:
         return []

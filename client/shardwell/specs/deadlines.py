@@ -22,21 +22,17 @@ from shardwell.errors import ArgumentError
 DURATION_S_MAX = 30 * 86400.0
 """The longest time that can be asked for: waits that take it overflow in no library below."""
 TIMEOUT_S_MIN = 0.001
-"""The shortest deadline: they travel in milliseconds."""
+"""Deadlines travel in milliseconds."""
 ANSWER_S = 2.0
-"""What an answer may take on its way between busy machines; of a short wait, a quarter."""
+"""The time of an answer on its way between busy machines; of a short wait, a quarter."""
 SHARD_MARGIN_S = 0.25
-"""What an answer that names the missing may take from a shard to the client's gRPC."""
+"""The time of an answer that names the missing, from a shard to the client's gRPC."""
 
 
 def check_duration(
     what: str, seconds: Any, low_s: float = 0.0, high_s: float = DURATION_S_MAX
 ) -> float:
-    """Returns a length of time in seconds; NaN and infinity are none.
-
-    Raises:
-        ArgumentError: it is no number, or not from `low_s` to `high_s`.
-    """
+    """Returns a length of time in seconds; NaN and infinity are none."""
     good = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not good or not low_s <= seconds <= high_s:
         raise ArgumentError(
@@ -47,11 +43,7 @@ def check_duration(
 
 
 def check_timeout(timeout_s: Any, what: str = "timeout_s") -> float:
-    """Returns how long a call may take: a length of time that is not 0.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Returns the time that a call may take: a length of time that is not 0."""
     return check_duration(what, timeout_s, TIMEOUT_S_MIN)
 
 

@@ -21,19 +21,10 @@ class Format(NamedTuple):
     oldest: int
     """The lowest number that this version reads."""
     advice: str
-    """What to do about a file of another format."""
+    """A message's advice about a file of another format."""
 
     def check(self, where: object, found: Any, written_by: object = None) -> None:
-        """Refuses a number that this version does not read.
-
-        Args:
-            where: The file.
-            found: The number in it.
-            written_by: Version of the software that wrote it, where the file says so.
-
-        Raises:
-            StorageError: it has another number.
-        """
+        """Refuses a number that this version does not read."""
         if type(found) is int and self.oldest <= found <= self.newest:
             return
         here = str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
@@ -46,16 +37,14 @@ class Format(NamedTuple):
 
 _OLDER = "run the version of shardwell that wrote it, or a later one"
 DIRECTORY = Format(3, 1, f"{_OLDER}, or restore a checkpoint into an empty directory")
-"""Everything in a shard's data directory: shard.json has the number, and each parameter.json and
+"""Everything in a data directory. shard.json has the number, and each parameter.json and
 table.json that of the files beside it. 1: 0.1.0 and 0.2.0, whose files differ; those of 0.1.0 lack
 what it did not keep, and are read. 2: shard.json has shardwell_version. 3: slices and chunks of
 parameters are whole blocks; those of an older number have cuts_blocks."""
 WHOLE_BLOCKS = 3
 """The first number of a directory whose parameters are cut into whole blocks."""
 EVENTS = Format(1, 1, DIRECTORY.advice)
-"""Logs of events: `events` and `names` in a data directory."""
 JOURNAL = Format(1, 1, DIRECTORY.advice)
-"""Journals in a data directory."""
 CHECKPOINT = Format(3, 1, f"{_OLDER}")
 """A checkpoint: manifest.json has the number. 1, and 2 where there are tables: 0.1.0 and 0.2.0,
 whose specs differ. 3: the same under a number of its own."""

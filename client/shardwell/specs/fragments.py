@@ -14,11 +14,9 @@ from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 FRAGMENT_COUNT_MAX = 4096
-"""Fragments of a family."""
 _LISTED_MAX = 8
-"""Fragments that an error names."""
 _VERSIONS_MAX = 16
-"""Versions that are spelled out one by one."""
+"""More versions are counted, and not spelled out one by one."""
 
 PartT = TypeVar("PartT")
 
@@ -71,9 +69,8 @@ class Family(Generic[PartT]):
     """The fragments of one family that are at one place, such as a checkpoint or a cluster."""
 
     name: str
-    """The family's."""
     parts: Mapping[int, tuple[PartT, ...]]
-    """What there is of each fragment, by its index, in order; of a missing one nothing."""
+    """The parts of each fragment, by its index, in order; a missing one has no entry."""
     deals: tuple[tuple[int, str], ...]
     """Count and assignment that its fragments agree on; several: they are not of one family."""
 
@@ -111,11 +108,7 @@ class Family(Generic[PartT]):
         return f"lacks fragment {listed}{more} of {self.count}"
 
     def check_whole(self, where: object) -> None:
-        """Refuses a family that is not whole.
-
-        Raises:
-            ArgumentError: a fragment is missing, or one is of another deal.
-        """
+        """Refuses a family of which a fragment is missing, or is of another deal."""
         if self.damage:
             raise ArgumentError(
                 f"{where} {self.damage} of family {self.name!r}; restore it from a checkpoint that "
@@ -127,16 +120,11 @@ class Grouped(NamedTuple, Generic[PartT]):
     """The parts of parameters or tables, by the name under which they are shown."""
 
     alone: dict[str, list[PartT]]
-    """Parts of what is no fragment, by its name."""
+    """The parts of those that are no fragments, by name."""
     families: dict[str, Family[PartT]]
-    """Families of the others, by name, in order."""
 
     def names_of(self, names: Iterable[str], where: object) -> list[str]:
-        """The names, each once, with all fragments in place of a family's name.
-
-        Raises:
-            ArgumentError: a family is not whole; names it.
-        """
+        """The names, each once, with all fragments of a whole family in place of its name."""
         known = {*self.alone, *(each for family in self.families.values() for each in family.names)}
         found: dict[str, None] = {}
         for name in names:

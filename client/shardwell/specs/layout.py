@@ -25,18 +25,18 @@ from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 SIZE_MAX = 2**48
-"""Elements of a parameter."""
+"""The most elements of a parameter."""
 DIMENSION_COUNT_MAX = 32
 TENSOR_NAME_LENGTH_MAX = 256
 TENSOR_COUNT_MAX = 2**16
-"""Tensors of a parameter; each takes about 1 KiB of a shard's memory."""
+"""Each takes about 1 KiB of a shard's memory."""
 LAYOUT_SIZE_MAX_BYTES = 2**18
-"""On the wire, so that a message with one stays small: 5000 tensors with names of 40 characters.
-Larger ones are packed, which takes a tenth, as names are alike."""
+"""The limit on the wire: 5000 tensors with names of 40 characters. Larger ones are packed,
+which takes a tenth, as names are alike."""
 _PACKED_MAX_BYTES = 262_000
 _UNPACKED_MAX_BYTES = 2**22
 _RESERVED = "__metadata__"
-"""What a safetensors file keeps for itself."""
+"""The key that a safetensors file keeps for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +117,12 @@ class TensorGroup:
                 f"tensors of a group must be names or patterns, as '*.bias'; got {brief(tensors)}"
             )
         self.patterns = tuple(patterns)
-        """Names or patterns."""
         self.options = TensorOptions(
             learning_rate_factor=learning_rate_factor,
             weight_decay=weight_decay,
             frozen=frozen,
             rate_group=rate_group,
         )
-        """How they are updated."""
 
     def __repr__(self) -> str:
         return f"TensorGroup({list(self.patterns)}, {self.options})"
@@ -314,11 +312,7 @@ class TensorLayout:
 
     @cached_property
     def _checked_proto(self) -> types_pb2.TensorLayout:
-        """The wire's form, which may take as long to make as a model has tensors.
-
-        Raises:
-            ArgumentError: it is too large, packed or not.
-        """
+        """The wire's form, kept: making it may take as long as a model has tensors."""
         plain = types_pb2.TensorLayout(
             tensors=[
                 types_pb2.Tensor(
@@ -349,11 +343,7 @@ class TensorLayout:
 
 
 def check_tensor_name(name: object) -> str:
-    """Returns `name` if a tensor may be called so.
-
-    Raises:
-        ArgumentError: it is no string of 1 to 256 printable characters.
-    """
+    """Returns `name` if it is a string of 1 to 256 printable characters."""
     is_text = isinstance(name, str) and name.isprintable() and name != _RESERVED
     if not (isinstance(name, str) and is_text and 0 < len(name) <= TENSOR_NAME_LENGTH_MAX):
         raise ArgumentError(
@@ -364,11 +354,6 @@ def check_tensor_name(name: object) -> str:
 
 
 def _packed(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
-    """Packs a layout into fewer bytes.
-
-    Raises:
-        ArgumentError: in too many all the same.
-    """
     plain = layout.SerializeToString()
     if len(plain) > _UNPACKED_MAX_BYTES:
         limit = f"names and shapes that take at most {_UNPACKED_MAX_BYTES} bytes, not {len(plain)}"
@@ -383,11 +368,6 @@ def _packed(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
 
 
 def _unpacked(layout: types_pb2.TensorLayout) -> types_pb2.TensorLayout:
-    """The layout with its tensors, as small as it may be.
-
-    Raises:
-        ArgumentError: it is too large, or what is packed is no layout.
-    """
     if not layout.HasField("packed"):
         if layout.ByteSize() > LAYOUT_SIZE_MAX_BYTES:
             limit = f"at most {LAYOUT_SIZE_MAX_BYTES} bytes that are not packed"

@@ -11,7 +11,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 
 _COUNT_MAX = 2**62
 _SECONDS_END = 1e12
-"""Below it are all times; 30,000 years."""
+"""All times are below it; 30,000 years."""
 
 
 @dataclass(frozen=True, kw_only=True)

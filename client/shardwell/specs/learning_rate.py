@@ -77,11 +77,7 @@ def factors_of(learning_rate: object) -> tuple[float, ...]:
 
 
 def rate_of(learning_rate: float, factors: Sequence[float]) -> float:
-    """A learning rate that has these factors, or none.
-
-    Raises:
-        ArgumentError: see GroupedRate.
-    """
+    """Returns a learning rate that has these factors, or none."""
     return GroupedRate(learning_rate, factors) if factors else learning_rate
 
 

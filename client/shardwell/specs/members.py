@@ -11,7 +11,6 @@ from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2
 
 MEMBER_COUNT_MAX = 2**12
-"""Most members that an elastic parameter or table may have at once."""
 BOUND_S_MAX = 3600.0
 """Largest bound of time in a spec."""
 

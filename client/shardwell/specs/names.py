@@ -15,21 +15,12 @@ NAME_LENGTH_MAX = 128
 ADDRESS_LENGTH_MAX = 300
 SHARD_COUNT_MAX = 4096
 RANKS_NAMED_MAX = 16
-"""Of more ranks, as many are named and the rest counted."""
+"""More ranks are counted, and not named."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(what: str, name: object) -> str:
-    """Returns `name` if it is allowed.
-
-    Args:
-        what: What it names, for the message ("worker_id").
-        name: The candidate.
-
-    Raises:
-        ArgumentError: it is no string of 1 to 128 letters, digits, `.`, `_` or `-` that begins
-            with a letter or digit.
-    """
+    """Returns `name` if it is allowed; `what` names it in the message, such as "worker_id"."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ArgumentError(
             f"{what} must be 1 to {NAME_LENGTH_MAX} of letters, digits, '.', '_' and '-', "
@@ -39,7 +30,7 @@ def check_name(what: str, name: object) -> str:
 
 
 def neighbour(name: str, known: Iterable[str]) -> str:
-    """The known name that a wrong one most likely means, as "; did you mean 'w'?", or nothing."""
+    """Returns the known name that a wrong one may mean, as "; did you mean 'w'?", or nothing."""
     found = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -56,11 +47,7 @@ def is_address(address: str) -> bool:
 
 
 def parse_target(target: str) -> list[str]:
-    """The addresses in "host:port,host:port", in the order of the shards.
-
-    Raises:
-        ArgumentError: it is empty, or an entry is no HOST:PORT, or one occurs twice.
-    """
+    """Returns the addresses in "host:port,host:port", in the order of the shards."""
     if not isinstance(target, str):
         kind, remedy = type(target).__name__, ""
         if isinstance(target, (list, tuple)):

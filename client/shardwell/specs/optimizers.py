@@ -15,15 +15,11 @@ from shardwell.specs.wire_form import Alternative
 from shardwell.v1 import types_pb2
 
 _NOT_GIVEN: Any = None
-"""Of a learning rate, which is looked for under its other name then."""
+"""A learning rate that is looked for under its other name."""
 
 
 def check_learning_rate(what: str, value: float, optimizer: Optimizer | None = None) -> float:
-    """Returns `value` if it can be a learning rate: finite and at least 0, with FTRL above 0.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Returns `value` if it can be a learning rate: finite and at least 0, with FTRL above 0."""
     check_number(what, value)
     if isinstance(optimizer, FTRL) and value == 0:
         raise ArgumentError(f"{what} must be above 0 with FTRL, which divides by it; got {value!r}")
@@ -68,11 +64,7 @@ class Optimizer(Alternative[types_pb2.Optimizer]):
             raise ArgumentError(f"{self._name('epsilon')} must be above 0; got 0.0")
 
     def _name_rate(self, lr: float | None) -> None:
-        """Takes the rate from either of its names.
-
-        Raises:
-            ArgumentError: it has both, or none, or the rule has no rate.
-        """
+        """Takes the rate from one of its two names."""
         rates = [field for field in dataclasses.fields(self) if field.name == "learning_rate"]
         kind = type(self).__name__
         if not rates:
@@ -158,7 +150,7 @@ class FTRL(Optimizer):
 
 
 OF_TABLES = (RowWiseAdagrad, FTRL)
-"""Optimizers for rows alone, which parameters refuse."""
+"""The optimizers of rows alone, which parameters refuse."""
 
 _IN_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2", "decay"})
 
@@ -324,4 +316,3 @@ class Average(Optimizer):
 
 
 OF_PARAMETERS = tuple(kind for kind in Optimizer.__subclasses__() if kind not in OF_TABLES)
-"""Optimizers that parameters take."""

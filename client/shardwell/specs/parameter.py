@@ -30,9 +30,8 @@ from shardwell.specs.wire_form import Form, Record, name_of
 from shardwell.v1 import types_pb2
 
 WireName = Literal["fp32", "fp16", "bf16"]
-"""How values are written, one by one."""
 CodecName = Literal[WireName, "fp32+lz4", "fp16+lz4", "bf16+lz4", "int8"]
-"""The same, maybe compressed; or in blocks, of parameters alone."""
+"""A form of values, maybe compressed; or in blocks, of parameters alone."""
 ModeName = Literal["sync", "async"]
 
 _OF_LAYOUT = ("size:", "layout.", "layout:")
@@ -67,23 +66,19 @@ def block_size_of(size: int) -> int:
 
 
 def codec_words(codec: types_pb2.Codec) -> str:
-    """A codec of the wire for messages: the name that users give it."""
+    """Returns the name that users give a codec of the wire."""
     return next((name for name, value in WIRE_CODECS.items() if value == codec), f"{codec}")
 
 
 def codec_to_wire(codec: CodecName) -> tuple[types_pb2.Codec, types_pb2.Compression]:
-    """The wire's form of a codec's name."""
+    """Returns the wire's form of a codec's name."""
     name = codec.removesuffix("+lz4")
     lz4 = types_pb2.COMPRESSION_NONE if name == codec else types_pb2.COMPRESSION_LZ4
     return WIRE_CODECS[name], lz4
 
 
 def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) -> str:
-    """The name that `codec_to_wire` was given.
-
-    Raises:
-        ArgumentError: one of them is unspecified or unknown.
-    """
+    """Returns the name that `codec_to_wire` was given."""
     name: str = name_of(WIRE_CODECS, "codec", codec)
     if compression == types_pb2.COMPRESSION_LZ4:
         return f"{name}+lz4"
@@ -106,7 +101,7 @@ class TrainingSpec(Record[Any]):
     allow_non_finite: bool
     members: Elastic | None
     min_contributors = 0
-    """See ParameterSpec; tables have none."""
+    """A field of ParameterSpec; tables have none."""
     fragment: Fragment | None = None
 
     FORMS: ClassVar[Mapping[str, Any]] = {
@@ -117,11 +112,7 @@ class TrainingSpec(Record[Any]):
     }
 
     def check_training(self) -> None:
-        """Refuses fields that contradict each other.
-
-        Raises:
-            ArgumentError: a value is out of its range.
-        """
+        """Refuses fields that contradict each other, or are out of range."""
         if self.codec not in get_args(CodecName):
             raise ArgumentError(f"codec must be one of {get_args(CodecName)}; got {self.codec!r}")
         if self.mode not in get_args(ModeName):
@@ -184,14 +175,10 @@ class TrainingSpec(Record[Any]):
         return self.codec.removesuffix("+lz4")
 
     def with_given(self, given: dict[str, Any]) -> Self:
-        """The spec with other values of some fields.
+        """Returns the spec with other values of some fields.
 
-        Args:
-            given: The values by field. Where the mode makes worker_count meaningless, it is not
-                looked at; where it must be chosen, it is 1.
-
-        Raises:
-            ArgumentError: a value is out of its range.
+        Where the mode makes worker_count meaningless, it is not looked at; where it must be chosen,
+        it is 1.
         """
         values = dict(given)
         members = values.get("members")
@@ -206,7 +193,7 @@ class TrainingSpec(Record[Any]):
         return dataclasses.replace(self, **values)  # type: ignore[type-var]
 
     def differences(self, other: Self) -> list[str]:
-        """Fields in which `other` differs, each as "field: mine exists, theirs was asked for".
+        """The fields in which `other` differs, each as "field: mine exists, theirs was asked for".
 
         Of another mode, the mode first, and not the count of workers, which follows from it.
         """

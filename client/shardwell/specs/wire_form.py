@@ -19,7 +19,6 @@ class Form(NamedTuple):
     """A field that the wire has in another way."""
 
     read: _Read
-    """Its value in a message."""
     write: Callable[[Any], dict[str, Any]] | None = None
     """The message's fields for a value; None: the record is only read."""
 
@@ -32,10 +31,9 @@ class Record(Generic[MessageT]):
     """
 
     MESSAGE: ClassVar[Any] = None
-    """The message's class; None: the record is only read."""
+    """None: the record is only read."""
     FORMS: ClassVar[Mapping[str, Any]] = {}
-    """By name the fields that are no plain values: a record's class, the words of an enum, or a
-    Form."""
+    """The fields that are no plain values: a record's class, the words of an enum, or a Form."""
 
     def to_proto(self) -> MessageT:
         """The wire's form."""
@@ -54,11 +52,7 @@ class Record(Generic[MessageT]):
 
     @classmethod
     def from_proto(cls, message: MessageT, **given: Any) -> Self:
-        """The value that a message describes; `given` are fields that it does not have.
-
-        Raises:
-            ArgumentError: an enum is unspecified or unknown, or a value is out of range.
-        """
+        """The value that a message describes; `given` are fields that it does not have."""
         kind: Any = cls
         found = {name: read(message) for name, read in _readers(kind) if name not in given}
         return cls(**found, **given)
@@ -89,9 +83,7 @@ class Alternative(Generic[MessageT]):
     """A dataclass that is one field of a message's oneof. Each kind is a subclass."""
 
     MESSAGE: ClassVar[Any]
-    """The message's class."""
     ONEOF: ClassVar[str]
-    """Name of the oneof."""
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Fields that all kinds have, which are the message's own."""
     field_name: ClassVar[str] = ""
@@ -108,11 +100,7 @@ class Alternative(Generic[MessageT]):
 
     @classmethod
     def from_proto(cls, message: MessageT) -> Self:
-        """The value that a message describes.
-
-        Raises:
-            ArgumentError: no kind is set, or a value is out of range.
-        """
+        """The value that a message describes; ArgumentError: no kind is set."""
         name: Any = message.WhichOneof(cls.ONEOF)
         kind: Any = next((each for each in cls.__subclasses__() if each.field_name == name), None)
         if name is None or kind is None:
@@ -124,11 +112,7 @@ class Alternative(Generic[MessageT]):
 
 
 def name_of(names: Mapping[str, Any], what: str, value: int) -> str:
-    """The name of an enum's value.
-
-    Raises:
-        ArgumentError: it is unspecified or unknown.
-    """
+    """The name of an enum's value, which must be specified and known."""
     for name, number in names.items():
         if number == value:
             return name
