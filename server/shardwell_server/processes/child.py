@@ -19,12 +19,11 @@ from typing import IO
 from shardwell_server.processes.guard import send_to_group
 
 PARENT_FLAG = "--exit-with-parent"
-"""Tells a command of this package to call `stop_when_parent_ends`."""
 _READ_SIZE_BYTES = 64 * 1024
 
 
 def python(*arguments: str) -> list[str]:
-    """`python ARGUMENTS`, which takes no module from the working directory, say a random.py."""
+    """Returns a command of Python that takes no module from the working directory."""
     return [sys.executable, "-P", *arguments]
 
 
@@ -54,18 +53,16 @@ class Child:
         self.pid = self._process.pid
         self._rest = b""
         self.is_silent = False
-        """True once its output is at its end."""
         self._has_group = True
         self._asked: int | None = None
-        """The signal that it was asked to stop with."""
 
     @property
     def outputs(self) -> list[IO[bytes]]:
-        """Its standard output, and its standard error where that is a pipe."""
+        """Returns its standard output, and its standard error where that is a pipe."""
         return [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe is not None]
 
     def read_lines(self, timeout_s: float = 0.0) -> list[str]:
-        """The whole lines of output that come within `timeout_s`; [] if none does."""
+        """Returns whole lines of output that come within `timeout_s`; [] if none does."""
         output = self.outputs[0]
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
@@ -78,7 +75,7 @@ class Child:
         return []
 
     def is_ready(self) -> bool:
-        """True once it does what it was started for."""
+        """Returns True once it does its work."""
         return True
 
     def poll(self) -> int | None:
@@ -103,7 +100,7 @@ class Child:
         return not self.send(0)
 
     def send(self, number: int) -> bool:
-        """Sends a signal to the group; whether a process was in it. Also from signal handlers."""
+        """Signals the group; returns True if it had a process. Also from signal handlers."""
         # Once the group is empty, the number may be another's.
         if self._has_group and not send_to_group(self.pid, number):
             self._has_group = False
@@ -116,8 +113,8 @@ class Child:
     def ask_to_stop(self, number: int = signal.SIGTERM) -> None:
         """Sends a signal, the first time; also from signal handlers.
 
-        SIGTERM is for the process alone at first: the step that a worker may end needs what it has
-        started, such as the processes of a DataLoader.
+        SIGTERM is for the process alone at first: the step that a worker may end needs its
+        children, such as the processes of a DataLoader.
         """
         if self._asked is None:
             self._asked = number
@@ -125,7 +122,7 @@ class Child:
             (self.tell if is_alone else self.send)(number)
 
     def ask_the_rest(self) -> None:
-        """Sends SIGTERM, if the process has ended by it, to all that it has left."""
+        """Sends SIGTERM to the group, if the process has ended by it."""
         if self._asked == signal.SIGTERM:
             self.send(signal.SIGTERM)
 
@@ -147,7 +144,7 @@ class Child:
 
 
 def describe_exit(code: int | None) -> str:
-    """Returns the end of a process in words."""
+    """Describes the end of a process in words."""
     if code is None:
         return "its output closed"
     if code < 0:

@@ -25,16 +25,16 @@ _LOOK_INTERVAL_S = 0.02
 
 
 def adopt_orphans() -> None:
-    """Makes orphans of child processes ours to wait for, where the system can (Linux).
+    """Adopts orphans of child processes, to wait for them (Linux).
 
-    Else it falls to process 1, which in many a container waits for nothing.
+    Else they fall to process 1, which in many a container waits for nothing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def send_to_group(pid: int, number: int) -> bool:
-    """Sends a signal to all of a process group; whether a process is in it."""
+    """Signals a process group; returns True if it has a process."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:

@@ -19,15 +19,15 @@ from shardwell_server.terminal import is_plain
 LINE_SIZE_MAX_BYTES = 256 * 1024
 """Longer lines are cut into several, so that a stream without line ends takes no more memory."""
 PROGRESS_INTERVAL_S = 1.0
-"""A progress bar writes over its line, with a carriage return, many times a second. Among other
-programs' lines it can't; the newest state is shown as a line of its own, once in so long."""
+"""A progress bar overwrites its line, which it can't among other lines: its newest state is a line
+of its own, once in so long."""
 _LINE_END_OR_RETURN = re.compile(rb"(\r*\n|\r+)")
 _READ_SIZE_BYTES = 64 * 1024
 _COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
 class LineCutter:
-    """One stream, and what it has said so far of its current line."""
+    """The lines of one stream, with the rest of its current line."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -37,7 +37,7 @@ class LineCutter:
         self._told_s = float("-inf")
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """The lines that are complete with `data`, without line ends, at the time of any clock."""
+        """Returns the lines that `data` completes, without line ends; `now_s` is of any clock."""
         lines: list[bytes] = []
         data = self._rest + data
         text = data.rstrip(b"\r")  # returns at the end may be the first half of a line end
@@ -58,7 +58,7 @@ class LineCutter:
         return lines
 
     def end(self) -> list[bytes]:
-        """The rest when the stream ended: a last line without its end."""
+        """Returns the rest when the stream ended: a last line without its end."""
         lines: list[bytes] = []
         self._state = self._rest.rstrip(b"\r") or self._state
         if self._state is not None:
@@ -94,7 +94,7 @@ class RankOutput:
         os.set_blocking(source.fileno(), False)
 
     def fileno(self) -> int:
-        """The descriptor, for selectors."""
+        """Returns the descriptor, for selectors."""
         return self._source.fileno()
 
     @property
@@ -103,7 +103,7 @@ class RankOutput:
         return not self._source.closed
 
     def pass_on(self) -> bool:
-        """Writes the lines of what can be read at once; True if anything was."""
+        """Writes the lines of all bytes that wait; returns True if any did."""
         try:
             data = os.read(self.fileno(), _READ_SIZE_BYTES)
         except BlockingIOError:
@@ -115,7 +115,7 @@ class RankOutput:
         return True
 
     def close(self) -> None:
-        """Writes what is left, a last line without its end too. Safe to repeat."""
+        """Closes it, and writes the rest: a last line without its end too. Safe to repeat."""
         if self.is_open:
             self._source.close()
             self._write(self._cutter.end())
@@ -137,7 +137,7 @@ class RankOutput:
 
 
 def shows_colors(sink_fd: int) -> bool:
-    """True for a terminal, unless its user wants no colors."""
+    """Returns True for a terminal, unless its user wants no colors."""
     with contextlib.suppress(OSError):
         return os.isatty(sink_fd) and not is_plain()
     return False

@@ -16,7 +16,6 @@ from shardwell.process.allocator import tune_malloc
 
 _LOG = logging.getLogger("shardwell_server")
 _UMASK = 0o077
-"""What a shard writes is its user's alone."""
 _ARENA_COUNT_MAX = 2
 """Messages come and go on many threads; with few heaps their buffers are used again."""
 _is_shard = False
@@ -32,7 +31,7 @@ def become_shard() -> None:
 
 
 def end_when_a_thread_dies() -> None:
-    """Ends this process, from now on, when an error ends one of its threads, gRPC's among them.
+    """Ends this process when an error ends one of its threads, gRPC's among them.
 
     A shard whose threads are gone, mostly for want of memory, answers no call and looks alive.
     """

@@ -13,21 +13,20 @@ START_TIMEOUT_S = 60.0
 """A shard starts within a second; a busy machine may need a while to import its packages."""
 NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 SERVING_LINE = "serving on "
-"""What `shardwell serve` prints when it is ready, followed by HOST:PORT."""
+"""The beginning of `shardwell serve`'s line, followed by HOST:PORT."""
 STOP_MARGIN_S = 5.0
 """The time beyond its grace that a shard may take to stop."""
 _END_S = 5.0
-"""The wait for the end of a process whose output has ended."""
 _FLAGS = (
     "shard_index", "shard_count", "cluster_id", "listen", "chunk_size_bytes", "grace_s",
     "session_lease_s", "connection_age_s", "same_host", "tokens", "jwt_keys", "same_token",
     "audit_log", "contribution_log",
 )  # fmt: skip
-"""Fields of `ShardConfig` of which `shardwell serve` has flags of the same names."""
+"""Fields of `ShardConfig` of which `shardwell serve` has flags of equal names."""
 
 
 class ShardProcess(Child):
-    """`shardwell serve` as a child process, with default limits; its logs go to our stderr."""
+    """The child process of `shardwell serve`, with default limits; its logs go to our stderr."""
 
     def __init__(
         self, config: ShardConfig, data_dir: Path | None = None, *, log_level: str
@@ -55,7 +54,7 @@ class ShardProcess(Child):
         )
 
     def is_ready(self) -> bool:
-        """True once it serves."""
+        """Returns True once it serves."""
         return bool(self._address) or self._is_told(0.0)
 
     def await_address(self) -> str:
@@ -73,12 +72,12 @@ class ShardProcess(Child):
 
 
 def not_started(shard_index: int, end: str) -> ShardUnavailableError:
-    """The error of a shard whose process does not serve; `end` says why."""
+    """Makes the error of a shard whose process does not serve; `end` says why."""
     return ShardUnavailableError(
         f"shard {shard_index} did not start: {end}; its log is on stderr", shard_index=shard_index
     )
 
 
 def _plain_environment() -> dict[str, str]:
-    """This process's environment without settings that are meant for shards started by hand."""
+    """Leaves out settings that are meant for shards started by hand."""
     return {name: v for name, v in os.environ.items() if not name.startswith("SHARDWELL_")}

@@ -1,4 +1,4 @@
-"""How commands take SIGINT, SIGTERM and SIGHUP: held from the first instant, then in two ways.
+"""The ways of commands with SIGINT, SIGTERM and SIGHUP: held at first, then in two ways.
 
 While the signals are held, they wait in the kernel: an exception in the middle of an import, or of
 a gRPC call, could be lost or leave a lock taken. A command that serves keeps holding them, and asks
@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE_BASE = 128
-"""Exit codes of shells: 128 and the signal's number."""
 
 
 _came: int | None = None
@@ -37,7 +36,7 @@ class StoppedError(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """As shells have it: 130 after Ctrl-C."""
+        """The exit code as in shells: 130 after Ctrl-C."""
         return EXIT_CODE_BASE + self.number
 
     @property
@@ -47,7 +46,7 @@ class StoppedError(BaseException):
 
 
 def stop_signals() -> set[signal.Signals]:
-    """The signals that ask a command to stop."""
+    """Returns the signals that ask a command to stop."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
@@ -55,7 +54,7 @@ def stop_signals() -> set[signal.Signals]:
 
 
 def user_signals() -> set[signal.Signals]:
-    """Signals that tell a job that its time is nearly over: for workers, and for no command."""
+    """Returns signals that announce the end of a job's time: for workers, and for no command."""
     numbers = {signal.SIGUSR1, signal.SIGUSR2}
     return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
@@ -67,7 +66,7 @@ def hold() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A block that no signal breaks off, such as one that starts a process and notes it."""
+    """Keeps signals out of a block, such as one that starts a process and notes it."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
@@ -81,7 +80,7 @@ def wait() -> None:
 
 
 def is_asked_to_stop() -> bool:
-    """True once a signal has come."""
+    """Returns True once a signal has come."""
     return _came is not None or bool(signal.sigpending() & stop_signals())
 
 
@@ -99,10 +98,10 @@ def ask_to_stop() -> None:
 
 
 def break_off() -> None:
-    """From now on a signal raises StoppedError wherever the main thread is.
+    """Has a signal raise StoppedError wherever the main thread is, from now on.
 
-    The first one does. Its clean end is bounded, so others of the kind that machines send change
-    nothing; a person who types Ctrl-C again ends the process at once.
+    The first one does. Its clean end is bounded, so others that machines send change nothing; a
+    person who types Ctrl-C again ends the process at once.
     """
     for number in stop_signals():
         signal.signal(number, _raise)
@@ -111,7 +110,7 @@ def break_off() -> None:
 
 @contextlib.contextmanager
 def breaking_off() -> Iterator[None]:
-    """A block of a command that holds signals, in which they break it off: it may take long."""
+    """Lets signals break off a block of a command that holds them: it may take long."""
     break_off()
     try:
         yield

@@ -73,7 +73,6 @@ class Place(Generic[ChildT]):
         self.rule = rule
         self.restart_count = 0
         self.code: int | None = None
-        """The exit code of the last process that has ended."""
         self._unready_count = 0
         self._due_s = math.inf
         """The monotonic time of the next restart, or of the deadline of a start."""
@@ -115,7 +114,6 @@ class Place(Generic[ChildT]):
         return Change(self, was, words) if words or self.state is not was else None
 
     def _end(self, code: int, *, is_stopping: bool) -> None:
-        """Notes an end, and what follows from it."""
         is_unready = self.state is State.STARTING
         self._unready_count += is_unready and code not in _BY_OTHERS
         self.code = code
@@ -137,18 +135,17 @@ class Change(NamedTuple, Generic[ChildT]):
     place: Place[ChildT]
     was: State
     words: str
-    """How its process ended, for a message; empty: it did not."""
+    """The end of its process, for a message; empty: it did not end."""
 
 
 class Supervisor(Closing, Generic[ChildT]):
-    """Places that are watched and stopped together. A context manager that leaves no process."""
+    """A set of places, watched and stopped together. A context manager that leaves no process."""
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
-        """How long processes that are asked to stop may take."""
         self.places: list[Place[ChildT]] = []
         self.stop_s: float | None = None
-        """When the processes were asked to stop, on the monotonic clock."""
+        """The monotonic time of the request to stop."""
 
     def add(self, start: Callable[[int], ChildT], rule: Restarts = _NEVER) -> Place[ChildT]:
         """Starts a process in a new place; OSError: it can not be started."""
@@ -163,7 +160,7 @@ class Supervisor(Closing, Generic[ChildT]):
 
     @property
     def is_awaited(self) -> bool:
-        """True while a process runs, or is to be started."""
+        """Returns True while a process runs, or is to be started."""
         return any(place.state not in (State.DONE, State.FAILED) for place in self.places)
 
     @property
@@ -177,7 +174,7 @@ class Supervisor(Closing, Generic[ChildT]):
         return math.inf if self.stop_s is None else self.stop_s + self.grace_s - time.monotonic()
 
     def ask_to_stop(self, number: int = signal.SIGTERM) -> None:
-        """Sends a signal to those that have got none. Also from signal handlers."""
+        """Signals those that have got none. Also from signal handlers."""
         if self.stop_s is None:
             self.stop_s = time.monotonic()
         for place in self.places:
