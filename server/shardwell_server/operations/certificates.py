@@ -40,7 +40,7 @@ class Certificates(NamedTuple):
 
     ca: Path
     ca_key: Path
-    """The key of the authority: its holder can make certificates that everybody believes."""
+    """The authority's key: its holder can make certificates that all believe."""
     server: Path
     server_key: Path
     client: Path
@@ -48,7 +48,7 @@ class Certificates(NamedTuple):
 
     @staticmethod
     def of(directory: Path) -> Certificates:
-        """The names of the files there."""
+        """Returns the names of the files there."""
         return Certificates(
             *(
                 directory / f"{name}.{kind}"
@@ -61,15 +61,9 @@ class Certificates(NamedTuple):
 def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certificates:
     """Makes certificates, and an authority where the directory has none; replaces its own.
 
-    Args:
-        directory: Made where there is none.
-        hosts: Names and addresses of shards and members of groups; empty: those of the certificate
-            that is replaced.
-        days: How long they are good.
-
-    Raises:
-        ArgumentError: a host is none; or none is given, and there is no certificate to be replaced.
-        StorageError: files can't be read or written, or were not made here; those stay.
+    Without `hosts`, names and addresses of shards and members, those of the replaced certificate
+    count. ArgumentError: a host is none, or none is given, and no certificate to replace exists.
+    StorageError: files can't be read or written, or were not made here; those stay.
     """
     files = Certificates.of(directory)
     try:
@@ -109,24 +103,14 @@ def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurveP
 
 
 def _part(path: Path) -> Path:
-    """The place where a certificate is until its key is in its place."""
+    """Names the place of a certificate until its key is in place."""
     return path.with_name(f"{path.name}.part")
 
 
 def _check_replaceable(
     path: Path, key_path: Path, name: str, issuer: ec.EllipticCurvePublicKey | None
 ) -> None:
-    """Refuses to replace a certificate or key that was not made here.
-
-    Args:
-        path: The certificate's.
-        key_path: Its key's.
-        name: Name of its owner.
-        issuer: The authority's key; None: a certificate is its own authority's.
-
-    Raises:
-        StorageError: one was not; names it.
-    """
+    """Refuses to replace files that were not made here; `issuer` None: an authority's own."""
     keys = []
     for each in (path, _part(path)):
         if not os.path.lexists(each):
@@ -192,7 +176,7 @@ def _issue(
     ca: x509.Certificate,
     ca_key: ec.EllipticCurvePrivateKey,
 ) -> None:
-    """Writes a certificate and its key; a server's where it has names."""
+    """A server's certificate has names."""
     key = ec.generate_private_key(ec.SECP256R1())
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if names:
@@ -253,7 +237,6 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _names_of(path: Path) -> list[x509.GeneralName]:
-    """The names of the existing certificate."""
     if not path.exists():
         raise ArgumentError("no hosts were given, and no certificate exists that has some")
     try:
@@ -275,7 +258,6 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _write_pair(
     path: Path, key_path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Puts a certificate and its key in their places; see the module."""
     _write(_part(path), certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
     _write(key_path, _key_pem(key), mode=0o600)
     _part(path).replace(path)

@@ -25,16 +25,15 @@ from shardwell.specs.initializers import Initializer
 from shardwell.specs.optimizers import Optimizer
 
 Answer = tuple[str, ShardStatus | ShardwellError]
-"""An address, and what came from there."""
+"""An address, and its answer."""
 ENDED = "ended, all workers have left"
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for no worker in particular."""
 _OF_CLIENT = ("host", "pid", "connected", "software_version")
-"""Fields of a member that are of its client."""
 
 
 def ask(channel: ShardChannel, timeout_s: float) -> Answer:
-    """The status of a shard, or the reason for its silence; blocks twice `timeout_s` at most."""
+    """Returns a shard's status, or the reason for its silence; blocks twice `timeout_s` at most."""
     try:
         return channel.address, ask_status(channel, timeout_s)
     except ShardwellError as error:
@@ -42,7 +41,7 @@ def ask(channel: ShardChannel, timeout_s: float) -> Answer:
 
 
 def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
-    """The reason why a shard gives no answer: TLS, a host, a port, or else the error."""
+    """Finds the reason why a shard gives no answer: TLS, a host, a port, or else the error."""
     if not isinstance(error, ShardUnavailableError):
         return error
     try:
@@ -57,12 +56,12 @@ def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> S
 
 
 def given(answers: Sequence[Answer]) -> list[tuple[str, ShardStatus]]:
-    """The answers of shards that gave one."""
+    """Returns the answers of shards that gave one."""
     return [(a, status) for a, status in answers if not isinstance(status, ShardwellError)]
 
 
 def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
-    """The state of the shard at a place, in a word or two, and its fault; "": none."""
+    """Returns the state of the shard at a place, in a word or two, and its fault; "": none."""
     address, answer = answers[index]
     if isinstance(answer, (DeadlineError, ShardUnavailableError)):
         return "no answer", answer.message
@@ -82,7 +81,7 @@ def verdict(index: int, answers: Sequence[Answer]) -> tuple[str, str]:
 
 
 def faults_of(answers: Sequence[Answer]) -> list[str]:
-    """The faults of shards: each one's own, and parameters and tables that some of them lack."""
+    """Returns each shard's faults, and parameters and tables that some shards lack."""
     own = [verdict(index, answers)[1] for index in range(len(answers))]
     return [*filter(None, own), *losses([status for _, status in given(answers)])]
 
@@ -92,11 +91,9 @@ class Blocker:
     """The workers for which an open step waits, on all shards together."""
 
     kind: str
-    """"parameter" or "table"."""
+    """One of "parameter" and "table"."""
     name: str
-    """Its name."""
     step: int
-    """The step that is open."""
     open_for_s: float
     """Seconds since the first contribution to it on any shard."""
     workers: tuple[MissingWorker, ...]
@@ -104,7 +101,6 @@ class Blocker:
     unknown_count: int
     """Workers of worker_count that never opened it; or members that it lacks of min_count."""
     is_elastic: bool
-    """Whether workers come and go."""
 
     def __str__(self) -> str:
         names = [str(each) for each in self.workers]
@@ -120,7 +116,7 @@ class Blocker:
 
 
 def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
-    """The workers for which others wait; of each parameter and table the oldest open step."""
+    """Returns the workers that others wait for; of each name the oldest open step."""
     return [
         blocker
         for (kind, name), parts in sorted(_held(statuses).items())
@@ -129,7 +125,6 @@ def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
 
 
 def _held(statuses: Iterable[ShardStatus]) -> dict[tuple[str, str], dict[int, Status]]:
-    """The statuses of each parameter and table, by kind and name, and by shard."""
     found: dict[tuple[str, str], dict[int, Status]] = {}
     for status in statuses:
         for parameter in status.parameters:
@@ -162,7 +157,7 @@ def _blocker(kind: str, name: str, parts: Sequence[Status]) -> Blocker | None:
 
 
 def losses(statuses: Sequence[ShardStatus]) -> list[str]:
-    """Parameters and tables that have begun on some shards, and that others do not have."""
+    """Returns parameters and tables that have begun on some shards, and that others lack."""
     words = []
     marked = {(each.kind, each.name) for each in _marked(statuses)}
     for (kind, name), parts in sorted(_held(statuses).items()):
@@ -179,12 +174,9 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
 
 
 class _Marked(NamedTuple):
-    """A parameter or table that is being deleted."""
-
     kind: str
     name: str
     shards: list[int]
-    """Those that have it still."""
 
     def __str__(self) -> str:
         return (
@@ -203,7 +195,7 @@ def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
 
 
 def reported(rows: Iterable[Row]) -> list[str]:
-    """The last reports of workers, a line for each name; ended ones are left out."""
+    """Returns the last reports of workers, a line for each name; ended ones are left out."""
     lines = []
     for row in rows:
         if row.figures and not row.ended:
@@ -218,12 +210,12 @@ def reported(rows: Iterable[Row]) -> list[str]:
 def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """The deletions that were cut off, or are under way."""
+    """Returns the deletions that were cut off, or are under way."""
     return [str(each) for each in _marked(statuses) if is_shown(each.name)]
 
 
 def abandoned(rows: Iterable[Row]) -> list[str]:
-    """Parameters and tables whose workers are all gone for long, though not all left in order."""
+    """Returns parameters and tables whose workers are gone for long, without having left."""
     return [
         f"{row.kind} {row.name!r} is abandoned: no worker of it has been connected for "
         f"{duration(row.abandoned_for_s)}; start them again, or delete it: "
@@ -236,7 +228,7 @@ def abandoned(rows: Iterable[Row]) -> list[str]:
 def told_troubles(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """The troubles that shards report, each with its shard."""
+    """Returns the troubles that shards report, each with its shard."""
     return [
         each.words if each.name else f"shard {status.shard_index}: {each.words}"
         for status in statuses
@@ -246,7 +238,7 @@ def told_troubles(
 
 
 def workers(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Each worker once, as all rows together have it, but for ended and abandoned ones.
+    """Returns each worker once, over all rows, except ended and abandoned ones.
 
     Workers that are not connected come first, then by name as people count.
     """
@@ -287,7 +279,7 @@ def _known(*values: float | None) -> list[float]:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in words, of two digits for four days."""
+    """Formats a length of time, of two digits for four days."""
     for unit, length_s in (("s", 1), ("min", 60), ("h", 3600)):
         if seconds < 100 * length_s:
             return f"{seconds // length_s:.0f} {unit}"
@@ -295,7 +287,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """A count of bytes in words, of three digits, from 0.1 MB on."""
+    """Formats a count of bytes, of three digits, from 0.1 MB on."""
     amount, unit = count / 1e6, "MB"
     for larger in ("GB", "TB"):
         if amount < 999.5:
@@ -305,10 +297,7 @@ def size(count: float) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Fields by name; of what comes in kinds, such as optimizers, the kind's name too.
-
-    Numbers that are not finite, which JSON has no words for, are None.
-    """
+    """Returns fields by name, and a kind's name; None for numbers that JSON lacks."""
     if isinstance(value, tuple):
         return [as_json(one) for one in value]
     if isinstance(value, Mapping):

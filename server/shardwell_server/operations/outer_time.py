@@ -27,20 +27,17 @@ from shardwell_server.operations import step_time
 from shardwell_server.operations.step_time import HEADER_FACTOR, Job, StepTime
 
 FRAGMENT_COUNT = 4
-"""Fragments that a model is dealt into by default."""
 OVERLAP = 2
-"""Inner steps after which a fragment's result is due by default."""
 CODEC = "int8"
-"""How fragments travel by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterJob:
-    """The outer training of a job, beside synchronous steps of the same job."""
+    """The outer training of a job, beside synchronous steps of an equal job."""
 
     job: Job
-    """The model, the learners (its workers), shards and links. Its codec is that of the synchronous
-    steps, its `compute_s` the time of an inner step."""
+    """The model, learners (its workers), shards and links; `compute_s` is the time of an inner
+    step, the codec that of synchronous steps."""
     sync_every: int
     """Inner steps of an outer step: H."""
     fragment_count: int = FRAGMENT_COUNT
@@ -48,7 +45,7 @@ class OuterJob:
     overlap: int = 0
     """Inner steps between a fragment's offer and the taking of its result."""
     codec: str = CODEC
-    """How fragments travel, both ways."""
+    """The codec of fragments, both ways."""
 
     def __post_init__(self) -> None:
         if self.fragment_count < 1:
@@ -97,24 +94,22 @@ class OuterJob:
 
 @dataclass(frozen=True, kw_only=True)
 class OuterTime:
-    """An outer step on one link. Times in seconds, rates in bytes a second with headers."""
+    """The times of an outer step on one link, in seconds; rates in bytes a second with headers."""
 
     link_bytes_per_s: float
-    """What the link carries in each direction."""
     fragment_s: float
-    """From a fragment that leaves to its new weights."""
+    """The time from a fragment that leaves to its new weights."""
     waited_s: float
-    """How long a learner waits for a fragment, beyond its overlap."""
+    """A learner's wait for a fragment, beyond its overlap."""
     outer_step_s: float
-    """All inner steps, and the waits of all fragments."""
     inner_step_s: float
     """The mean of an inner step, waits included."""
     synchronous_step_s: float
     """A step that exchanges gradients for weights each time, overlapped with the backward pass."""
     mean_bytes_per_s: float
-    """What a learner sends, over the whole outer step; it receives as much."""
+    """A learner's sending over the whole outer step; it receives as much."""
     peak_bytes_per_s: float
-    """What a learner sends while a fragment travels."""
+    """A learner's sending while a fragment travels."""
 
     @property
     def hidden_share(self) -> float:
@@ -128,7 +123,7 @@ class OuterTime:
 
 
 def outer_time(outer: OuterJob, link_bytes_per_s: float) -> OuterTime:
-    """The times of an outer step on links of that rate."""
+    """Returns the times of an outer step on links of that rate."""
     job = dataclasses.replace(outer.job, link_bytes_per_s=link_bytes_per_s)
     synchronous: StepTime = step_time.dedicated(job)
     fragment_job = dataclasses.replace(outer.fragment_job, link_bytes_per_s=link_bytes_per_s)

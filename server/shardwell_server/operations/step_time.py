@@ -54,19 +54,18 @@ from shardwell.wire import images
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 
 HEADER_FACTOR = 1514 / 1448
-"""Ethernet's, IP's and TCP's headers of a full packet, as rate limits count them; a bare cable adds
-another 24 bytes a packet (1.6 %). gRPC's own and a chunk's are 0.01 %."""
+"""The headers of Ethernet, IP and TCP in a full packet, as rate limits count them; a bare cable
+adds 24 bytes (1.6 %). gRPC's own and a chunk's are 0.01 %."""
 LATENCY_S = 0.5e-3
 """A small message and back within one rack, gRPC's and Python's share included."""
 LAG = 0.7
-"""The part of the spread of workers' streams that delays answers: see the module. Measured."""
+"""The part of the spread of workers' streams that delays answers, measured."""
 HOST_BYTES_PER_S = 1.5e9
-"""See `Job.host_bytes_per_s`. What `shardwell bench` measured over gRPC, as between machines, on
-two cores of an AMD EPYC (SHARDWELL_SAME_HOST=off; in shared memory it is 2.3 to 2.5 GB/s)."""
+"""Measured by `shardwell bench` over gRPC, as between machines, on two cores of an AMD EPYC
+(SHARDWELL_SAME_HOST=off; in shared memory 2.3 to 2.5 GB/s)."""
 BACKWARD_SHARE = 2 / 3
 """Part of a step's computing: a backward pass takes twice as long as the forward pass."""
 COUNT_MAX = 100_000
-"""Workers or shards."""
 _FLOAT32_BYTES = 4
 
 
@@ -85,10 +84,10 @@ class Job:
     """Forward and backward pass of a step. 0: communication alone."""
     latency_s: float = LATENCY_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
-    """Bytes of float32 that a worker and a shard beside it push and pull a second with no link in
-    the way. The default is two cores of a virtual machine; `shardwell bench` measures yours."""
+    """Bytes of float32 that a worker and a shard beside it push and pull a second without a link;
+    `shardwell bench` measures yours."""
     optimizer: Optimizer = field(default_factory=Average)
-    """Whose state the shards hold; in a ring or tree, each worker."""
+    """The optimizer whose state the shards hold; in a ring or tree, each worker."""
 
     def __post_init__(self) -> None:
         _check("element_count", self.element_count, 1)
@@ -115,10 +114,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One way of training a job, and how long a step of it takes. All times in seconds."""
+    """A layout of a job, and the times of a step in it, in seconds."""
 
     layout: str
-    """As "co-located", "dedicated", "ring" or "tree(arity=2)"."""
+    """One of "co-located", "dedicated", "ring" and "tree(arity=2)", say."""
     machine_count: int
     link_bytes: float
     """Payload over the fullest direction of the fullest link."""
@@ -149,10 +148,10 @@ class StepTime:
 
     @property
     def overlapped_s(self) -> float:
-        """A step whose gradients leave during the backward pass.
+        """A step whose gradients leave during the backward pass, and whose forward pass waits.
 
-        The forward pass waits for all weights. What `begin_exchange`, `ServerOptimizer` and DDP
-        can hide at the most: it takes a core that computing leaves free.
+        The most that `begin_exchange`, `ServerOptimizer` and DDP can hide: it takes a core that
+        computing leaves free.
         """
         backward_s = BACKWARD_SHARE * self.compute_s
         return self.compute_s - backward_s + max(backward_s, self.communication_s)
@@ -170,9 +169,9 @@ class StepTime:
 
 
 def co_located(job: Job) -> StepTime:
-    """Shards beside workers, dealt out evenly; more shards than workers share machines.
+    """Computes shards beside workers, dealt out evenly; more shards than workers share machines.
 
-    A worker and the shard beside it share memory, so that what is between them uses no link.
+    A worker and its shard share memory: their exchange uses no link.
     """
     n, s = job.worker_count, job.shard_count
     held = math.ceil(s / n) / s
@@ -190,7 +189,7 @@ def co_located(job: Job) -> StepTime:
 
 
 def dedicated(job: Job) -> StepTime:
-    """Each shard on a machine of its own."""
+    """Computes each shard on a machine of its own."""
     n, s = job.worker_count, job.shard_count
     share = max(1.0, n / s)
     return _server(
@@ -199,7 +198,7 @@ def dedicated(job: Job) -> StepTime:
 
 
 def ring(job: Job) -> StepTime:
-    """The workers' all-reduce in a ring; of small arrays in a tree, as `Ring` does."""
+    """Computes the workers' all-reduce in a ring; of small arrays in a tree, as `Ring` does."""
     n = job.worker_count
     chosen = Ring().suited_to(job.encoded_bytes, n)
     if n > 1 and isinstance(chosen, Tree):
@@ -208,33 +207,33 @@ def ring(job: Job) -> StepTime:
 
 
 def tree(job: Job, arity: int = 2) -> StepTime:
-    """The workers' all-reduce in a tree; ArgumentError: none has that arity."""
+    """Computes the workers' all-reduce in a tree; ArgumentError: none has that arity."""
     strategy: Strategy = Tree(arity)
     n = job.worker_count
     return _group(job, str(strategy), tree_share(n, arity), 2 * _depth(n, arity))
 
 
 def layouts(job: Job, arity: int = 2) -> list[StepTime]:
-    """The possible layouts: co-located, dedicated, ring, tree; for some codecs the first two."""
+    """Returns the possible layouts, co-located and dedicated first; groups lack some codecs."""
     made = [co_located(job), dedicated(job), ring(job), tree(job, arity)]
     return made if job.codec in GROUP_CODECS else made[:2]
 
 
 def least_link_s(job: Job) -> float:
-    """The time of `least_share` on the job's links, with a spare machine for each shard."""
+    """Returns the time of `least_share` on the job's links, with a spare machine for each shard."""
     return _link_s(job, least_share(job.worker_count, job.shard_count) * job.encoded_bytes)
 
 
 def ring_share(worker_count: int) -> float:
-    """The part of the array's bytes that each rank of a ring sends; as much comes in."""
+    """Returns the part of the array's bytes that each rank of a ring sends; as much comes in."""
     return 2 * (worker_count - 1) / worker_count
 
 
 def tree_share(worker_count: int, arity: int) -> int:
-    """The copies of the array that the busiest rank of a tree sends; as much comes in.
+    """Returns the copies of the array that a tree's busiest rank sends; as much comes in.
 
-    The root sends final values to its children; a rank below it that has children of its own also
-    sends its sum up.
+    The root sends final values to its children; a rank below it with children also sends its sum
+    up.
     """
     if worker_count == 1:
         return 0
@@ -243,20 +242,19 @@ def tree_share(worker_count: int, arity: int) -> int:
 
 
 def least_share(worker_count: int, spare_count: int) -> float:
-    """The least bytes of a gradient on the fullest link, wherever sums are taken (BytePS).
+    """Returns the least bytes of a gradient on the fullest link, wherever sums are taken (BytePS).
 
-    Of n workers' machines and k without one, more than n of the latter are of no use: beyond that a
-    worker's own gradient is the bound.
+    More spare machines than workers are of no use: a worker's own gradient is the bound.
     """
     n, k = worker_count, min(spare_count, worker_count)
     return 0.0 if n == 1 else 2 * n * (n - 1) / (n * n + k * n - 2 * k)
 
 
 def shard_bytes(job: Job) -> int:
-    """The memory of the shard with the longest slice, as `shardwell status` reports it.
+    """Returns the memory of the shard with the longest slice, as `shardwell status` reports it.
 
-    With int8 the image, too, and what changed it last. The process itself (about 70 MB) and buffers
-    of messages come to it.
+    With int8 the image, too, and its last change. The process itself (about 70 MB) and buffers of
+    messages add to it.
     """
     block_size = BLOCK_SIZES.get(job.codec) or block_size_of(job.element_count)
     slice_size = slice_of(job.element_count, 0, job.shard_count, block_size).size
@@ -274,7 +272,7 @@ def _server(
     remote_count: int,
     work: float,
 ) -> StepTime:
-    """A parameter server's step.
+    """Computes a parameter server's step.
 
     Of M, the fullest link carries `share`, and `one_way` (G) for gradients alone; weights take as
     much. `remote_count` workers' chunks come to a shard over its link. `work` is the busiest
@@ -300,7 +298,7 @@ def _server(
 
 
 def _group(job: Job, layout: str, share: float, hop_count: int) -> StepTime:
-    """An all-reduce's step: `hop_count` messages behind one another, of a chunk each at first."""
+    """Computes an all-reduce: `hop_count` messages one after another, of a chunk each at first."""
     n = job.worker_count
     segment_bytes = job.encoded_bytes / (n if layout == str(Ring()) else 1)
     chunk_bytes = min(PAYLOAD_SIZE_MAX_BYTES, segment_bytes)

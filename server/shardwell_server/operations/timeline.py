@@ -16,11 +16,10 @@ from shardwell.process.span_columns import Span, keep_subjects, spans_of
 from shardwell.v1 import trace_pb2 as pb
 
 MADE_BY = {"made_by": "shardwell trace"}
-"""The first field of a timeline, by which one is known from other files."""
+"""The first field of a timeline, which distinguishes one from other files."""
 _LANE_COUNT_MAX = 64
-"""Of one label: more calls at once than a client makes."""
+"""Lanes of one label: more calls at once than a client makes."""
 _FRAGMENT = re.compile(r"\.fragment-[0-9]+\Z")
-"""Behind the family's name, in that of a fragment."""
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
 _TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
 _CONTRIBUTIONS = (pb.SPAN_KIND_ADD, pb.SPAN_KIND_UPDATE)
@@ -33,7 +32,7 @@ _LANES: dict[int, str] = {
 
 
 class Wait(NamedTuple):
-    """A worker had contributed to a step, and others had not; on the timeline's clock."""
+    """A wait of a worker that had contributed for others that had not; on the timeline's clock."""
 
     worker_id: str
     subject: str
@@ -47,7 +46,7 @@ class Wait(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One recorded process, with spans that were checked.
+    """A recorded process, with spans that were checked.
 
     `offset_ns` is added to its times for those of the timeline's clock, and may be wrong by
     `error_ns` either way. What ended before `since_ns` is left out.
@@ -68,13 +67,13 @@ class Process:
         return f"shard {self.shard_index}"
 
     def spans(self) -> list[Span]:
-        """All of them, on the timeline's clock, in the order in which they ended."""
+        """Returns all of them, on the timeline's clock, in the order in which they ended."""
         spans = spans_of(self.message, self.offset_ns)
         return [span for span in spans if span.end_ns >= self.since_ns]
 
 
 def only(process: Process, name: str) -> Process:
-    """The process with spans and open steps of a parameter, table or family alone."""
+    """Returns the process with spans and open steps of one name alone."""
 
     def is_wanted(subject: str) -> bool:
         return name in (subject, _FRAGMENT.sub("", subject))
@@ -87,12 +86,12 @@ def only(process: Process, name: str) -> Process:
 
 
 def subjects(process: Process) -> set[str]:
-    """The names of the parameters and tables that a process has spans of."""
+    """Returns the names of the parameters and tables that a process has spans of."""
     return {process.message.words[number] for number in set(process.message.subjects)} - {""}
 
 
 def waits(process: Process) -> list[Wait]:
-    """The waits of workers for others on a shard."""
+    """Returns the waits of workers for others on a shard."""
     missing = {
         (each.name, each.step): tuple(one.worker_id for one in each.wait.workers)
         for each in process.open_steps
@@ -117,7 +116,7 @@ def waits(process: Process) -> list[Wait]:
 
 
 def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
-    """The timeline of all of them, as JSON has it; shown in that order."""
+    """Returns the timeline of all processes, as JSON has it; shown in that order."""
     spans = [process.spans() for process in processes]
     begin_ns = min((span.begin_ns for each in spans for span in each), default=0)
     events: list[dict[str, Any]] = []
@@ -176,9 +175,8 @@ def _told_wait(wait: Wait) -> _Shown:
 
 
 def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[dict[str, Any]]:
-    """The events of one process; in a lane, each lies beside or wholly inside another."""
     lanes: dict[str, list[list[int]]] = {}
-    """By label: of each of its lanes, the ends of what is open there."""
+    """By label: of each of its lanes, the ends of open events."""
     numbers: dict[tuple[str, int], int] = {}
     for label, name, from_ns, to_ns, told in sorted(shown, key=lambda s: (s[2], -s[3])):
         place = _place(lanes.setdefault(label, []), from_ns, to_ns)
@@ -199,9 +197,9 @@ def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[
 
 
 def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
-    """The first lane with room for a span, which it takes; one more where there is none.
+    """Takes the first lane with room for a span, or a new one.
 
-    Of very many the last one takes spans that have no room: only a hostile client makes such.
+    Of very many the last one takes spans without room: only a hostile client makes such.
     """
     for place, ends in enumerate(lanes):
         while ends and ends[-1] <= from_ns:
@@ -226,7 +224,7 @@ class ClosedStep(NamedTuple):
     end_ns: int
     """The time at which its last contribution was counted."""
     took_s: float
-    """From the begin of its first contribution until then."""
+    """The time from the begin of its first contribution until then."""
     last: str
     waited_s: float
     """The first worker's wait for the last; 0 of one worker."""
@@ -234,7 +232,7 @@ class ClosedStep(NamedTuple):
 
 
 def closed_steps(spans: Iterable[Span]) -> list[ClosedStep]:
-    """The steps of a shard's spans that have closed, in the order of their names and steps."""
+    """Returns the closed steps of a shard's spans, in the order of their names and steps."""
     found = []
     for (subject, step), of_step in sorted(_by_step(spans).items()):
         lasts = _lasts(of_step)
@@ -269,21 +267,21 @@ def _lasts(spans: Iterable[Span]) -> dict[str, Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A worker's spending of its steps: means of a step, in seconds."""
+    """The means of a worker's steps, in seconds."""
 
     worker_id: str
     step_count: int
     call_s: float
-    """In its calls, from begin to end."""
+    """The time in its calls, from begin to end."""
     encode_s: float
     wait_s: float
     decode_s: float
     between_s: float
-    """From a call to the next: computing, mostly."""
+    """The time from a call to the next: computing, mostly."""
 
 
 def spent(process: Process) -> Spent | None:
-    """The means of a worker's steps; None: it made none."""
+    """Returns the means of a worker's steps; None: it made none."""
     calls = [span for span in process.spans() if span.kind in _CALLS and span.step >= 0]
     if not calls:
         return None
@@ -322,7 +320,7 @@ class Last(NamedTuple):
 
 
 def lasts(processes: Sequence[Process]) -> list[Last]:
-    """The workers that others waited for in closed steps; the most frequent one first."""
+    """Returns the workers that others waited for in closed steps; the most frequent one first."""
     longest: dict[tuple[str, int], tuple[str, int]] = {}
     for process in processes:
         if process.shard_index is None:
