@@ -135,10 +135,8 @@ def _whole(parts: Sequence[ShardSlice]) -> list[Stretch]:
 
 class _Wanted(NamedTuple):
     weights: Pieces
-    """(size,), filled."""
     min_version: int
     step: int
-    """The step after which they are wanted."""
     is_exchange: bool
     """True if versions must be `min_version` exactly, in synchronous mode."""
 
@@ -164,7 +162,7 @@ class Transfer(StepTransfer[ShardSlice]):
         super().__init__(opening, pool, shards, traffic)
         spec = self._spec = opening.spec
         self.parts: list[ShardSlice] = []
-        """The parts in the order of the shards; empty until the shards have said them."""
+        """The parts by shard; empty until the shards have said them."""
         self._rotates = spec.min_contributors > 0
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.gradient_context(spec.name, opening.worker_id)
@@ -175,7 +173,6 @@ class Transfer(StepTransfer[ShardSlice]):
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
         self.non_finite_remedy = OF_PARAMETER
-        """The advice of NonFiniteError about a gradient that was not sent."""
         self.refusal_remedy = REFUSED_STEP.format("parameter")
 
     def reopen(self, parts: list[ShardSlice]) -> None:
@@ -466,8 +463,7 @@ class Transfer(StepTransfer[ShardSlice]):
     ) -> Iterator[bytes]:
         """Yields a line's chunks of a gradient; on another thread, mostly.
 
-        `stretch` has the first chunk and the one behind the last; None: all. With `leaves` each is
-        sent when it is made: its values were looked at before.
+        With `leaves` each is sent when it is made: its values were looked at before.
         """
         part, arena = line.part, line.arena
         spans, name, peer = self._spans, self._name, part.channel.name
@@ -533,10 +529,7 @@ class Transfer(StepTransfer[ShardSlice]):
         error.args = (f"{error.message}; {self.refusal_remedy}",)
 
     def _fill(self, lines: Sequence[Line], progress: Progress, wanted: _Wanted) -> int:
-        """Reads all chunks of weights behind `progress`; returns the version so far.
-
-        `progress` says how far it came, after an error too.
-        """
+        """Reads all chunks of weights behind `progress`, and notes its progress there."""
         first, stop = progress.row, max((line.stop for line in lines), default=0)
         versions: dict[int, list[int]] = {row: [] for row in range(first, stop)}
         try:

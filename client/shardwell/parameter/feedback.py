@@ -126,11 +126,7 @@ NOTHING_LOST = Ended()
 
 
 class Feedback:
-    """The values that the next gradient adds to its own; for one thread at a time.
-
-    `size` counts the parameter's elements. `codec` is the one whose rounding is made up for, or
-    None.
-    """
+    """The values that the next gradient adds to its own; for one thread at a time."""
 
     def __init__(self, size: int, codec: BlockCodec | None) -> None:
         self._size = size

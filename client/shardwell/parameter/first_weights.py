@@ -41,9 +41,7 @@ class FirstValues(Protocol):
     """1: the weights; more: the arrays of optimizer state too."""
     version: int
     learning_rate: float | None
-    """The rate from that version on; None: the spec's."""
     load_id: int
-    """The load_id of InitWeightsRequest; 0: none."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """Returns a range of an array, (where.size,) of floating point; any thread calls it."""

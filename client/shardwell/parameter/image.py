@@ -23,7 +23,6 @@ from shardwell.wire import images
 from shardwell.wire.chunks import ChunkCodec
 
 _LOCK_COUNT = 16
-"""Chunks that are taken at once, by as many threads."""
 
 
 class Image:
@@ -36,7 +35,7 @@ class Image:
         self._values: Float32 = np.zeros(0 if self._is_mean else spec.size, np.float32)
         """(size,), whose untouched pages use no memory; of an Average (0,)."""
         self._versions: dict[int, int] = {}
-        """Versions of the chunks that are held, by their number in the parameter."""
+        """Versions of held chunks, by their number in the parameter."""
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
 
     def held(self, number: int) -> int | None:

@@ -59,7 +59,7 @@ class Piece:
     progress: Progress = field(init=False)
     is_through: bool = False
     call: Future[None] | None = None
-    """The call in the background; None: `finish` exchanges it."""
+    """None: `finish` exchanges it."""
 
     def __post_init__(self) -> None:
         starts = [first for first, stop in self.ranges if first < stop]
@@ -107,7 +107,6 @@ class OpenExchange(Generic[ValuesT]):
         self._pieces: list[Piece] = []
         """The begun pieces in order: each begins in a slice where the one before ends."""
         self._rest: Piece | None = None
-        """The rest when `finish` was called first."""
         self._under_way_count = 0
         self._is_closed = self._has_failed = False
         self._announced: queue.SimpleQueue[tuple[int, int] | Piece] = queue.SimpleQueue()

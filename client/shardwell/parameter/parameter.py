@@ -45,7 +45,6 @@ _OVERLAPS = "out must not overlap the gradient; pass another array"
 _LOG = logging.getLogger("shardwell")
 
 LateName = Literal["drop", "carry"]
-"""The handling of a gradient whose step has closed without it."""
 
 
 def checked_late(late: Any) -> LateName:
@@ -231,7 +230,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return self._calls.run(settle, timeout_s, in_turn=True)
 
     def _first_values(self, given: Any, *, is_weights: bool) -> Float32:
-        """Returns checked values for all elements; state may be infinite, as squares overflow."""
         what = f"first weights of {self.name!r}"
         values: Float32 = self._values.pieces(what, given).whole()
         if is_weights and not self.spec.allow_non_finite:
@@ -750,8 +748,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> StepCall:
         """Checks all that can be checked before anything is sent; takes a seat, once.
 
-        Without `has_values` it is a contribution of the weight 0, which joins what was counted of
-        the step. Without `is_whole` values are read later, where they lie.
+        Without `is_whole` values are read later, where they lie.
         """
         feedback = self._feedback
         if has_values:
@@ -826,9 +823,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 class SliceProbe(Parameter[Any]):
     """A parameter whose calls move one shard's slice alone, for `shardwell bench`.
 
-    It is for an asynchronous parameter without training, open and initialized: a gradient that one
-    shard has and the others have not is a step that is not whole. Values are those of the whole. It
-    uses the parameter's connections, whose client counts nothing of it: `traffic` does.
+    It is asynchronous, open, initialized and without training: its steps are not whole on other
+    shards. Its `traffic` counts, not that of the client whose connections it uses.
     """
 
     def __init__(self, parameter: Parameter[Any], shard_index: int) -> None:

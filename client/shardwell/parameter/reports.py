@@ -28,7 +28,6 @@ from shardwell.v1 import parameter_server_pb2 as pb
 
 _GIVE_UP_S = 10.0
 _ERROR_COUNT_MAX = 10
-"""Different refusals that are logged."""
 _LOG = logging.getLogger("shardwell")
 
 
@@ -44,7 +43,6 @@ class Reports:
         self._progress: LearnerProgress | None = None
         """The progress that waits to be sent."""
         self._saying: Future[None] | None = None
-        """The call that sends the last progress."""
 
     @property
     def are_sent(self) -> bool:
@@ -111,7 +109,6 @@ class Reports:
 
 
 def _figure(name: str, value: Any) -> float:
-    """Returns a figure as a number, also of a torch tensor or NumPy array of one element."""
     check_name("figure", name)
     try:
         return float(value)

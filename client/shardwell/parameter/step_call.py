@@ -77,7 +77,7 @@ class StepCall:
     tried: Tried
     work: Gradient
     version: int
-    """The version of the weights in this worker before it."""
+    """The version of the weights before it."""
     has_effect: bool
     """False for 0 samples of a synchronous step, and for a call that only ends a step."""
     is_clipped: bool
@@ -90,7 +90,6 @@ class StepCall:
     is_again: bool = False
     """True if a piece has failed that may have sent some of it."""
     found_version: int | None = None
-    """The version of the weights that an exchange has brought."""
     outcome: Outcome | None = None
     """Set once all of it is counted, with all that follows here."""
     next_step: int = -1

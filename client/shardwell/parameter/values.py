@@ -32,36 +32,29 @@ NamedArrays: TypeAlias = dict[str, Float32]
 _FLOAT32 = np.dtype(np.float32)
 ValuesT = TypeVar("ValuesT", default=Float32)
 _NAMED_MAX = 5
-"""The most names in a message, which counts the rest."""
 _STOP = operator.itemgetter(1)
 
 
 class Pieces:
     """The ranges of arrays; one within a single array is moved without a copy.
 
-    The arrays lie one behind the other, each (n,), to be read: floating point of any stride; one
-    alone that is float32 may be written, too. Any thread may read, and write what no other one
-    does.
+    Arrays are (n,) floating point of any stride, to be read; a single one of float32 may be
+    written, too. Any thread may read, and write ranges that no other thread writes.
     """
 
     def __init__(self, *arrays: npt.NDArray[Any]) -> None:
         self._arrays = arrays
         self._stops = list(itertools.accumulate([array.size for array in arrays]))
         self._tensors: tuple[Tensors, Found] | None = None
-        """The arrays to be written, and their places."""
         self._copies: dict[tuple[int, int], Float32] = {}
         """Copies of ranges that several arrays share, by range."""
         self._given = arrays
-        """The caller's arrays; not copied."""
 
     @staticmethod
     def to_read(
         arrays: Sequence[npt.NDArray[Any]], tensors: Tensors, found: Found | None
     ) -> Pieces:
-        """Makes pieces of tensors to read, of any strides; small neighbours are copied together.
-
-        `found` is the result of `tensors.look_over` for the arrays.
-        """
+        """Makes pieces of tensors to read, of any strides; small neighbours are copied together."""
         parts: list[npt.NDArray[Any]] = []
         large: list[npt.NDArray[Any]] = []
         for run in tensors.runs:
@@ -183,7 +176,7 @@ class Values(ABC, Generic[ValuesT]):
 class TensorViews(dict[str, Float32]):
     """A dict of tensors that are views of one buffer, as long as they are these very objects.
 
-    Copies are plain dicts, whose arrays may be anywhere. `flat`, (size,), is the buffer.
+    Copies are plain dicts, whose arrays may be anywhere.
     """
 
     def __init__(self, layout: TensorLayout, flat: Float32) -> None:
@@ -343,7 +336,6 @@ def _misshapen(what: str, tensor: TensorSpec, shape: tuple[int, ...]) -> Argumen
 
 
 def _named(names: Any) -> str:
-    """Returns text such as "'w', 'b' and 3 more"."""
     listed = [f"{name!r:.80}" for name in names]
     more = f" and {len(listed) - _NAMED_MAX} more" if len(listed) > _NAMED_MAX else ""
     return ", ".join(listed[:_NAMED_MAX]) + more

@@ -67,15 +67,12 @@ class Handle(Connected, Closing, Generic[SpecT]):
     """A parameter or table in a worker: a context manager, which closes it in this worker alone."""
 
     kind: ClassVar[str]
-    """"parameter" or "table"."""
     _ranking: Ranking | None = None
-    """The fixed ranking, once it is known."""
     _opening: Opening[Any, Any]
     _gives_again = False
     """True if an earlier process of this worker has given all of `next_step`."""
     on_give_again: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
-    """A weak reference to a function that reads the weights again when it has gone back to such a
-    step."""
+    """A weak reference to a reader of the weights, called on the way back to such a step."""
 
     def __init__(
         self, spec: SpecT, opening: Opening[Any, Any], shards: Shards, timeout_s: float
@@ -85,7 +82,6 @@ class Handle(Connected, Closing, Generic[SpecT]):
         self.name: str = spec.name
         """The name in the cluster."""
         self.on_close: Callable[[], None] = _do_nothing
-        """Lets the client go of what was closed."""
         self._elsewhere = (
             f"connect in the other process, and open the {self.kind} there by its name"
         )
@@ -93,7 +89,6 @@ class Handle(Connected, Closing, Generic[SpecT]):
         self._what = opening.what
         self._calls = CallScope(shards, timeout_s, self._what, **opening.of)
         self._member: Member | None = None
-        """None: its workers are fixed."""
         if spec.members is not None:
             self._member = Member(opening, shards.heartbeats, spec.members)
             self._calls.member = self._member
@@ -110,11 +105,10 @@ class Handle(Connected, Closing, Generic[SpecT]):
     def ranking(self, *, timeout_s: float | None = None) -> Ranking:
         """Returns this worker's rank among those that make a step, and their number.
 
-        With a fixed worker_count, the worker takes its seat, which its first gradient would, and
-        the rank stays. With elastic members it is as of now; the worker does not join.
-
-        Raises ArgumentError in asynchronous mode, in which no worker makes a step with others, and
-        NotInitializedError where there are no first weights, and no seats before.
+        A worker of a fixed worker_count takes its seat, and the rank stays. An elastic one does not
+        join, and the rank is as of now. ArgumentError: asynchronous mode, in which no worker makes
+        a step with others. NotInitializedError: the parameter has no first weights, and so no
+        seats.
         """
         if self.spec.mode != "sync":
             raise ArgumentError(

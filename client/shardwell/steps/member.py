@@ -18,16 +18,12 @@ from shardwell.steps.opening import Opening
 
 _LOG = logging.getLogger("shardwell")
 _ASK_S = 1.0
-"""The pause of a member that waits for the data of its first step, until it asks the shards again
-whether an open step needs it."""
+"""The interval at which a member that waits for its first step asks if an open step needs it."""
 _LEAVE_S = 1.0
 
 
 class Member:
-    """This worker as an elastic member; `opening` owns the tenure.
-
-    `members` bounds its silence, among others.
-    """
+    """This worker as an elastic member, whose tenure `opening` owns."""
 
     def __init__(
         self, opening: Opening[Any, Any], heartbeats: Heartbeats, members: Elastic

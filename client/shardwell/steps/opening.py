@@ -33,7 +33,6 @@ class Ranking(NamedTuple):
     """The rank of a worker among those that make a step."""
 
     rank: int
-    """0 to worker_count - 1."""
     worker_count: int
 
 
@@ -79,8 +78,7 @@ class Opening(Generic[SpecT, AnswerT]):
         self.incarnation = 0
         """The number that tells it from others of its name; 0: nothing is open yet."""
         self.tenure = 0
-        """Tenure of this worker's seats, which its gradients and streams name; 0: none, or they are
-        for good."""
+        """Tenure of this worker's seats, for gradients and streams; 0: none, or for good."""
         self.membership: Membership | None = None
         """The tenure as heartbeats name it, of a worker that was an elastic member."""
         self.has_seat = False
@@ -150,7 +148,7 @@ class Opening(Generic[SpecT, AnswerT]):
         """Takes over what shard 0 alone knows of the spec, before the others are asked."""
 
     def rank(self, attempts: Attempts, *, takes_seat: bool) -> Ranking:
-        """Returns this worker's rank on shard 0, beside other calls of the worker.
+        """Returns this worker's rank on shard 0; may run beside other calls.
 
         With `takes_seat` the rank is that of a seat that is kept for good, and taken now.
         """

@@ -42,8 +42,7 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 
 SHORT_BYTES = 64 * 1024
-"""The size up to which messages and answers fit into a socket, and are made in less time than a
-thread takes to wake."""
+"""The size of messages that fit into a socket, and are made sooner than a thread wakes."""
 _SPREAD_BYTES = 256 * 1024
 """The size from which on an answer is worth another thread's waking."""
 
@@ -75,12 +74,10 @@ class Line(Generic[PartT]):
     call_group: CallGroup
     """Call group of all streams of the attempt: its first failure is the one that counts."""
     opens: bool
-    """True if the first message must say what the stream is for."""
     arena: Arena | None = None
-    """The memory that the stream shares with the shard, as long as the attempt lasts."""
+    """Shared with the shard as long as the attempt lasts."""
     work: Any = None
-    """The gradient that it sends, which its answers are about; None: it sends none, or answers say
-    it themselves."""
+    """The gradient that it sends, which its answers are about; None: none."""
     is_shared: bool = False
     """True if all payloads of the attempt have room in the arena."""
     answers: deque[Answer] = field(default_factory=deque)
@@ -165,10 +162,7 @@ class StepTransfer(ABC, Generic[PartT]):
         step: int,
         take: Callable[[Line[PartT], int, Answer], None],
     ) -> None:
-        """Reads every answer of every line, in turns, from unit `first` on.
-
-        `take` gets the answer for a unit, on another thread where this one has more to do.
-        """
+        """Reads every answer of every line, in turns; `take` gets each, maybe on another thread."""
         stop = max((line.stop for line in lines), default=0)
         spread = None
         try:

@@ -177,14 +177,12 @@ class RowBatch:
         """(n,): the row, in the order of `distinct`, of each of the caller's ids."""
         distinct = ids if self.is_plain else found.distinct
         self.distinct = ShardedIds(distinct, found.bounds)
-        """The ids that travel."""
         self.has_repeats = distinct.size < ids.size
 
     def spread(self, rows: Float32, out: Float32) -> None:
-        """Gives every one of the caller's ids its row.
+        """Gives every one of the caller's ids its row in `out`, (n, dim).
 
-        `rows` are (u, dim), in the order of `distinct`; `out`, (n, dim), may be `rows` if
-        `is_plain`.
+        `rows` are (u, dim), in the order of `distinct`; they may be `out` if `is_plain`.
         """
         if not self.is_plain:
             gather(rows, self.inverse, out)
@@ -193,10 +191,9 @@ class RowBatch:
 
 
 class RowSums:
-    """The gradients of one call, by distinct id.
+    """The gradients of one call, by distinct id; NonFiniteError names the first that is not finite.
 
-    `gradients` are (n, dim) float32, C-contiguous, in the order of the caller's ids; they are read
-    until the call ends. NonFiniteError names the first gradient or sum that is not finite.
+    `gradients` are (n, dim) float32, C-contiguous, in the caller's order; read until the call ends.
     """
 
     def __init__(

@@ -25,10 +25,9 @@ _NEVER = -(2**62)
 
 
 class RowCache:
-    """The kept rows by id: `row_count` at most, rounded up to a multiple of 4.
+    """The kept rows by id, each for `staleness_steps` steps after that of its fetch.
 
-    A row is used for `staleness_steps` steps after that of its fetch. ArgumentError: there is no
-    memory for so many.
+    `row_count` is rounded up to a multiple of 4. ArgumentError: there is no memory for so many.
     """
 
     def __init__(self, row_count: int, dim: int, staleness_steps: int) -> None:
@@ -105,7 +104,6 @@ class RowCache:
         return words
 
     def _located(self, ids: Ids, sets: npt.NDArray[np.uint64]) -> tuple[Ids, Ids]:
-        """Finds the ids that have a place, fresh or not, and where."""
         there = np.flatnonzero(self._keys.take(sets, axis=0) == ids[:, np.newaxis])
         found, ways = there // WAY_COUNT, there % WAY_COUNT
         places = sets[found].view(np.int64) * WAY_COUNT + ways
@@ -113,7 +111,6 @@ class RowCache:
         return found[is_used], places[is_used]
 
     def _take_places(self, sets: npt.NDArray[np.uint64], new: Ids) -> tuple[Ids, Ids]:
-        """Finds the new ids that get room, and where: in their sets' next places."""
         new = new[np.argsort(sets[new], kind="stable")]
         new_sets = sets[new].view(np.int64)
         is_first = np.ones(new.size, np.bool_)

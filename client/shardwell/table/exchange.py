@@ -50,10 +50,7 @@ _LOG = logging.getLogger("shardwell")
 
 
 class RowPut:
-    """One step's gradient on its way, and its progress, which survives connections.
-
-    `sums` None: the step is abandoned.
-    """
+    """One step's gradient on its way, over all attempts; `sums` None: the step is abandoned."""
 
     def __init__(
         self,
@@ -104,13 +101,12 @@ class RowPut:
 
 
 class RowFetch:
-    """Rows on their way, and their progress, which survives connections.
+    """Rows on their way, over all attempts.
 
-    `rows` are (n, dim) float32, C-contiguous, filled; `places`, (n,), and `starts`, (u + 1,), say
-    where each row goes, as in `row_batches.SortedIds`. `min_version` counts steps that are to have
-    closed, and `known_version` those that have closed on every shard, as this worker knows.
-    `every_shard` is the number of shards to ask, those without such rows too; 0: only those that
-    have some.
+    `rows` are (n, dim) float32, C-contiguous, filled; `places` and `starts` say where each row
+    goes, as in `row_batches.SortedIds`. `min_version` steps are to have closed, and `known_version`
+    have closed on every shard. `every_shard` counts the shards to ask, those without rows too; 0:
+    only those with some.
     """
 
     def __init__(
@@ -143,7 +139,6 @@ class RowFetch:
         for shard_index in range(every_shard):  # spans of no rows, that differ
             self._messages.setdefault(shard_index, [Span(shard_index, shard_index)])
         self._versions: dict[Span, int] = {}
-        """Versions of the messages whose rows have come."""
 
     @property
     def version(self) -> float:
@@ -172,7 +167,6 @@ class Asked(NamedTuple):
     put: RowPut | None
     fetch: RowFetch | None
     parts: list[Span]
-    """Parts of the gradient; none if the shard has counted them."""
     questions: list[Span]
     step: int
     """The step that the call is of, or whose effect it fetches."""

@@ -44,11 +44,8 @@ class Joined(NamedTuple):
     is_begun: bool
     """True if some shard has counted some of that step."""
     version: int
-    """Steps that all rows of the last answer have seen."""
     row_count_max: int
-    """Rows of one message, on any shard."""
     incarnation: int
-    """The number that tells this table from others of its name; 0: not known."""
     took_over: bool
     """True if the seat was another session's, and this one has not contributed yet."""
     tenure: int
@@ -158,10 +155,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
     def _check_same_past(
         self, what: str, steps: list[int], attempts: Attempts, incarnation: int
     ) -> None:
-        """Refuses shards that are further apart than any training makes them.
-
-        Later calls report a shard that is being restored.
-        """
+        """Refuses shards further apart than by training; later calls report one being restored."""
         low, high = min(steps), max(steps)
         if high - low <= 1:
             return

@@ -81,7 +81,7 @@ class Prefetches:
 
 
 class RowReading:
-    """The reading of one table's rows. Any thread may use it.
+    """The reading of one table's rows, on any thread.
 
     `every_shard` of an elastic table is the number of shards: a fetch may ask them all for its
     step.
@@ -106,10 +106,7 @@ class RowReading:
     def read(
         self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
-        """Fills `out`, (n, dim), with the rows of a batch, from the shards or kept ones.
-
-        Returns the steps that all of the rows have seen; None without rows.
-        """
+        """Fills `out`, (n, dim); returns the steps that all rows have seen, None without rows."""
         if min_version or not self._view.keeps:
             return self._read_anew(batch, out, min_version, attempts)
         ids = batch.distinct
@@ -140,7 +137,6 @@ class RowReading:
     def _asking(
         self, ids: ShardedIds, rows: Float32, batch: RowBatch | None, **versions: int
     ) -> RowFetch:
-        """Returns a fetch into `rows`, in the order of the ids or of the caller of a batch."""
         if batch is None:
             places = np.arange(ids.ids.size + 1)
             places, starts = places[:-1], places

@@ -77,18 +77,13 @@ class RowOutcome:
 
 
 class _Begun(NamedTuple):
-    """A step that a call began and did not bring to its end."""
-
     digest: tuple[int, ...] | None
     """The digest of the sent rows; None: the step is being abandoned."""
     counted_shards: set[int]
 
 
 class TableSteps:
-    """The steps of this worker on one table, in calls that take turns.
-
-    It sets what the shards say in `transfer`, and the next step in `view`.
-    """
+    """The steps of this worker on one table; its calls take turns."""
 
     def __init__(
         self,
@@ -111,7 +106,6 @@ class TableSteps:
         self.outcome: RowOutcome | None = None
         """The counted rows of this elastic member's last gradient; None: it has given none."""
         self.is_draining = False
-        """True once a shard has asked this worker to leave."""
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""

@@ -65,7 +65,6 @@ class Table(Handle[TableSpec]):
         opening = TableOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
         self.caching = caching
-        """Limits of the rows that are kept here, and of their age in steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = opening
         pool = StreamPool(idle_streams, opening.what, **opening.of)
@@ -419,7 +418,6 @@ class Table(Handle[TableSpec]):
         return batch, sums, count
 
     def _room(self, out: Any, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
-        """Returns the result for ids of a shape, and the same memory as (n, dim)."""
         rows = as_row_output(out, (*shape, self.spec.dim))
         return rows, rows.reshape(-1, self.spec.dim)
 

@@ -35,10 +35,10 @@ class Moment(NamedTuple):
 
 
 class TableView:
-    """The next step and kept rows of one worker; steps are for one thread at a time.
+    """The next step and kept rows of one worker.
 
-    Any thread may use the rest. `cache` None keeps no rows. With `is_sync` versions count steps
-    that all workers have ended; with `is_elastic` these may close without this worker.
+    Any thread may use it; steps are for one thread at a time. With `is_sync` versions count steps
+    that all workers have ended; with `is_elastic` steps may close without this worker.
     """
 
     def __init__(self, cache: RowCache | None, *, is_sync: bool, is_elastic: bool = False) -> None:
@@ -52,7 +52,6 @@ class TableView:
         self._era = 0
         self._is_sending = False
         self.next_step = 0
-        """The step that this worker's next gradient joins."""
         self.version = 0
         """Steps that all rows of the last answer have seen."""
         self.max_version: int | None = None
@@ -70,8 +69,8 @@ class TableView:
     def known_version(self) -> int:
         """The steps that every shard has seen: all before this worker's last one.
 
-        A shard counts a step of a worker when those before it have closed; in asynchronous mode
-        each that it counts is one.
+        A shard counts a worker's step when those before it have closed; in asynchronous mode each
+        is one.
         """
         return max(self.next_step - 1, 0)
 
@@ -110,7 +109,7 @@ class TableView:
             return self._cache.find(ids, self._clock, rows)
 
     def keep(self, ids: Ids, rows: Float32, version: int, asked: Moment) -> None:
-        """Keeps a copy of fetched rows, if they may still be used.
+        """Keeps copies of fetched rows, if they may still be used.
 
         All have seen `version`; `asked` is the result of `moment` before the fetch.
         """
@@ -170,10 +169,10 @@ class TableView:
         *,
         next_step: int | None = None,
     ) -> None:
-        """Ends the step, which all shards have counted.
+        """Ends the step, which all shards have counted; `next_step` None: the next.
 
-        Rows that were fetched after it, without repeats, are kept as copies, with the version that
-        all of them have seen. `next_step` None: the next.
+        Rows that were fetched after it, without repeats, are kept as copies; all have seen
+        `version`.
         """
         with self._lock:
             if self._cache is not None and ids is not None and begun.era == self._era:
@@ -187,10 +186,7 @@ class TableView:
             self.max_version = None
 
     def fail_step(self, step: int, *, is_begun: bool) -> None:
-        """Notes a step that did not end, and is the next one still.
-
-        If `is_begun`, shards may have counted some of it, or may yet.
-        """
+        """Notes a step that did not end; shards may count some of it if `is_begun`."""
         with self._lock:
             self.next_step = step
             self._is_sending = is_begun
