@@ -26,10 +26,8 @@ _Code = grpc.StatusCode
 class _Entry(NamedTuple):
     kind: type[errors.ShardwellError]
     code_name: str
-    """The name in ErrorCode, without its prefix."""
     status: grpc.StatusCode
     carries: tuple[str, ...] = ()
-    """The attributes that only this kind has."""
 
     @property
     def code(self) -> str:

@@ -64,7 +64,7 @@ _HANDSHAKE_S = 10.0
 _CONNECTION_END_S = 30.0
 """The time for which calls go on over a connection that has reached its age."""
 KEEPALIVE_S = 30.0
-"""The default of how long a server takes to notice that a client vanished."""
+"""The default time in which a server notices that a client vanished."""
 
 
 def server_options(

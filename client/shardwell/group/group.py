@@ -41,7 +41,6 @@ _ENGINE_S = 1e8
 """The bound of what the engine ends within its own deadlines, however much is to come before."""
 
 _CALL_COUNT_MAX = 64
-"""Calls of a member that may be under way at once."""
 
 ResultT = TypeVar("ResultT")
 StartedT = TypeVar("StartedT", bound=Started)
@@ -87,9 +86,8 @@ class Group(Connected):
         credentials: Credentials,
     ) -> None:
         self.tls = None if credentials.tls is None else credentials.tls.tls
-        """The credentials of this worker, and those it believes; None: no TLS."""
+        """The credentials of this worker, and those it believes."""
         self.token_file = None if credentials.token is None else credentials.token.path
-        """Path of the file with this worker's token; None: it has none."""
         self.name = name
         self.strategy = calls.strategy
         self.traffic = traffic
@@ -531,8 +529,6 @@ class Group(Connected):
 
 
 class _CallsUnderWay:
-    """Calls under way of one member, over all its generations. Any thread may submit."""
-
     def __init__(self, group: str) -> None:
         self._group = group
         self._room = threading.BoundedSemaphore(_CALL_COUNT_MAX)

@@ -344,8 +344,6 @@ def _meeting_place(credentials: Credentials) -> grpc.GenericRpcHandler:
 
 
 class _Membership:
-    """A worker's server, its connection to the meeting place, and its lease."""
-
     def __init__(
         self,
         spec: group_pb2.GroupSpec,

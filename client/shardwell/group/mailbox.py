@@ -35,7 +35,7 @@ class Mailbox:
         """The number of chunks that were taken, by rank; written by the engine's thread alone."""
         self._blocked_count = 0
         self._waits_for_inbox = False
-        """True when the engine has found nothing: the bringer of something has to say so."""
+        """True when the engine has found nothing, and waits to be woken."""
         self._made_count = 0
         """Calls before this one have been made: nothing is due for them."""
         self._verdicts: dict[int, pb.Verdict] = {}

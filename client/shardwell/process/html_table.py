@@ -12,7 +12,6 @@ class Link(NamedTuple):
 
     text: str
     url: str
-    """The http or https address of the target."""
 
 
 def html_table(heading: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -25,7 +25,6 @@ class Span(NamedTuple):
     chunk: int
     """-1: of all."""
     peer: str
-    """The other side; may be empty."""
     begin_ns: int
     end_ns: int
 

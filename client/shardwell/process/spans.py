@@ -17,7 +17,6 @@ LONG_NS = 100_000
 not."""
 NO_STEP = -1
 ALL_CHUNKS = -1
-"""The chunk of a span that is of none in particular."""
 _MESSAGE_BYTES_MAX = 900 * 1024
 """Most bytes of spans in a message; older ones are left out."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

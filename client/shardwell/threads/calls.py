@@ -47,7 +47,6 @@ _LOG = logging.getLogger("shardwell")
 _LONG_PART = 0.1
 """The part of its time after which a call takes long: slow steps are given more time."""
 _LONG_S_MIN = 10.0
-"""The shortest call that takes long."""
 _LOOK_S_FIRST = 2.0
 """A waiting call has its shards looked at after so long, and then each time that it has doubled."""
 CALL_COUNT_MAX = 256
@@ -95,7 +94,6 @@ class Call:
         self.late_s = time.monotonic() + timeout_s + LATE_S
         self.has_ended = False
         self.cancelled = threading.Event()
-        """Set once; every wait inside the call looks at it."""
         self.is_expired = False
         self.lock = threading.Lock()
         """Held to change `acts`, and to cancel."""
@@ -184,7 +182,7 @@ class CallThreads:
         self._name = name
         self.owner = OwnerProcess(name)
         self.closed = ""
-        """The reason why calls are refused after `close`, where it has one of its own."""
+        """The reason for refusals after `close`; "": the usual one."""
         self._threads = _Threads(f"shardwell-{name}")
         self._end = weakref.finalize(self, self._threads.end)
         try:
@@ -317,9 +315,9 @@ class _Threads:
         self._spare_count = 0
         self._count = 0
         self._look_s = math.inf
-        """The time.monotonic() at which the thread that cancels looks for late calls, at the latest
-        when the first becomes late. A call that ends does not change it, so calls of like timeouts,
-        one after another, wake that thread once a timeout, and not once each."""
+        """The time.monotonic() of the next look for late calls, when the first becomes late at the
+        latest. The end of a call does not change it: calls of like timeouts wake the thread once a
+        timeout, not once each."""
 
     def start(self) -> None:
         self._thread(self._cancel)
@@ -473,7 +471,6 @@ def _awaited(
     tell: Callable[[float], None] | None,
     look: Callable[[float], None] | None,
 ) -> _Outcome:
-    """Returns the outcome, or raises queue.Empty; signals are handled meanwhile."""
     began_s, look_s = time.monotonic(), _LOOK_S_FIRST
     until_s = began_s + timeout_s
     while (rest_s := until_s - time.monotonic()) > SIGNAL_INTERVAL_S:

@@ -47,7 +47,7 @@ class _Pool:
     def __init__(self) -> None:
         self.process_id = os.getpid()
         self._idle: deque[queue.SimpleQueue[_Task]] = deque()
-        """Queues of threads without work; the last has worked last, and gets the next task."""
+        """The last has worked last, and gets the next task."""
         self._given: queue.SimpleQueue[Later] = queue.SimpleQueue()
         self._has_timer = False
 

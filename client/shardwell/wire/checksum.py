@@ -30,15 +30,12 @@ from shardwell.specs.formats import WIRE, software_version
 from shardwell.v1 import parameter_server_pb2, peer_pb2, table_pb2, types_pb2
 
 CRC_FIELD = "crc32c"
-"""The field of messages that `of_message` is for."""
 WIRE_FIELD = "wire_version"
-"""The field of messages with which two processes meet."""
 _FIRST = ("GetStatusRequest", "JoinGroupRequest")
 """Messages that versions without number answer, too, as no CRC covers their wire_version."""
 _MASK = 2**64 - 1
 _WIRE_MASK = 2**32 - 1
 WIRE_VERSION = WIRE | (WIRE ^ _WIRE_MASK) << 32
-"""The `wire_version` of this version's messages."""
 _ZERO, _ONE = (number.to_bytes(8, "little") for number in (0, 1))
 _DOUBLE = struct.Struct("<d")
 _NUMBERS = tuple(struct.Struct(f"<{count}Q") for count in range(12))

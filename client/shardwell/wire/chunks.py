@@ -27,7 +27,6 @@ PAYLOAD_SIZE_MAX_BYTES = 2**20
 """Encoded bytes of a chunk's elements, without their scales. Large enough for gRPC's full speed
 (docs/adr/0002-chunking.md)."""
 PLACE_SIZE_BYTES = PAYLOAD_SIZE_MAX_BYTES + SCALES_MAX_BYTES
-"""Room for any payload, with the scales of its blocks."""
 HEAD_SIZE_MAX_BYTES = 256
 """Most bytes of a message of a chunk of weights, beside its payload."""
 
@@ -38,7 +37,6 @@ class IntactChunk(NamedTuple):
     header: types_pb2.Chunk
     payload: Bytes
     peak_bits: int | None = None
-    """The result of `Codec.peak_of_bits`; None: unknown."""
 
 
 def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChunk:
@@ -126,10 +124,7 @@ class ChunkCodec:
     def check(
         self, chunk: types_pb2.Chunk, payload: Bytes, start: int, scratch: Scratch
     ) -> IntactChunk:
-        """Checks as `check_chunk` does, and looks at the values, all in one pass over memory.
-
-        A copy that has to be made lies in `scratch`, until its next one.
-        """
+        """Checks as `check_chunk`, and looks at values, in one pass; a copy lies in `scratch`."""
         if chunk.lz4 or payload.size != self.codec.encoded_bytes(chunk.element_count):
             return check_chunk(chunk, payload, start)
         copied = scratch.payload(payload.size) if payload.flags.writeable else None
@@ -141,10 +136,7 @@ class ChunkCodec:
     def read(
         self, chunk: types_pb2.Chunk, payload: Bytes, start: int, where: Slice, values: Float32
     ) -> None:
-        """Checks a chunk, as `check_chunk` and `open` do, and decodes it, all in one pass.
-
-        `values` are (where.size,), each NaN canonical; undefined after an error.
-        """
+        """Checks a chunk and decodes it in one pass; `values` are undefined after an error."""
         size = self.codec.encoded_bytes(where.size)
         place = (chunk.element_offset, chunk.element_count)
         is_plain = place == (where.offset, where.size) and not chunk.lz4

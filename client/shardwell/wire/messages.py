@@ -49,7 +49,6 @@ HeaderT = TypeVar("HeaderT", bound=Message)
 _SMALL_PAYLOAD_BYTES = 32 * 1024
 """Below it, copying a payload costs less than sparing the copy, in Python."""
 _LARGE_SIZE_BYTES = 3
-"""The bytes of the size of a payload of 16 KiB to 2 MiB."""
 _PADDINGS = tuple(bytes((_PADDING_TAG, size)) + bytes(size) for size in range(128))
 
 

@@ -74,7 +74,6 @@ class RowStateCodec:
 
     def __init__(self, spec: TableSpec) -> None:
         self.row_count_max = rows_per_scan_message_max(spec)
-        """Rows of one message."""
         self._spec = spec
 
     def encode(
@@ -92,11 +91,7 @@ class RowStateCodec:
         return message.seal()
 
     def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
-        """Checks rows that came, and copies them.
-
-        CorruptChunkError: CRC or length do not fit. ArgumentError: too many rows, or an impossible
-        one. NonFiniteError: a weight or state is not finite, and the spec refuses it.
-        """
+        """Checks rows that came, and copies them; raises as `RowCodec.open` and `check` do."""
         check_rows(rows, payload, start)
         count = rows.row_count
         if count > self.row_count_max or rows.lz4:

@@ -120,8 +120,8 @@ class RowCodec:
     ) -> bytes:
         """Returns a sealed message of rows, whose Rows lie inside `header` and are filled in.
 
-        `ids` are (n,) int64, any stride; `values` (n, dim), copied unless they are C-contiguous.
-        NonFiniteValueError, whose `index` is row * dim + column: the spec refuses a value.
+        `ids` are (n,) int64, any stride; `values` (n, dim), copied unless C-contiguous.
+        NonFiniteValueError has row * dim + column as `index`.
         """
         count = len(ids) if ids is not None else 0 if values is None else len(values)
         rows.row_count = count

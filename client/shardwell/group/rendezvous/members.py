@@ -97,7 +97,6 @@ class Seat:
     lost_reason: str = ""
     """Empty while it lives."""
     has_left: bool = False
-    """True if it is gone because it left in order."""
     is_expired: bool = False
     """True if it is gone because its lease ended."""
 
@@ -250,7 +249,7 @@ class GroupState:
     name: str
     size: int
     generation: int
-    """Number of the generation that lives; 0: none does."""
+    """0: none lives."""
     members: tuple[str, ...]
     """The members that live, or wait for the others, each with its rank and address."""
     missing_ranks: tuple[int, ...]

@@ -23,7 +23,6 @@ from shardwell.group.rendezvous.refusals import differences
 from shardwell.v1 import group_pb2 as pb
 
 _NAMED_COUNT_MAX = 8
-"""Workers that a note names."""
 
 
 class Holder(NamedTuple):
@@ -74,7 +73,6 @@ class Seating:
         return placed
 
     def _placed_by_age(self) -> dict[int, Applicant]:
-        """Gives returning members the ranks that they had, and newcomers the free ones."""
         agreeing = self.agreeing()
         placed = {one.rank: one for one in agreeing if not one.is_newcomer}
         taken = placed.keys() | {seat.rank for seat in self.living()}

@@ -29,7 +29,6 @@ from shardwell.wire.messages import OutgoingMessage, Room
 Total: TypeAlias = Float32 | Computed
 """A sum: where it lies, or what it is computed from while it is written."""
 _TOTAL, _STORED, _OWN = 0, 2, 3
-"""Places of a total that is computed."""
 
 
 class Reduction(enum.Enum):

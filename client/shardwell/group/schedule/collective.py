@@ -48,7 +48,6 @@ class Sending(NamedTuple):
     message: bytes
     element_count: int
     shared_bytes: int = 0
-    """Bytes of its payload, where that is in shared memory."""
 
 
 RoomOf = Callable[[int, int], Room | None]

@@ -33,16 +33,15 @@ class Inflow(NamedTuple):
     sources: tuple[int, ...]
     """Ranks that send it partial sums, in the order in which it adds them to its own."""
     target: int | None
-    """The rank to which it sends the sum; None: it is the collector."""
+    """None: it is the collector."""
 
 
 class Outflow(NamedTuple):
     """A rank's place in the tree that final values flow along."""
 
     source: int | None
-    """The rank that sends them to it; None: it is the source."""
+    """None: it is the source."""
     targets: tuple[int, ...]
-    """The ranks to which it sends them on."""
 
 
 class Strategy:
