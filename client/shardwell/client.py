@@ -185,7 +185,9 @@ class Client(Connected, Closing):
     ) -> None:
         __tracebackhide__ = True  # of notebooks and of pytest
         self.worker_id = worker_id
+        """This worker's name."""
         self.traffic = Traffic()
+        """Bytes moved so far."""
         self._timeout_s = timeout_s
         self._shards = connect_shards(
             target,

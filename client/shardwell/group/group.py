@@ -86,11 +86,15 @@ class Group(Connected):
         credentials: Credentials,
     ) -> None:
         self.tls = None if credentials.tls is None else credentials.tls.tls
-        """The credentials of this worker, and those it believes."""
+        """The credentials of this worker, and those it believes; None: no TLS."""
         self.token_file = None if credentials.token is None else credentials.token.path
+        """Path of the file with this worker's token; None: it has none."""
         self.name = name
+        """Name of the group."""
         self.strategy = calls.strategy
+        """The strategy of its reductions."""
         self.traffic = traffic
+        """Bytes moved so far."""
         self._membership = membership
         self._threads = threads
         self._timeout_s = calls.timeout_s

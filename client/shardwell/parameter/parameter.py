@@ -91,13 +91,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         opening = ParameterOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
         self.is_draining = False
-        """True once `shardwell members drain` has asked this elastic member to leave after its
-        step: a loop that looks here calls `leave`, or closes the client."""
+        """Whether an operator wants this elastic member to leave after its step, as `shardwell
+        members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
         codec = block_codec(spec.codec_name) if spec.has_image else None
         self._feedback = Feedback(spec.size, codec)
         self.late = late
         self.outcome: Outcome | None = None
-        """The counted ranges of this worker's last gradient; None: it gave none."""
+        """What the shards counted of this worker's last gradient; None: it gave none."""
         self.version = 0
         """Updates that the weights fetched last have seen (the fewest of their chunks)."""
         self._timeout_s = timeout_s

@@ -65,6 +65,7 @@ class Table(Handle[TableSpec]):
         opening = TableOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
         self.caching = caching
+        """Rows that are kept here, and for how many steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
         self._opening = opening
         pool = StreamPool(idle_streams, opening.what, **opening.of)
