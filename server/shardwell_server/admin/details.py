@@ -18,9 +18,7 @@ from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.table.slice import TableSlice
 
 _TENSOR_COUNT_MAX = 2000
-"""In an answer; a parameter may have 65,536."""
 _STEP_COUNT_MAX = 20
-"""In an answer, the newest first."""
 _SPAN_S = 600.0
 """Steps that began earlier are left out."""
 
@@ -31,7 +29,7 @@ _Part: TypeAlias = ParameterSlice | TableSlice
 
 
 def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[str, Any] | None:
-    """The details on the page of one name; None: nothing of that name is shown."""
+    """Returns the details on the page of one name; None: nothing of that name is shown."""
     kind, name = key
     parts = [part for part in _parts(vitals, kind, name) if is_shown(part.spec.name)]
     if not parts:
@@ -65,7 +63,7 @@ def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
 
 
 def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
-    """Yields the tensors of all fragments, in order; none: it is one vector, or a table."""
+    """A vector without a layout, or a table, has none."""
     for part in parts:
         spec = part.spec
         if not isinstance(spec, ParameterSpec) or spec.layout is None:

@@ -21,13 +21,11 @@ from shardwell_server.shard.table.slice import TableSlice
 
 _LOG = logging.getLogger("shardwell_server")
 PERIOD_S = 5.0
-"""Between two samples."""
 _FIRST_PERIOD_S = 1.0
 """Between the first ones: a page that is opened with a cluster soon has lines to draw."""
 _FIRST_COUNT = 5
-"""First samples."""
 SAMPLE_COUNT = 720
-"""Kept: an hour of them."""
+"""The samples of an hour."""
 NAME_COUNT_MAX = 256
 """Parameters and tables with a history; of more, those whose version changed last."""
 _SHARD_SERIES = ("cores", "memory_bytes", "disk_free_bytes", "in_bytes_s", "out_bytes_s")
@@ -37,15 +35,13 @@ BYTES_MAX = SAMPLE_COUNT * (8 + 4 * (len(_SHARD_SERIES) + len(_NAME_SERIES) * NA
 _SHOWN_COUNT_MAX = 8
 """Names in an answer for all: those that made most steps."""
 _DIGITS = 4
-"""Of each number in an answer."""
 
 _Part: TypeAlias = ParameterSlice | TableSlice
 Key: TypeAlias = tuple[str, str]
-"""Kind and name."""
 
 
 class _Series:
-    """The last numbers, the oldest first; NaN where nothing is known."""
+    """The last numbers, the oldest first; NaN for unknown ones."""
 
     def __init__(self) -> None:
         self._values = array("f", [math.nan]) * SAMPLE_COUNT
@@ -54,12 +50,10 @@ class _Series:
         self._values[place] = math.nan if value is None else value
 
     def last(self, place: int, count: int) -> list[float | None]:
-        """The last numbers, `count` of them; the newest is at a place."""
         values = [self._values[(place - back) % SAMPLE_COUNT] for back in reversed(range(count))]
         return [None if math.isnan(each) else float(f"{each:.{_DIGITS}g}") for each in values]
 
     def total(self) -> float:
-        """The sum of what is known."""
         return sum(each for each in self._values if not math.isnan(each))
 
 
@@ -74,7 +68,6 @@ class _Counts(NamedTuple):
 class _Name:
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts
-        """At the last sample."""
         self.changed_at = 0
         """The sample that saw its version change last."""
         self.series = {name: _Series() for name in _NAME_SERIES}
@@ -89,11 +82,10 @@ class History:
         self._lock = threading.Lock()
         self._times_s = array("d", [0.0]) * SAMPLE_COUNT
         self._count = 0
-        """Samples that were ever taken."""
         self._shard = {name: _Series() for name in _SHARD_SERIES}
         self._names: dict[Key, _Name] = {}
         self._left_out: dict[Key, int] = {}
-        """Versions of what has no history for want of room."""
+        """Versions of names that have no history for want of room."""
         self._before = self._totals()
         self._before_s = now_s()
         self._names_before()
@@ -120,7 +112,7 @@ class History:
                 _LOG.exception("a sample of the shard's history can't be taken")
 
     def sample(self) -> None:
-        """Takes one."""
+        """Takes one sample."""
         with self._lock:
             now_s, totals = self._now_s(), self._totals()
             passed_s = max(now_s - self._before_s, 1e-3)
@@ -196,7 +188,7 @@ class History:
             yield ("table", table.spec.name), table
 
     def view(self, is_shown: Callable[[str], bool], only: Key | None = None) -> dict[str, Any]:
-        """The history that the page draws."""
+        """Returns the history that the page draws."""
         with self._lock:
             count = min(self._count, SAMPLE_COUNT)
             place = (self._count - 1) % SAMPLE_COUNT
@@ -226,7 +218,7 @@ class History:
 
 
 def version_of(part: _Part) -> int:
-    """The updates that all of a parameter's slice has seen, or a table."""
+    """Returns the updates that all of a parameter's slice has seen, or a table."""
     return part.version_min if isinstance(part, ParameterSlice) else part.version
 
 

@@ -30,12 +30,12 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 _LOG = logging.getLogger("shardwell_server")
 _CONNECTION_COUNT_MAX = 32
 _SILENCE_S = 10.0
-"""How long a connection may say nothing."""
+"""The longest silence of a connection."""
 _LOOK_S = 0.1
-"""How often it looks whether it is to end: for so long a shard that stops waits for it."""
+"""The pause between two looks for the end: for so long a shard that stops waits for it."""
 _PORT = re.compile(r":[0-9]*\Z")
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-"""What a browser may load for the page: what this port answers, and no code in the markup."""
+"""A browser loads for the page only what this port answers, and no code in the markup."""
 _REALM = 'Basic realm="shardwell: any name, and a token as the password"'
 
 
@@ -48,21 +48,15 @@ class Response(NamedTuple):
 
 
 Respond = Callable[[str, str, "str | None"], Response]
-"""From a path, its query, and what `Authorization` says; None: nothing."""
+"""Answers a path, its query, and `Authorization`; None: it is absent."""
 
 
 class HttpServer:
-    """Listens until it is closed.
+    """Listens until it is closed; ShardUnavailableError: the address can't be listened on.
 
-    Args:
-        listen: HOST:PORT; port 0 takes a free one.
-        respond: Makes answers; on several threads at once.
-        tls: Speaks TLS with these files' certificate; None: no TLS.
-        hosts: The names in `Host` that are answered, in lower case; None: all. A page of another
-            site makes its own name lead here (DNS rebinding), and then reads what a browser gets.
-
-    Raises:
-        ShardUnavailableError: the address can't be listened on.
+    `respond` makes answers on several threads at once. `hosts` are the names in `Host` that are
+    answered, in lower case; None: all. A page of another site makes its own name lead here (DNS
+    rebinding), and then reads what a browser gets.
     """
 
     def __init__(
@@ -82,14 +76,13 @@ class HttpServer:
                 "or 0 for any, and an address of this machine"
             ) from None
         self.address = f"{host}:{self._server.server_address[1]}"
-        """HOST:PORT."""
         self._thread = threading.Thread(
             target=lambda: self._server.serve_forever(_LOOK_S), name="shardwell-admin", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; answers that are under way go on. Safe to repeat."""
+        """Ends it; answers under way go on. Safe to repeat."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -113,7 +106,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self._context: tuple[Contents, ssl.SSLContext] | None = None
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}
-        """Connections as they came, and as they are spoken over; the one that came first first."""
+        """Connections as they came, and as they are spoken over; the earliest first."""
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
@@ -141,10 +134,9 @@ class _Server(ThreadingMixIn, TCPServer):
             self._forget(request)
 
     def refusal(self, given: Sequence[str]) -> Response | None:
-        """The answer to a request for another host; None: the request is for this one.
+        """Returns the answer to a request for another host; None: it is for this one.
 
-        Args:
-            given: What `Host` says; nothing, as probes may, is no browser's.
+        No `Host`, as probes may send, is no browser's.
         """
         if self._hosts is None:
             return None
@@ -178,12 +170,12 @@ class _Server(ThreadingMixIn, TCPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The connections that break, or speak something else, are no failure of the port."""
+        """Ignores connections that break, or speak something else: the port has not failed."""
         if not isinstance(sys.exception(), OSError):
             _LOG.exception("a connection for administration has failed")
 
     def _secure(self, tls: TlsFiles) -> ssl.SSLContext:
-        """A context with the current certificate, or with the last usable one."""
+        """Returns a context with the current certificate, or with the last usable one."""
         contents, known = tls.contents(), self._context
         if known is not None and known[0] is contents:
             return known[1]
@@ -216,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Writes an answer; as do_HEAD does, without contents."""
+        """Writes an answer; do_HEAD leaves out its contents."""
         path, _, query = self.path.partition("?")
         try:
             response = self.server.refusal(self.headers.get_all("Host", [])) or self.server.respond(
@@ -242,16 +234,15 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def log_failure(self) -> None:
-        """Notes that a response could not be made."""
         _LOG.exception("could not answer %r", self.path[:200])
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: probes make several a second."""
+        """Logs nothing: probes make several requests a second."""
 
 
 def bearer(authorization: str | None) -> str | None:
-    """The token of a browser's password prompt; anything else as it is."""
+    """Returns the token of a browser's password prompt; anything else as it is."""
     scheme, _, contents = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization

@@ -54,30 +54,25 @@ class _Figures(NamedTuple):
 
 
 class Vitals(NamedTuple):
-    """A shard and what its server knows of it."""
+    """A shard, and its server's knowledge of it."""
 
     shard: Shard
     stream_count: Callable[[], int]
-    """Streams that are open."""
     arena_bytes: Callable[[], int]
     """Bytes of memory that clients share with it."""
     refusals: Callable[[], dict[str, int]]
-    """Calls that were refused, by the name of the error."""
+    """Refused calls, by the name of the error."""
     turned_away_s: Callable[[], float | None]
-    """When a client was refused last for want of a token or right, on time.monotonic's clock."""
+    """The last refusal for want of a token or right, on time.monotonic's clock."""
     damages: Callable[[], list[str]]
-    """The stored parts that are known to be damaged."""
     ends: Ends
-    """Certificates and tokens that end."""
     data_dir: Path | None
-    """Where its files are; None: it has none."""
     groups: Callable[[], list[GroupState]]
     """Groups that meet at it."""
     resources: Callable[[], parameter_server_pb2.Resources]
-    """What its process uses of the machine."""
 
     def settings(self) -> parameter_server_pb2.ShardSettings:
-        """The settings of the shard, its limits, and its certificates and tokens that end."""
+        """Returns the shard's settings, limits, and certificates and tokens that end."""
         shard, limits, now_s = self.shard, self.shard.config.limits, self.ends.now_s()
         found = parameter_server_pb2.ShardSettings(
             durability="" if self.data_dir is None else shard.config.durability.setting
@@ -105,7 +100,7 @@ class Vitals(NamedTuple):
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
-    """All metrics, as Prometheus reads them."""
+    """Returns all metrics, as Prometheus reads them."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ShardCollector(vitals, is_shown))
     ProcessCollector(registry=registry)

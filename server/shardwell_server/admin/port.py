@@ -55,22 +55,18 @@ _PAGE_FILES = {
     "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
 }
-"""By path, what the page is made of: a file beside this one, and its type."""
+"""By path, a file of the page beside this one, and its type."""
 _ANSWER_S = 1.0
-"""How long another shard may take to say how it is."""
+"""The time of another shard to say how it is."""
 _KEPT_S = 0.5
-"""For so long all who look see the same: shards are asked twice a second at the most."""
+"""For so long all readers see one state: shards are asked twice a second at the most."""
 _STARTING = "starting: files are being read"
 
 
 class AdminPort:
-    """Listens from its construction on; `attach` it when there is something to tell.
+    """Listens from its construction on; `attach` gives it a shard.
 
-    Args:
-        config: The shard's config.
-
-    Raises:
-        ArgumentError, ShardUnavailableError: it can't listen.
+    ArgumentError, ShardUnavailableError: it can't listen.
     """
 
     def __init__(self, config: ShardConfig) -> None:
@@ -88,19 +84,12 @@ class AdminPort:
         tls = None if config.tls is None else TlsFiles(config.tls)
         self._http = HttpServer(config.admin_listen, self.respond, tls, _hosts_of(config))
         self.url = f"{'http' if tls is None else 'https'}://{self._http.address}/"
-        """Of the page."""
+        """The address of the page."""
 
     def attach(
         self, vitals: Vitals, access: Access, address: str, is_alive: Callable[[], bool]
     ) -> None:
-        """Takes note of the shard.
-
-        Args:
-            vitals: What it is asked.
-            access: The tokens that may ask.
-            address: Where it takes calls.
-            is_alive: Whether its loop turns; may block for some seconds.
-        """
+        """Shows a shard from now on; `is_alive`, of its loop, may block for some seconds."""
         self._access, self._is_alive, self._address = access, is_alive, address
         self.know_cluster(self._config.cluster)
         self._history = History(vitals)
@@ -108,7 +97,7 @@ class AdminPort:
         self._vitals = vitals
 
     def know_cluster(self, addresses: Sequence[str]) -> None:
-        """Shows all shards from now on, of which there are so many addresses, in order."""
+        """Shows all shards from now on, whose addresses are in order."""
         if len(addresses) > 1 and self._others is None:
             self._others = _OtherShards(self._config.shard_index, addresses)
 
@@ -129,7 +118,7 @@ class AdminPort:
             self._others.close()
 
     def respond(self, path: str, query: str, authorization: str | None) -> Response:
-        """The answer for a path and its query."""
+        """Returns the answer for a path and its query."""
         match path:
             case "/live":
                 if self._is_alive():
@@ -158,7 +147,7 @@ class AdminPort:
         return self._not_ready or gone or ""
 
     def _serving(self) -> str:
-        """The answer of a shard that takes calls to a probe; no path or name: it needs no token."""
+        """Probes need no token: their answers have no path or name."""
         if self._vitals is None or not self._vitals.damages():
             return "serving"
         return (
@@ -205,7 +194,7 @@ class AdminPort:
 
 
 def _hosts_of(config: ShardConfig) -> set[str] | None:
-    """The hosts that are answered: this machine's where nothing else keeps others out."""
+    """Answers this machine's hosts alone where nothing else keeps others out; None: all."""
     if config.asks_for_tokens or not is_loopback(config.admin_listen):
         return None
     listened_on = config.admin_listen.rpartition(":")[0].lower()
@@ -213,7 +202,7 @@ def _hosts_of(config: ShardConfig) -> set[str] | None:
 
 
 class _OtherShards:
-    """The shards of the cluster beside this one, and how they are asked."""
+    """The shards of the cluster beside this one, and their connections."""
 
     def __init__(self, own_index: int, addresses: Sequence[str]) -> None:
         self._own_index = own_index
@@ -227,7 +216,7 @@ class _OtherShards:
         )
 
     def ask(self, own: Answer) -> list[Answer]:
-        """The answers of all, in order; `own` is this one's."""
+        """Returns all answers in order; `own` is this shard's."""
         futures = [self._threads.submit(ask, channel, _ANSWER_S) for channel in self._beside]
         answers = [future.result() for future in futures]
         answers.insert(self._own_index, (self._channels[self._own_index].address, own[1]))
@@ -238,7 +227,6 @@ class _OtherShards:
         return [each for each in self._channels if each.shard_index != self._own_index]
 
     def close(self) -> None:
-        """Ends all connections."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for channel in self._channels:
             with contextlib.suppress(ShardwellError):
@@ -258,11 +246,7 @@ def _contents(name: str) -> bytes:
 
 
 def _named(query: str, *, is_optional: bool) -> Key | None:
-    """The kind and name that a query asks for; None: all, where that is possible.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
+    """Returns the kind and name of a query; None: all. ArgumentError: neither."""
     if is_optional and not query:
         return None
     try:

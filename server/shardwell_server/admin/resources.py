@@ -14,18 +14,14 @@ from shardwell.threads.spread import core_count
 from shardwell.v1 import parameter_server_pb2 as pb
 
 _KEPT_S = 30.0
-"""For so long what the files occupy is taken from memory: each is looked at to learn it."""
+"""The bytes of files are remembered for so long: each file is looked at to learn them."""
 _BLOCK_BYTES = 512
-"""In which stat counts what a file occupies, whatever the disk's blocks are."""
+"""The unit of stat for files, whatever the disk's blocks are."""
 _STATM = Path("/proc/self/statm")
 
 
 class ResourceMeter:
-    """Reads what this process uses. Any thread may call it.
-
-    Args:
-        data_dir: Where the shard's files are; None: it has none.
-    """
+    """Reads the process's use of its machine. Any thread may call it."""
 
     def __init__(self, data_dir: Path | None) -> None:
         self._data_dir = data_dir
@@ -35,7 +31,7 @@ class ResourceMeter:
         self._core_count = core_count()
 
     def read(self) -> pb.Resources:
-        """All that the machine says, now."""
+        """Reads all that the machine reports."""
         found = pb.Resources(cpu_s=time.process_time(), core_count=self._core_count)
         with suppress(OSError, ValueError, IndexError):  # not Linux
             found.memory_bytes = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -49,10 +45,10 @@ class ResourceMeter:
         return found
 
     def _files(self, data_dir: Path) -> int | None:
-        """The bytes that files below a directory occupy, without holes; None: not known yet.
+        """Returns the bytes of files below a directory, without holes; None: not known yet.
 
-        One caller at a time looks at the files, and the others get what was known before: a disk
-        that hangs keeps no more than one.
+        One caller at a time looks at the files, and the others get the last result: a disk that
+        hangs keeps no more than one.
         """
         if time.monotonic() - self._measured_s >= _KEPT_S and self._lock.acquire(blocking=False):
             try:

@@ -17,13 +17,12 @@ _FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
 _RECENT_S = 300.0
 """For so long a refused client is a trouble."""
 _WORDS_LENGTH_MAX = 1000
-"""Of one; a character takes up to 4 bytes."""
+"""A character takes up to 4 bytes."""
 _RANK_COUNT_MAX = 100
-"""That are named of a group."""
 
 
 def troubles(vitals: Vitals) -> list[pb.Trouble]:
-    """The troubles of a shard, the worst first."""
+    """Returns the troubles of a shard, the worst first."""
     return [
         *_of_disk(vitals.data_dir),
         *_of_files(vitals),
@@ -99,7 +98,6 @@ def _of_groups(vitals: Vitals) -> Iterator[pb.Trouble]:
 
 
 def _of_group(group: GroupState) -> str:
-    """The ranks for which a group waits, in words; empty: none."""
     if not group.missing_ranks or group.waited_s < LONG_WAIT_S:
         return ""
     ranks = ", ".join(map(str, group.missing_ranks[:_RANK_COUNT_MAX]))

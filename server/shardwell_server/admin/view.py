@@ -36,11 +36,10 @@ from shardwell_server.operations.cluster_status import (
 _NAME_COUNT_MAX = 100
 """Workers or ranks that are listed for each parameter, table or group."""
 _WORKER_COUNT_MAX = 300
-"""Workers in the list of all."""
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
-    """The status of this shard, without a call."""
+    """Returns the status of this shard, without a call."""
     shard, config = vitals.shard, vitals.shard.config
     attending = shard.sessions.by_worker()
     return ShardStatus(
@@ -72,7 +71,7 @@ def own_status(vitals: Vitals, address: str) -> ShardStatus:
 def view(
     answers: Sequence[Answer], vitals: Vitals, is_shown: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """All that the page shows."""
+    """Returns all that the page shows."""
     statuses = [status for _, status in given(answers)]
     rows = all_rows(statuses, is_shown)
     config = vitals.shard.config
@@ -117,7 +116,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
-    """The reports of workers to this shard: by figure, steps with means; None: not finite."""
+    """Returns by figure steps with means; None: not finite."""
     parameter = vitals.shard.parameters.find(name)
     if parameter is None:
         return {}
@@ -137,7 +136,7 @@ def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
 
 
 def _endings(statuses: Sequence[ShardStatus]) -> list[dict[str, Any]]:
-    """The certificates and tokens that end, each once with its shards; the soonest first."""
+    """Returns certificates and tokens, each once with its shards; the first end first."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for status in statuses:
         for each in status.settings.endings:
