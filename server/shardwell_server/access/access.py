@@ -31,11 +31,10 @@ from shardwell_server.shard.quotas import Quota
 
 _LOG = logging.getLogger("shardwell_server")
 _BELIEVED_COUNT_MAX = 4096
-"""JWTs that need not be looked at again."""
 
 
 def wall_clock_s() -> float:
-    """Seconds since 1970, by the clock that people set: tokens end by it."""
+    """Returns seconds since 1970, by the clock that people set: tokens end by it."""
     return time.time()  # noqa: TID251
 
 
@@ -70,7 +69,7 @@ class Access:
 
     @staticmethod
     def of(config: ShardConfig) -> Access:
-        """The access that a shard's config says."""
+        """Makes the access of a shard's config."""
         same = None if config.same_token is None else SameToken(TokenFile(config.same_token))
         return Access(
             tokens=config.tokens,
@@ -80,11 +79,11 @@ class Access:
         )
 
     def principals(self) -> list[Principal]:
-        """The callers that the file of tokens has, one for each secret."""
+        """Returns the callers that the file of tokens has, one for each secret."""
         return [] if self._tokens is None else list(self._tokens.last.values())
 
     def quotas(self) -> dict[str, Quota]:
-        """The quotas of the file, by the names of tokens."""
+        """Returns the file's quotas, by the names of tokens."""
         return {each.name: each.quota for each in self.principals()}
 
     @property
@@ -123,7 +122,7 @@ class Access:
         return found
 
     def check_still(self, principal: Principal) -> None:
-        """Refuses to go on in a name whose token has ended, or is another one."""
+        """Refuses a caller whose token has ended, or changed."""
         if not self.asks or principal is ANYBODY:
             return
         tokens = {} if self._tokens is None else self._tokens.last

@@ -30,18 +30,16 @@ FILE_BYTES_MAX = 16 * 2**20
 FILE_COUNT_MAX = 8
 """The files that are kept beside the one that is written, FILE.1 being the newest."""
 _WAITING_COUNT_MAX = 10_000
-"""Lines that wait for the disk."""
 _BEGIN = b'{"time": "'
-"""Beginning of each line, and so of each file."""
+"""The beginning of each line, and so of each file."""
 _VALUE_LENGTH_MAX = 400
 _FOLDED = ("opened", "refused", "ended")
-"""Events that are one line a while, as far as token, host, method, name and right are the same."""
+"""Events that are one line a while, as far as token, host, method, name and right are equal."""
 _NAME_COUNT_MAX = 200
 """Lines of such a while that one token has from one host, before names count as one."""
 _FOLD_S = 60.0
-"""For how long; the next line has how many there were besides."""
+"""The length of such a while; the next line counts the others."""
 _KIND_COUNT_MAX = 4096
-"""The kinds of lines that are remembered."""
 
 Note: TypeAlias = Callable[..., None]
 """Takes the kind of event and its fields."""
@@ -60,7 +58,7 @@ def no_audit(event: str, **fields: Any) -> None:
 
 
 class AuditLog:
-    """The audit log. Any thread may use it.
+    """The audit log of a shard. Any thread may use it.
 
     An existing audit log goes on; a file that is something else stays as it is, and is refused, as
     is one that the log would be rotated to. `bound` is in each line.
@@ -96,7 +94,7 @@ class AuditLog:
         self._put(event, given)
 
     def _folded(self, event: str, given: dict[str, Any]) -> int | None:
-        """Counts lines like this one that were left out; None: this one is left out, too."""
+        """Counts left-out lines like this one; None: this one is left out, too."""
         host = str(given.get("remote", "")).rpartition(":")[0]
         whose = (event, host, given.get("token"))
         alike = [given.get(name) for name in ("method", "right", "kind", "name")]
@@ -138,7 +136,7 @@ class AuditLog:
             self._left_out = 0
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Writes the lines that wait."""
         with self._lock:
             for seen in self._seen.values():
                 self._tell_rest(seen)
@@ -168,7 +166,7 @@ def _check_logs(path: Path) -> None:
 
 
 def _check_log(path: Path) -> None:
-    """Refuses a file that does not begin as an audit log does, as far as it goes."""
+    """Refuses a file that does not begin as an audit log, as far as it goes."""
     if not path.is_file():
         return  # pipes and devices are only written to
     with path.open("rb") as file:
@@ -218,7 +216,6 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Says in the other log that a line is lost: the disk is full, say."""
         _LOG.error("a line of the audit log could not be written", exc_info=True)
 
 

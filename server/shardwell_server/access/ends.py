@@ -24,23 +24,22 @@ WARNED_DAYS = (30, 7, 1, 0)
 """Days before an end at which it is in the log, once each."""
 _LOOK_INTERVAL_S = 60.0
 _LISTED_COUNT_MAX = 100
-"""Ends that are listed, those that come first."""
 
 
 class End(NamedTuple):
-    """The end of one thing."""
+    """The end of one certificate or token."""
 
     ends_s: float
-    """When, in seconds since 1970."""
+    """Seconds since 1970."""
     kind: str
-    """"certificate", "authority", "token", or "certificate of worker"."""
+    """One of "certificate", "authority", "token", "certificate of worker"."""
     name: str
-    """Path of the file; name of the token or worker."""
+    """The path of the file; the name of the token or worker."""
     lead_s: float = WARNED_DAYS[0] * DAY_S
     """The time before its end at which it is to be made anew."""
 
     def words(self, now_s: float) -> str:
-        """Says what ends when, and what to do."""
+        """Describes the end, and the remedy."""
         left_s = self.ends_s - now_s
         ends = f"ends in {left_s / DAY_S:.1f} days, at" if left_s > 0 else "has ended, at"
         advice = "shardwell token renew" if self.kind == "token" else "put a new one in its place"
@@ -59,19 +58,18 @@ class Ends:
     ) -> None:
         self._tls, self._access, self._clients = tls, access, clients
         self.now_s = now_s
-        """The clock."""
         self._looked_s = -math.inf
         self._told: dict[End, int] = {}
         """The fewest days at which each was in the log."""
 
     def all(self) -> list[End]:
-        """Returns all there are, up to a limit; the first end is first."""
+        """Returns all ends, up to a limit; the first end is first."""
         return sorted({*self._of_files(), *self._of_tokens(), *self._of_clients()})[
             :_LISTED_COUNT_MAX
         ]
 
     def soon(self) -> list[End]:
-        """The ends that are near: within 30 days, or in the last third of a life.
+        """Returns the ends within 30 days, or in the last third of a life.
 
         A certificate that lives for a day, and is replaced in time, is none of them.
         """
@@ -79,7 +77,7 @@ class Ends:
         return [each for each in self.all() if each.ends_s <= now_s + each.lead_s]
 
     def warn(self) -> None:
-        """Writes a line to the log for each that has come close; looks once a minute at most."""
+        """Logs each end that has come close; looks once a minute at most."""
         if time.monotonic() - self._looked_s < _LOOK_INTERVAL_S:
             return
         self._looked_s = time.monotonic()
@@ -116,9 +114,9 @@ class Ends:
 
 
 def first_end(pem: bytes) -> tuple[float, float] | None:
-    """The end of the first of some certificates, and the time before it to make it anew.
+    """Returns the first end among certificates, since 1970, and the time before it, in seconds.
 
-    In seconds since 1970, and in seconds; None: they can't be read.
+    None: they can't be read.
     """
     try:
         found = x509.load_pem_x509_certificates(pem)

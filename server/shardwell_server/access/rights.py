@@ -61,7 +61,7 @@ class Grant:
 
     @staticmethod
     def parse(text: object) -> Grant:
-        """The grant that is spelled "RIGHT:PREFIX", or "RIGHT", for all names."""
+        """Parses "RIGHT:PREFIX", or "RIGHT", for all names."""
         word, _, prefix = text.partition(":") if isinstance(text, str) else ("", "", "")
         found = next((right for right in Right if right.word == word), None)
         if found is None or (prefix and not _is_prefix(prefix)):
@@ -85,7 +85,7 @@ def _is_prefix(prefix: str) -> bool:
 
 
 def grants_of(texts: object) -> tuple[Grant, ...]:
-    """The grants in a list, as a file or a JWT has it."""
+    """Returns the grants in a list, as a file or a JWT has it."""
     if not isinstance(texts, list) or not 0 < len(texts) <= _GRANT_COUNT_MAX:
         raise ArgumentError(
             f"rights must be a list of 1 to {_GRANT_COUNT_MAX}, each RIGHT:PREFIX; got "
@@ -99,23 +99,23 @@ class Principal:
     """A caller: a token with its rights. Equal where nothing about the token changed."""
 
     name: str
-    """Name of the token; empty: any caller, where none is asked for."""
+    """The token's name; empty: any caller of a shard without tokens."""
     grants: tuple[Grant, ...]
     expires_s: float = math.inf
-    """The end, in seconds since 1970."""
+    """Seconds since 1970."""
     leeway_s: float = 0.0
-    """The time for which it is good beyond its end, which another machine's clock says."""
+    """The time for which it is good beyond its end, by another machine's clock."""
     quota: Quota = NO_QUOTA
     proof: bytes = field(default=b"", repr=False)
     """A digest of the secret, or of the key of a JWT, which shows that the token is still good."""
 
     def best(self, name: str) -> Right | None:
-        """The most that it may do with that name; None: nothing."""
+        """Returns the highest right to that name; None: nothing."""
         found = [grant.right for grant in self.grants if name.startswith(grant.prefix)]
         return max(found, default=None)
 
     def check(self, right: Right, kind: str, name: str) -> None:
-        """Refuses what it may not do to a "parameter", "table" or "group", whatever its name."""
+        """Refuses a right that it lacks to a "parameter", "table" or "group", whatever its name."""
         best = self.best(name)
         if best is not None and best >= right:
             return
@@ -136,7 +136,7 @@ ANYBODY = Principal(name="", grants=(Grant(Right.ADMIN),))
 
 
 def seconds_of(text: object) -> float:
-    """Seconds since 1970 of a time with its offset from UTC, as in ISO 8601."""
+    """Returns seconds since 1970 of a time with its offset from UTC, as in ISO 8601."""
     try:
         found = datetime.fromisoformat(text if isinstance(text, str) else "")
     except ValueError:
@@ -149,12 +149,12 @@ def seconds_of(text: object) -> float:
 
 
 def time_of(seconds: float) -> str:
-    """The time as files and messages spell it."""
+    """Returns the time as files and messages spell it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def fields_of(what: str, given: object, allowed: set[str]) -> Mapping[str, Any]:
-    """A JSON object that has no other fields."""
+    """Returns a JSON object; refuses other fields."""
     if not isinstance(given, dict):
         raise ArgumentError(f"{what} must be a JSON object; got {given!r:.80}")
     unknown = given.keys() - allowed

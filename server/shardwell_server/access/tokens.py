@@ -36,7 +36,6 @@ from shardwell_server.shard.quotas import NO_QUOTA, Quota
 
 TOKEN_COUNT_MAX = 1000
 _SECRET_COUNT_MAX = 4
-"""Most secrets of a token."""
 _FILE_SIZE_MAX_BYTES = 2**22
 _SECRET_BYTES = 32
 _SECRET_LINE = re.compile(rb"[A-Za-z0-9_-]{43}\n")
@@ -54,12 +53,12 @@ class Token:
     """SHA-256 of each secret, in hexadecimal digits; the newest last."""
     grants: tuple[Grant, ...]
     expires_s: float | None = None
-    """The end, in seconds since 1970."""
+    """Seconds since 1970."""
     quota: Quota = NO_QUOTA
 
     @staticmethod
     def of(given: object) -> Token:
-        """The entry that a JSON object is."""
+        """Returns the entry that a JSON object is."""
         entry = fields_of("a token", given, _FIELDS)
         name = check_name("a token's name", entry.get("name"))
         try:
@@ -74,7 +73,7 @@ class Token:
             raise ArgumentError(f"token {name!r}: {error.message}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of the file."""
+        """Returns the entry of the file."""
         quota = {name: most for name, most in vars(self.quota).items() if most is not None}
         return {
             "name": self.name,
@@ -85,7 +84,7 @@ class Token:
         }
 
     def principals(self) -> Iterator[Principal]:
-        """The principal of each secret."""
+        """Yields the principal of each secret."""
         for digest in self.digests:
             given = {} if self.expires_s is None else {"expires_s": self.expires_s}
             yield Principal(
@@ -116,12 +115,12 @@ def _digests_of(given: object) -> tuple[str, ...]:
 
 
 def quota_of(given: object) -> Quota:
-    """The quota that a JSON object is."""
+    """Returns the quota that a JSON object is."""
     return Quota(**fields_of("quota", given, _QUOTA_FIELDS))
 
 
 def new_secret() -> str:
-    """A random secret."""
+    """Returns a random secret."""
     return secrets.token_urlsafe(_SECRET_BYTES)
 
 
@@ -148,7 +147,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def json_of(path: Path) -> Any:
-    """The contents of a file of JSON, of which no error has any: they may be secret."""
+    """Reads a file of JSON; no error has any of it, as it may be secret."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise ArgumentError(f"{path} can't be read: it is no file")
@@ -168,7 +167,7 @@ def json_of(path: Path) -> Any:
 
 @contextlib.contextmanager
 def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
-    """The tokens of a file by name, to be changed in the block, at whose end the file is written.
+    """Yields a file's tokens by name, to change in the block, after which the file is written.
 
     All or nothing, for its owner alone, and by one process at a time. There need be no file yet.
     """
@@ -197,7 +196,7 @@ def private_file(
     keeps_owner: bool = False,
     is_ours: Callable[[Path], bool] = lambda path: False,
 ) -> Iterator[None]:
-    """A file for its owner alone, that is put there whole when the block has ended well.
+    """Puts a file for its owner alone in place, whole, when the block has ended well.
 
     With `keeps_owner` an existing file keeps owner and mode, as shards may be another user's.
     """

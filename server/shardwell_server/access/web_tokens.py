@@ -27,20 +27,19 @@ _SECRET_BYTES_MIN = 32
 _RSA_BITS_MIN = 2048
 """The least key of RS256 (RFC 7518)."""
 LEEWAY_S = 60.0
-"""The difference that clocks of issuers and shards may have: a token is good so long before its
-nbf and iat, and after its exp."""
+"""The difference that clocks of issuers and shards may have: a token is good so long before its nbf
+and iat, and after its exp."""
 _KEY_COUNT_MAX = 64
 _TRIED_COUNT_MAX = 4
 """Keys without a name that a token is looked at with."""
 PREFIX = "jwt:"
-"""Before the names of those who bring one, which are none of the file's."""
+"""A prefix of names in JWTs, which no name in the file has."""
 _ALGORITHMS = {
     "RSA None": "RS256",
     "EC P-256": "ES256",
     "OKP Ed25519": "EdDSA",
     "oct None": "HS256",
 }
-"""The algorithms by kty and crv."""
 _SPELLINGS = {
     "RS256": (None, "RS256"),
     "ES256": (None, "ES256"),
@@ -59,7 +58,6 @@ class Key:
     value: Any = field(repr=False)
     """The library's form of it."""
     proof: bytes = field(repr=False)
-    """A digest of it."""
 
 
 def read_keys(path: Path) -> list[Key]:
