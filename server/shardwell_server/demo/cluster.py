@@ -19,7 +19,7 @@ GRACE_S = 0.5
 
 @contextlib.contextmanager
 def without_credentials() -> Iterator[None]:
-    """A block whose child processes get no credentials: the environment's are another cluster's."""
+    """Keeps credentials from a block's child processes: the environment's are another cluster's."""
     names = (*VARIABLES, TOKEN_FILE_VARIABLE)
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -30,7 +30,7 @@ def without_credentials() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
-    """Tells of a shard that has ended, rather than of what followed from it."""
+    """Names a shard that has ended, rather than its consequences."""
     try:
         yield
     except ShardwellError:
@@ -39,7 +39,7 @@ def ended_shards_named(cluster: LocalCluster | None) -> Iterator[None]:
 
 
 def check_shards(cluster: LocalCluster | None) -> None:
-    """Raises DemoError if a shard of the cluster, where it is ours, has ended; it is named."""
+    """Raises DemoError if a shard of the demo's own cluster has ended; it is named."""
     for index, child in enumerate(cluster.children if cluster is not None else ()):
         code = child.poll()
         if code is not None:

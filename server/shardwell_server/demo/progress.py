@@ -37,12 +37,12 @@ class TrainingState:
     sent_bytes: int
     received_bytes: int
     sent_value_bytes: int
-    """Bytes that float32 would have taken for the values that were sent."""
+    """Bytes that float32 would have taken for the sent values."""
     bytes_per_s: float
     training_s: float
     """From the first step that was reported to the latest."""
     outer: Mapping[str, float] = field(default_factory=dict)
-    """Of outer training: the least or, of seconds, the mean of what all workers report."""
+    """Outer training's counts, the least of workers, and seconds, their mean."""
 
     @property
     def steps_per_s(self) -> float:
@@ -51,7 +51,7 @@ class TrainingState:
 
     @property
     def codec_ratio(self) -> float:
-        """Bytes that float32 would have taken, for each byte sent."""
+        """The bytes that float32 would have taken, for each byte sent."""
         return self.sent_value_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
@@ -63,7 +63,7 @@ class Observer:
         self._window: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float) -> TrainingState:
-        """The state of all workers; `now_s` is monotonic time."""
+        """Returns the state of all workers; `now_s` is monotonic time."""
         members = self._members
         living = [member for member in members if not member.is_let_go]
         reports = [member.latest for member in members if member.latest is not None]
@@ -101,7 +101,7 @@ def _outer(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _mean(*choices: Sequence[float | None]) -> float | None:
-    """The mean of the first choice in which a value is known."""
+    """Takes the first choice in which a value is known."""
     for choice in choices:
         known = [value for value in choice if value is not None]
         if known:
@@ -110,7 +110,7 @@ def _mean(*choices: Sequence[float | None]) -> float | None:
 
 
 class Progress:
-    """Bars, or lines in their place. A context manager: bars stand still when it ends."""
+    """Bars, or lines in their place. A context manager: bars stay as they are when it ends."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or terminal.console()
@@ -127,11 +127,11 @@ class Progress:
         self.add_bar()
 
     def add_bar(self) -> None:
-        """Begins another bar below, for what comes next; the last one stays as it is."""
+        """Begins another bar below, for the next task; the last one stays as it is."""
         self._row = self._bar.add_task("", total=None, figures="")
 
     def say(self, what: str) -> None:
-        """Tells what is being done."""
+        """Shows a task in words."""
         if self.is_live:
             self._bar.update(self._row, description=what)
         else:
@@ -140,7 +140,7 @@ class Progress:
     def show(
         self, what: str, completed: int, total: int, figures: Sequence[str], *, last: bool
     ) -> None:
-        """Shows how far something is; as a line at its end, and every two seconds before."""
+        """Shows progress; as a line at its end, and every two seconds before."""
         if self.is_live:
             self._bar.update(
                 self._row,
@@ -154,12 +154,12 @@ class Progress:
             self.print("  ".join([what, *figures]))
 
     def print(self, text: str) -> None:
-        """A line, with rich's markup, above the bar if there is one."""
+        """Prints a line, with rich's markup, above the bar if there is one."""
         # Without a terminal, lines are as long as they are: a log is no place to wrap.
         self.console.print(text, soft_wrap=not self.is_live)
 
     def print_tables(self, *tables: Sequence[Sequence[str]]) -> None:
-        """Tables of rows: a name, and what it is, in one column or several; with rich's markup."""
+        """Prints tables of rows: a name, and what it is, in several columns; with rich's markup."""
         self.console.print()
         for rows in tables:
             table = Table.grid(padding=(0, 3))
@@ -182,10 +182,10 @@ class Progress:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things, in words: "1 shard", "2 shards"."""
+    """Formats a number of things: "1 shard", "2 shards"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def traffic(byte_count: int, seconds: float) -> str:
-    """The bytes of one direction, as a closing table has them."""
+    """Formats the bytes of one direction for a closing table."""
     return f"{byte_count / 1e6:.1f} MB by all workers, {byte_count / 1e6 / seconds:.1f} MB/s"

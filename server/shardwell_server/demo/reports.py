@@ -19,29 +19,28 @@ class Report:
     loss: float | None = None
     """Mean over its steps since the report before; None before the first step."""
     sent_bytes: int = 0
-    """Encoded, since it started."""
     received_bytes: int = 0
     sent_value_bytes: int = 0
-    """Bytes that float32 would have taken for the values that were sent."""
+    """Bytes that float32 would have taken for the sent values."""
     contributors: Sequence[str] = ()
     """Workers whose gradients its last step has, where steps may close without a worker."""
     outer: Mapping[str, float] = field(default_factory=dict)
     """The steps whose results it took, `outer_steps`, and the seconds `waited_s` and `hidden_s`."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """The measures of what was learnt after that step, on held-out data; empty: none."""
+    """The measures after that step, on held-out data; empty: none."""
 
     def to_line(self) -> str:
-        """One line of JSON, without the newline."""
+        """Returns one line of JSON, without the newline."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def error_line(message: str) -> str:
-    """The line of a worker that can't go on."""
+    """Returns the line of a worker that can't go on."""
     return json.dumps({"error": message})
 
 
 def parse_line(line: str) -> Report | str:
-    """A report, or the message of an error; ValueError: it is neither."""
+    """Returns a report, or the message of an error; ValueError: it is neither."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError(f"no report: {line:.80}")
@@ -67,7 +66,7 @@ class Reporter:
         self._due_s = 0.0
 
     def begin(self, step: int) -> None:
-        """Tells that training is about to go on at `step`."""
+        """Reports that training goes on at `step`."""
         self._report(Report(step=step))
 
     def add(

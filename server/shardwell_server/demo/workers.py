@@ -19,7 +19,7 @@ from shardwell_server.processes.child import PARENT_FLAG, Child, describe_exit, 
 from shardwell_server.processes.supervise import Supervisor
 
 SILENCE_MAX_S = 90.0
-"""A worker that reports nothing for so long is taken for stuck; longer than its own deadlines."""
+"""A worker that is silent for so long is stuck; longer than its own deadlines."""
 _GRACE_S = 2.0
 _STDERR_LINE_COUNT_MAX = 20
 _ONE_THREAD = {
@@ -37,18 +37,18 @@ class WorkerTask(Protocol):
 
     @property
     def worker_id(self) -> str:
-        """Its name."""
+        """The worker's name."""
 
     @property
     def step_count(self) -> int:
-        """Steps that it has made when it has done all."""
+        """The number of steps of the whole task."""
 
     def command(self) -> list[str]:
-        """The arguments of Python that do it, and report on standard output."""
+        """Returns the arguments of Python that run it, and report on standard output."""
 
 
 class Member:
-    """One worker's process, and what it has reported as far as it was looked at."""
+    """The process of one worker, and its reports up to the last look."""
 
     def __init__(
         self, task: WorkerTask, supervisor: Supervisor[Child], folder: Path | None
@@ -61,7 +61,7 @@ class Member:
         self.first_step_s: float | None = None
         self.heard_s = time.monotonic()
         self.is_let_go = False
-        """True if it was ended on purpose, so that it is right however it ends."""
+        """True if it was ended on purpose, so that any end is right."""
         self._error: str | None = None
         self._folder = folder
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
@@ -76,11 +76,11 @@ class Member:
 
     @property
     def step(self) -> int:
-        """Steps that it has made, by its latest report."""
+        """The steps that it has made, by its latest report."""
         return 0 if self.latest is None else self.latest.step
 
     def has_finished(self) -> bool:
-        """True if it has made all its steps and ended; DemoError: it ended before, or is silent."""
+        """Returns True if it ended after all its steps; DemoError: before, or it is silent."""
         name = f"worker {self.task.worker_id}"
         is_running = self._child.poll() is None
         while lines := self._child.read_lines():
@@ -118,7 +118,7 @@ class Member:
             self._child.ask_to_stop()
 
     def close(self) -> None:
-        """Forgets what it has written, once it has ended."""
+        """Drops its output, once it has ended."""
         self._stderr.close()
 
     def _take(self, line: str) -> None:
@@ -174,11 +174,11 @@ class WorkerPool(Closing):
 
     @property
     def living(self) -> list[Member]:
-        """Workers that were not ended on purpose."""
+        """The workers that were not ended on purpose."""
         return [member for member in self.members if not member.is_let_go]
 
     def has_finished(self) -> bool:
-        """True if all workers have made their steps and ended; DemoError names one that can't."""
+        """Returns True if all workers have ended well; DemoError names one that can't."""
         # Each is looked at, whatever the first says: any of them may have failed.
         finished = [member.has_finished() for member in self.members]
         return all(finished)

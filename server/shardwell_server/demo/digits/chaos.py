@@ -28,13 +28,13 @@ class Event:
     step: int
     """The least step of the training for it."""
     what: Happening
-    """`leaves`: by SIGTERM, after its step; `dies`: by kill -9."""
+    """The fate: `leaves` is SIGTERM, after its step; `dies` is kill -9."""
     worker_index: int
     """The worker's index; one that has gone comes again under its name."""
 
 
 def drawn_plan(seed: int, worker_count: int, step_count: int) -> list[Event]:
-    """Events in the order of their steps; each kind is among them, and two workers always stay."""
+    """Draws events, each kind among them, in order of steps; two workers always stay."""
     draw = random.Random(seed)  # noqa: S311 (no secret)
     while True:
         kinds: list[Happening] = ["comes", "comes", "leaves", "dies"]
@@ -96,11 +96,11 @@ class Chaos:
 
     @property
     def taking_part(self) -> tuple[str, ...]:
-        """Workers whose gradients the newest step has."""
+        """The workers whose gradients the newest step has."""
         return self._taking_part
 
     def go_on(self) -> None:
-        """Lets happen what is due, and notes who takes part since the last look."""
+        """Makes due events happen, and notes who takes part since the last look."""
         self._look()
         if not self._plan or self.step < self._plan[0].step:
             return

@@ -30,7 +30,7 @@ class Perceptron:
         return (self.input_size + 1) * self.hidden_size + (self.hidden_size + 1) * self.class_count
 
     def tensors(self, flat: FloatArray) -> dict[str, FloatArray]:
-        """The views of a (size,) vector, by name, in its order."""
+        """Returns the views of a (size,) vector, by name, in its order."""
         shapes = {
             "hidden.weights": (self.input_size, self.hidden_size),
             "hidden.bias": (self.hidden_size,),
@@ -45,7 +45,7 @@ class Perceptron:
         return views
 
     def first_weights(self, seed: int) -> npt.NDArray[np.float32]:
-        """The initial weights: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
+        """Draws initial weights: (size,) float32, normal with variance 2 / fan-in (He, 2015)."""
         random = np.random.default_rng(seed)
         flat = np.zeros(self.size, np.float32)
         tensors = self.tensors(flat)
@@ -57,7 +57,7 @@ class Perceptron:
     def loss_and_gradient(
         self, flat: FloatArray, images: FloatArray, labels: npt.NDArray[np.int64]
     ) -> tuple[float, FloatArray]:
-        """The mean cross-entropy of a batch, and its gradient by the flat vector, (size,), new."""
+        """Returns a batch's mean cross-entropy, and its gradient: (size,), new."""
         weights = self.tensors(flat)
         gradient_flat = np.empty_like(flat)
         gradient = self.tensors(gradient_flat)
@@ -81,7 +81,7 @@ class Perceptron:
     def accuracy(
         self, flat: FloatArray, images: FloatArray, labels: npt.NDArray[np.int64]
     ) -> float:
-        """The part of the images, 0 to 1, whose highest score is the right one."""
+        """Returns the part of the images, 0 to 1, whose highest score is the right one."""
         _, scores = _scores(self.tensors(flat), images)
         return float((scores.argmax(axis=1) == labels).mean())
 

@@ -113,7 +113,7 @@ class DemoConfig:
         return 1 if self.sync == "threads" else self.worker_count
 
     def tasks(self, target: str) -> list[Task]:
-        """The task of each worker. The parameter's name is new, so that nothing is resumed."""
+        """Returns the tasks of workers; the parameter's name is new: nothing is resumed."""
         first = Task(
             target=target,
             worker_id="w0",

@@ -30,7 +30,7 @@ _PIXEL_MAX = 16.0
 
 @dataclass(frozen=True)
 class Samples:
-    """Digits with what they are."""
+    """The images of digits, with their labels."""
 
     images: npt.NDArray[np.float32]
     """(n, 64), in [0, 1]."""
@@ -50,7 +50,7 @@ class Digits:
 
     training: Samples
     held_out: Samples
-    """Never trained on; what accuracy is measured on."""
+    """Digits that measure the accuracy, and train nothing."""
 
 
 def check_installed() -> None:
@@ -66,7 +66,7 @@ def load_digits() -> Digits:
 
 
 def _digits_file() -> Path:
-    """Finds it without scikit-learn's import, which takes two seconds of a core."""
+    """Spares scikit-learn's import, which takes two seconds of a core."""
     package = importlib.util.find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")
@@ -89,7 +89,7 @@ class Batches:
 
     Samples are dealt round-robin, so that no two workers share one; with a `worker_count` of None
     workers come and go, and each draws from all samples, in an order of its own. Each pass over a
-    worker's share is in another order; what is left over after its last full batch waits.
+    worker's share is in another order; the rest after its last full batch waits.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ MODEL = Perceptron(input_size=IMAGE_SIZE, hidden_size=1024, class_count=CLASS_CO
 OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
 """Half the usual rate: eight asynchronous workers, each some steps behind, still converge."""
 INNER_OPTIMIZER = shardwell.Adam(learning_rate=1e-3)
-"""Optimizer of each worker's own steps. Outer steps have the default of `shardwell.Outer`."""
+"""The optimizer of each worker's own steps; outer steps have the default of `shardwell.Outer`."""
 WORKER_COMMAND = "demo-worker"
 """The hidden command that runs one worker and prints its reports."""
 BATCH_SIZE = 32
@@ -57,10 +57,9 @@ _STRATEGIES: dict[str, shardwell.Strategy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OuterPlan:
-    """A plan of outer training: how often, and in how many parts, a worker sends its weights."""
+    """The rhythm and the parts in which a worker sends its weights."""
 
     sync_every: int = 50
-    """Inner steps of an outer step."""
     fragment_count: int = 2
     overlap: int = 2
     """Inner steps that a part may travel while the worker goes on."""
@@ -89,23 +88,22 @@ class Task:
     is_elastic: bool = False
     """True if workers come and go; worker_count says nothing then."""
     outer: OuterPlan | None = None
-    """Outer training; None: each step is exchanged."""
+    """None: each step is exchanged."""
     timeout_s: float = 60.0
-    """Bound of each call. A minute, for workers that are still starting."""
+    """A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
-    """The longest wait for shards."""
 
     def of_worker(self, index: int) -> Task:
-        """The task of another worker."""
+        """Returns the task of another worker."""
         return dataclasses.replace(self, worker_id=f"w{index}", worker_index=index)
 
     def command(self) -> list[str]:
-        """The command that does it, as arguments of Python."""
+        """Returns the command of the task, as arguments of Python."""
         return ["-m", "shardwell_server", WORKER_COMMAND, json.dumps(dataclasses.asdict(self))]
 
     @staticmethod
     def parsed(text: str) -> Task:
-        """The task that `command` passes to the worker."""
+        """Returns the task that `command` passes to the worker."""
         fields = json.loads(text)
         outer = fields.pop("outer")
         return Task(outer=outer and OuterPlan(**outer), **fields)
@@ -120,7 +118,7 @@ class Task:
         )
 
     def open_weights(self, client: shardwell.Client) -> shardwell.Parameter[Any]:
-        """The model's weights in the cluster, as all who open them must agree."""
+        """Opens the model's weights in the cluster, as all workers must."""
         members = shardwell.Elastic(max_count=MEMBER_COUNT_MAX) if self.is_elastic else None
         worker_count = None if self.is_elastic else self.worker_count
         return client.parameter(
@@ -135,7 +133,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A task with its data, and where its reports go."""
+    """A task with its data, and a place for its reports."""
 
     task: Task
     digits: Digits
@@ -250,7 +248,7 @@ class Training:
         next_step: Callable[[], int],
         traffic: shardwell.Traffic,
     ) -> None:
-        """Makes all steps by `step`, which returns its loss, and what else is reported."""
+        """Makes all steps by `step`, which returns its loss and more to report."""
         batches = Batches(
             self.digits.training,
             worker_index=self.task.worker_index,
