@@ -4,7 +4,7 @@ from shardwell_server.processes import signals
 
 
 def main() -> None:
-    """Entry point of the command: signals are held before anything else is imported."""
+    """Runs the command, with signals held before anything else is imported."""
     signals.hold()
     from shardwell_server import cli
 

@@ -15,12 +15,11 @@ from shardwell.specs.names import check_name
 from shardwell.threads.spread import thread_count
 
 LOCAL_SHARD_COUNT_MAX = 64
-"""Shards of a cluster on one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of what one shard will hold or do; going over one is a `LimitError` that names it.
+    """The bounds of one shard; going over one is a `LimitError` that names it.
 
     Examples:
         >>> limits = shardwell_server.Limits(parameter_count_max=16)
@@ -91,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Durability:
-    """What an acknowledged gradient survives, where there is a data directory.
+    """The losses that an acknowledged gradient survives, where a data directory exists.
 
     "process" (default): the death of the shard's process. "step": also a loss of power, because it
     is acknowledged when it is on disk. A number of seconds: also a loss of power, except the last
@@ -108,11 +107,7 @@ class Durability:
             )
 
     def check_files(self, has_files: bool) -> None:
-        """Refuses what can't be kept in memory.
-
-        Raises:
-            ArgumentError: a loss of power is to be survived, and there are no files.
-        """
+        """Refuses to survive a loss of power without files."""
         if not (has_files or self.is_process):
             raise ArgumentError(
                 f"durability {self.setting!r} needs a data directory: without files nothing "
@@ -121,17 +116,17 @@ class Durability:
 
     @property
     def is_process(self) -> bool:
-        """Whether nothing need be written to disk at any time."""
+        """True if nothing need be written to disk at any time."""
         return self.setting == "process"
 
     @property
     def is_step(self) -> bool:
-        """Whether acknowledgements wait for the disk."""
+        """True if acknowledgements wait for the disk."""
         return self.setting == "step"
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds between writes to disk; None where that is not what is asked for."""
+        """The seconds between writes to disk; None for the other settings."""
         try:
             seconds = float(self.setting)
         except ValueError:
@@ -247,7 +242,7 @@ class ShardConfig:
 
     @property
     def asks_for_tokens(self) -> bool:
-        """Whether each call must bring one."""
+        """Returns True if each call must bring one."""
         return any(each is not None for each in (self.tokens, self.jwt_keys, self.same_token))
 
     def _check_closed(self, listen: str) -> None:

@@ -28,7 +28,7 @@ from shardwell_server.processes.shard import START_TIMEOUT_S, STOP_MARGIN_S, Sha
 from shardwell_server.processes.supervise import Supervisor
 
 _SAYING_TIMEOUT_S = 2 * START_TIMEOUT_S
-"""Whatever the group's calls may take: another rank's shard may need a while to start."""
+"""Longer than the group's calls: another rank's shard may need a while to start."""
 _CLOSE_TIMEOUT_S = 3600.0
 """Others may have many batches left, which need this rank's shard."""
 _ANY_HOST = ("0.0.0.0", "[::]")
@@ -128,7 +128,7 @@ class GroupCluster:
 
     @property
     def addresses(self) -> list[str]:
-        """HOST:PORT of each shard, by rank."""
+        """The HOST:PORT of each shard, by rank."""
         return list(self._addresses)
 
     @property
@@ -161,7 +161,7 @@ class GroupCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes; after an error, for which the others do not wait, without waiting for them."""
+        """Closes the cluster; after an error, for which the others do not wait, at once."""
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit()
             self.close()
         else:
@@ -173,7 +173,7 @@ class GroupCluster:
 
 
 def _said_by_all(group: Group, text: str) -> list[str]:
-    """The text of each rank, by rank. Its bytes travel as the whole numbers that they are."""
+    """Returns each rank's text, whose bytes travel as whole numbers."""
     said = np.zeros((group.size, ADDRESS_LENGTH_MAX), np.float32)
     own = np.frombuffer(text.encode(), np.uint8)
     said[group.rank, : own.size] = own

@@ -37,12 +37,12 @@ from shardwell_server.server import ShardServer
 from shardwell_server.store.files.data_dir import DataDir, kept_cluster_id, kept_shard_count
 
 _FREED_S = 5.0
-"""How long a port may still be that of a shard which ends, as its command was killed."""
+"""A killed command's shard may hold its port so long."""
 _LOOK_INTERVAL_S = 0.05
 
 
 class LocalCluster(Closing):
-    """S shards on 127.0.0.1 and free ports. A context manager that leaves nothing behind.
+    """A cluster on 127.0.0.1 and free ports. A context manager that leaves nothing behind.
 
     Args:
         shard_count: Number of shards, 1 to 64.
@@ -190,12 +190,12 @@ class LocalCluster(Closing):
 
     @property
     def children(self) -> list[ShardProcess]:
-        """With processes: the shards, by index."""
+        """The shards, by index, of a cluster with processes."""
         return [place.process for place in self.supervisor.places]
 
     @property
     def addresses(self) -> list[str]:
-        """HOST:PORT of each shard, by index."""
+        """The HOST:PORT of each shard, by index."""
         return list(self._addresses)
 
     @property
@@ -237,7 +237,7 @@ class LocalCluster(Closing):
         self.children[shard_index].await_address()
 
     def begin_start(self, shard_index: int) -> None:
-        """As `start_again`, but does not wait: `begins_to_serve` says when it serves."""
+        """Starts a shard, as `start_again`, without waiting: see `begins_to_serve`."""
         self._owner.check()
         place = self.supervisor.places[shard_index]
         if place.process.poll() is None:
@@ -318,13 +318,10 @@ def _port_after(address: str, index: int) -> str:
 
 @contextlib.contextmanager
 def _kept_address(index: int, listen: str = "127.0.0.1:0") -> Iterator[str]:
-    """An address to listen on, which stays free for a shard that is started on it again.
+    """Keeps an address free for a shard; ArgumentError: another program has it.
 
     While a shard is dead, the system might give its port to an outgoing connection, even to that of
     a client that tries to reach it. It does not where a socket that listens to nothing is bound.
-
-    Raises:
-        ArgumentError: another program has it.
     """
     with socket.socket() as keeper:
         if sys.platform != "linux":  # elsewhere no other socket can be bound beside it

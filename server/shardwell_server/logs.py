@@ -18,13 +18,9 @@ LogFormat = Literal["auto", "console", "json"]
 
 
 def configure_logs(level: str = "info", log_format: LogFormat = "auto", **bound: str | int) -> None:
-    """Sends this process's logs to stderr.
+    """Sends this process's logs to stderr, as "console", "json" (an object a line) or "auto".
 
-    Args:
-        level: "debug", "info", "warning" or "error": the least that is shown.
-        log_format: "console", "json" (one object a line), or "auto": console on a terminal.
-        bound: What each line has besides: the shard that writes it, where several write to one
-            place.
+    Each line has `bound`, such as the shard, where several write to one place.
     """
     if log_format == "auto":
         log_format = "console" if sys.stderr.isatty() else "json"

@@ -65,17 +65,14 @@ _PORT_MIN, _PORT_COUNT = 20000, 10000
 """The range of drawn ports: above those of Ray's own workers, and below those that systems give to
 outgoing connections, which might take a shard's while it is away."""
 _PORT_WAIT_S = 5.0
-"""A shard's wait for the port that it had, which its killed process may still hold."""
 _PORT_TRY_COUNT = 64
 _CLAIM_WAIT_S = 60.0
-"""A shard's wait for its directory, which its lost process may still hold: Ray ends the processes
-of a node that it has given up within seconds."""
+"""A shard's wait for its directory: Ray ends the processes of a lost node within seconds."""
 _POLL_S = 0.2
-"""Between two questions to an actor that is being started again."""
 _STOP_MARGIN_S = 15.0
-"""Beyond the grace, for stopping in order; then by force, after which files are as good."""
+"""The time beyond the grace to stop in order; then by force, after which files are as good."""
 _JOINED_NAME = "joined"
-"""A file in a shard's directory: the shard has been part of the cluster, so it has what it held."""
+"""A file in a shard's directory: the shard was in the cluster, and has its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +90,10 @@ class _ShardState:
 
 
 class _ShardActor:
-    """One shard, in the process of its actor. Called by the coordinator and `RayCluster` alone.
+    """One shard, in the process of its actor. The coordinator and `RayCluster` call it.
 
-    What keeps it from serving, such as a damaged file, is raised by `state`: the actor lives on, as
-    to start it again would not help.
+    Faults that keep it from serving, such as a damaged file, are raised by `state`: the actor lives
+    on, as another start would not help.
     """
 
     def __init__(
@@ -189,9 +186,9 @@ class _ShardActor:
 
 
 class _Coordinator:
-    """Says where the shards are, after it has seen to it that they belong together.
+    """Says where the shards are, once they belong together.
 
-    What it needs to know the shards tell, so it may be lost at any time.
+    Its knowledge comes from the shards, so it may be lost at any time.
     """
 
     def __init__(self, names: Sequence[str], checkpoint: str | None) -> None:
@@ -503,7 +500,6 @@ def start_shards(
 def _answer(
     ask: Callable[[], Any], deadline_s: float, who: str, *, shard_index: int | None = None
 ) -> Any:
-    """Asks again while Ray starts the actor again, until the deadline."""
     while True:
         rest_s = deadline_s - time.monotonic()
         try:
@@ -563,7 +559,7 @@ def _is_there(checkpoint: str) -> bool:
 
 
 def _check_closed(config: ShardConfig) -> None:
-    """Refuses to be open to other machines, unless that is wanted, before anything is started."""
+    """Refuses an open cluster before anything is started."""
     if config.insecure or (config.tls and config.asks_for_tokens):
         return
     for node in ray.nodes():

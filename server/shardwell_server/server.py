@@ -61,22 +61,21 @@ _LOG = logging.getLogger("shardwell_server")
 _WORK_THREAD_COUNT = 32
 """More than cores, as some wait for the disk, which writes for all of them at once."""
 _UNARY_CALL_COUNT_MAX = 1024
-"""Calls beyond sessions and streams that wait for a thread, or for others: a burst of workers that
-start together is served, and a flood is refused."""
+"""Calls beyond sessions and streams that wait for a thread, or for others: enough for a burst of
+workers that start together, too few for a flood."""
 _FILE_LOOK_INTERVAL_S = 0.5
-"""How long what is acknowledged may go into files that were removed."""
+"""The time for which acknowledged data may go into removed files."""
 _TOKEN_LOOK_INTERVAL_S = 0.5
-"""How long after its end, or its revocation, a token may still be used."""
+"""The time for which an ended or revoked token may still be used."""
 _IMAGE_LOOK_INTERVAL_S = 0.5
 _IMAGE_RETRY_INTERVAL_S = 10.0
-"""After an image could not be written: mostly a full disk."""
+"""The pause after an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 _ALIVE_S = 5.0
-"""How long a loop that is well may take for a turn."""
 _ABANDON_S = 10.0
-"""How long after the grace gRPC may take to end, before it is left to itself: it never ends where
-the system had no thread for it."""
+"""The time after the grace for gRPC to end; where the system had no thread for it, it never
+does."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
@@ -200,7 +199,7 @@ class ShardServer:
         )
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Stops: no new calls, open streams finish within the grace, then everything is released.
+        """Stops the server: no new calls; streams end within the grace; then all is released.
 
         Safe to repeat. Blocks until all is down, which takes no longer than the grace and some
         seconds: calls that gRPC has not ended by then are broken off with the process.
@@ -240,7 +239,7 @@ class ShardServer:
             self.admin.close()
 
     def _is_alive(self) -> bool:
-        """Whether the loop turns; blocks for some seconds if not."""
+        """Blocks for some seconds if the loop does not turn."""
         try:
             self._loop.begin(asyncio.sleep(0)).result(_ALIVE_S)
         except (TimeoutError, RuntimeError):  # it was closed
@@ -248,7 +247,6 @@ class ShardServer:
         return True
 
     async def _stop(self, grace_s: float) -> None:
-        """Returns when no call is left."""
         self._endpoint.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         stopped = asyncio.gather(
             self._endpoint.server.stop(grace_s), self._endpoint.unix_streams.stop(grace_s)
@@ -291,7 +289,6 @@ class ShardServer:
         self._endpoint.set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _give_up(self) -> None:
-        """Tells who asks, and who waits, that nothing is acknowledged any more."""
         self._endpoint.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._endpoint.calls.wake_all()
 
@@ -304,7 +301,6 @@ class ShardServer:
             self._logged(self.shard.sync)
 
     def _image(self) -> None:
-        """Keeps journals short."""
         pause_s = _IMAGE_LOOK_INTERVAL_S
         while not self.shard.wait_for_stop(pause_s):
             is_done = self._logged(self.shard.make_images)
@@ -312,7 +308,7 @@ class ShardServer:
 
     @staticmethod
     def _logged(act: Callable[[], None]) -> bool:
-        """Whether it succeeded; an operator reads it where not."""
+        """Returns True if it succeeded; the log has a failure, for the operator."""
         try:
             act()
         except ShardwellError as error:
@@ -321,7 +317,6 @@ class ShardServer:
         return True
 
     def _refresh_access(self) -> None:
-        """Reads tokens, keys and certificates that have changed; warns before they end."""
         self._endpoint.access.refresh()
         if self._endpoint.tls is not None:
             self._endpoint.tls.contents()
@@ -359,12 +354,7 @@ class ShardServer:
 
 
 class _Endpoint:
-    """A shard's servers, and what they share. Made on the loop that they live on.
-
-    Args:
-        shard: The shard that answers.
-        audit: The log of what was refused and changed, if there is one.
-    """
+    """A shard's servers and their common parts. Made on the loop that they live on."""
 
     def __init__(self, shard: Shard, audit: AuditLog | None) -> None:
         config, limits = shard.config, shard.config.limits
@@ -435,11 +425,7 @@ class _Endpoint:
             reflection.enable_server_reflection(names, self.server)
 
     async def listen(self) -> str:
-        """Takes the address that the shard's config asks for, and returns it.
-
-        Raises:
-            ShardUnavailableError: it can't be had.
-        """
+        """Takes the config's address, and returns it; ShardUnavailableError: it can't be had."""
         config = self._config
         host = config.listen.rpartition(":")[0]
         try:
@@ -464,7 +450,6 @@ class _Endpoint:
 
 
 def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:
-    """A shard that has read what an earlier process left."""
     if data_dir is None:
         return Shard(config, MemoryStore())
     store = MmapStore(data_dir.path, durability=config.durability)
@@ -472,16 +457,15 @@ def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:
 
 
 def _admit(call: Call, group: str) -> Owner:
-    """Returns the owner of a worker that asks for a rank in a group, if it may have one."""
     call.check(Right.CONTRIBUTE, "group", group)
     return Owner(call.principal.name, call.principal.quota.members)
 
 
 def _socket_name(config: ShardConfig, port: int) -> str:
-    """Where a shard takes offers of memory; the same when it is started again.
+    """Returns the name where a shard takes offers of memory, also after a restart.
 
-    An abstract name says which machine it is of, and which of its networks: a client on another one
-    is not to find the shard's namesake there.
+    An abstract name has the machine and its network: a client on another one must not find the
+    shard's namesake there.
     """
     if config.same_host != "auto":
         return f"shardwell-{config.cluster_id}-{config.shard_index}"

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 OUTPUT_LOST_CODE = 141
-"""128 and the number of SIGPIPE."""
 _STDOUT_FD, _STDERR_FD = 1, 2
 _PIPE_WIDTH = 200
-"""Columns where there is no terminal: nothing is cut off or wrapped."""
+"""The columns without a terminal: nothing is cut off or wrapped."""
 _WHOLE = ("address", "state")
 """Columns that are copied or looked for as one word: a narrow terminal folds others first."""
 
 
 class _Output(io.FileIO):
-    """A file descriptor that is written to for as long as it takes what is written."""
+    """A file descriptor that is written to as long as it takes bytes."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, "wb", closefd=False)
@@ -37,7 +36,7 @@ class _Output(io.FileIO):
         """Whether something could not be written."""
 
     def write(self, data: Any, /) -> int:
-        """All of it, as far as the writer knows."""
+        """Takes all bytes, as far as the writer knows."""
         if not self.is_lost:
             try:
                 return super().write(data)
@@ -56,7 +55,7 @@ class _Output(io.FileIO):
 
 
 class Outputs:
-    """Standard output and error of this process, which replaces `sys.stdout` and `sys.stderr`."""
+    """The standard output and error of this process, in place of `sys.stdout` and `sys.stderr`."""
 
     def __init__(self) -> None:
         for fd in range(_STDERR_FD + 1):
@@ -70,13 +69,12 @@ class Outputs:
         sys.stderr = _text(self._stderr, sys.stderr)
 
     def final_code(self, code: int) -> int:
-        """The command's exit code, once all that it said has been written."""
+        """Returns the command's exit code, once its output is written."""
         sys.stdout.flush()
         return OUTPUT_LOST_CODE if code == 0 and self._stdout.is_lost else code
 
 
 def _text(output: _Output, replaced: Any) -> io.TextIOWrapper:
-    """A text stream in the encoding of the one that it replaces, which is None if it was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(output),
         encoding=getattr(replaced, "encoding", None),
@@ -86,12 +84,12 @@ def _text(output: _Output, replaced: Any) -> io.TextIOWrapper:
 
 
 def is_plain() -> bool:
-    """Whether the user wants no escape sequences, whatever it is that is written to."""
+    """Returns True if the user wants no escape sequences, on a terminal too."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def console() -> Console:
-    """Where commands print tables and bars."""
+    """Makes the console of commands' tables and bars."""
     from rich.console import Console
 
     return Console(
@@ -102,16 +100,16 @@ def console() -> Console:
 
 
 def legend(words: str) -> Text:
-    """A dim line under a table, which says what its columns are."""
+    """Makes a dim line under a table, which explains its columns."""
     from rich.text import Text
 
     return Text(words, style="dim")
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table that fits a narrow terminal; a column that begins with ">" has numbers.
+    """Makes a table that fits a narrow terminal; a column that begins with ">" has numbers.
 
-    Its title, if it is to have one, is wrapped to its width.
+    Its title, if any, is wrapped to its width.
     """
     from rich import box  # not above: `shardwell health` needs little
     from rich.table import Table
