@@ -25,10 +25,7 @@ class FlatTensors:
 
 
 class ModelBuffers:
-    """A model's gradients and weights in flat memory, which a parameter's calls read and write.
-
-    On a GPU the weights' buffer is read until an event has come, which `await_uploads` awaits.
-    """
+    """A model's gradients and weights in flat memory; GPUs read it until `await_uploads` ends."""
 
     def __init__(self, tensors: Iterable[torch.nn.Parameter], layout: TensorLayout) -> None:
         self.layout = layout
@@ -56,10 +53,7 @@ class ModelBuffers:
             copy_all(self.weights.views, before.views)
 
     def copy_gradients(self, but: Container[int], *, may_lie: bool) -> NamedArrays:
-        """Copies gradients, except those at places `but`.
-
-        With `may_lie`, returns large ones, which are sent from where they are, without a copy.
-        """
+        """Copies gradients, except those at `but`; with `may_lie`, returns large ones uncopied."""
         targets, sources = [], []
         lying: NamedArrays = {}
         for place, (spec, tensor) in enumerate(zip(self.layout, self._tensors, strict=True)):

@@ -303,8 +303,7 @@ class DiLoCo(Connected):
 class _LocalWeights(MutableMapping[str, Any]):
     """A model's tensors as float32 arrays on the CPU, made when they are asked for.
 
-    A tensor of a narrower type holds a weight rounded. The rest is kept here and added
-    again, so that it is not taken for what was trained.
+    The rest that a narrower type rounds off is added again, so that it is not taken for trained.
     """
 
     def __init__(self, tensors: Mapping[str, torch.nn.Parameter]) -> None:

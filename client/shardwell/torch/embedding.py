@@ -56,7 +56,6 @@ class _Push:
     gradients: Float32
     sample_count: int
     step: int | None = None
-    """The step that it joins; None: it was not sent yet."""
 
 
 _PASS_COUNT_MAX = 16
@@ -262,7 +261,6 @@ class TableModule(Connected, torch.nn.Module):
         return RowBatch(flat, shape, RowPlacement(self.table.row_count, 1)), is_id
 
     def _min_version(self) -> int:
-        """The steps that rows must have seen; rows of a cache may be older, as it allows."""
         return 0 if self.table.caching[0] else self.table.next_step
 
     def _prefetch(self) -> None:

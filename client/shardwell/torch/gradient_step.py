@@ -43,7 +43,7 @@ from shardwell.torch.trained_model import TrainedModel, scale_back
 
 _LOG = logging.getLogger("shardwell")
 _Seen: TypeAlias = list[tuple[weakref.ref[torch.Tensor] | None, int]]
-"""Gradients at a moment, and how often they had been written by then."""
+"""Gradients at a moment, and how often each had been written by then."""
 
 
 class Settings(Protocol):
@@ -81,9 +81,7 @@ class GradientStep:
         self._agreed: dict[str, Any] = {}
         self._is_auto = overlap == "auto"
         self.overlaps = overlap is True
-        """True if gradients leave in backward, from the next one on."""
         self._watch = GradientWatch() if self._is_auto else None
-        """Until the first step has shown whether gradients change after backward."""
         self.backward = BackwardWatch()
         self._has_run_backward = False
         self._is_late = False
@@ -347,7 +345,6 @@ class GradientStep:
         return [(None, -1) if g is None else (weakref.ref(g), g._version) for g in grads]
 
     def _are_now(self, seen: _Seen, *, but_none: bool = False) -> bool:
-        """True if the gradients are those that were seen; `but_none`: as far as there are any."""
         grads = [tensor.grad for tensor in self._tensors]
         return bool(seen) and all(
             (but_none or known is None)

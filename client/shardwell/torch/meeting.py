@@ -61,7 +61,7 @@ class Met:
     """The agreement of all ranks."""
 
     name: str
-    """Name of the group; no other attempt has it."""
+    """Name of the group, which no other attempt has."""
     address: str
     """HOST:PORT where rank 0 serves the meeting place."""
 

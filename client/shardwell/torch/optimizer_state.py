@@ -33,9 +33,9 @@ from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 
 KEY = "shardwell"
-"""Of a state_dict, beside torch's "state" and "param_groups"."""
+"""The state_dict's key of a TrainingState, beside torch's "state" and "param_groups"."""
 VALUES_KEY = "shardwell_values"
-"""A second key, where `saves_values` is set."""
+"""The state_dict's key of arrays, where `saves_values` is set."""
 _WHERE_ARRAYS_ARE = (
     "the optimizer's arrays are on the shards and in their checkpoints: call "
     "client.restore_checkpoint() before the ServerOptimizer is made"
@@ -186,10 +186,7 @@ class PushedValues:
 
 
 def saved_values(client: Client, parameter: Parameter[NamedArrays], version: int) -> dict[str, Any]:
-    """Returns weights and the update rule's arrays by tensor. Blocks.
-
-    They come through files in a temporary directory, one at a time.
-    """
+    """Returns weights and rule's arrays by tensor, through temporary files one by one. Blocks."""
     layout = parameter.spec.layout
     assert layout is not None
     with tempfile.TemporaryDirectory(prefix="shardwell-") as directory:
@@ -260,8 +257,8 @@ def _named(parameter: Parameter[NamedArrays], array: Float32) -> NamedArrays:
 class Meeting:
     """A place where all workers compare 32 bytes: the mean of theirs, the parameter `NAME.pushed`.
 
-    One for each worker: a comparison that failed for want of another worker is gone on with by the
-    next one, as its first bytes are counted.
+    One for each worker: after a comparison that failed for want of another worker, the next one
+    goes on with its first bytes, which are counted.
     """
 
     def __init__(self, client: Client, name: str, worker_count: int) -> None:

@@ -19,8 +19,7 @@ OPTIONS = (
     *("weight_decay", "momentum", "dampening", "nesterov", "betas", "eps", "alpha", "centered"),
     *("amsgrad", "maximize", "lr_decay", "initial_accumulator_value", "decoupled_weight_decay"),
 )
-"""Options of torch's optimizers that the shards would have to know of. All other keys of a group
-are the user's, or say how something is computed."""
+"""Options that the shards would have to know of; all other keys of a group are the user's."""
 
 
 class GroupRates:

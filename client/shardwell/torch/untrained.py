@@ -43,7 +43,6 @@ from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.trained_model import TrainedModel, Training
 
 _NO_UPDATE = SGD(learning_rate=0.0)
-"""Of what is only handed from the first worker to the others."""
 _HANDED_OVER: dict[str, Any] = {
     "optimizer": _NO_UPDATE,
     "codec": "fp32",
@@ -58,10 +57,7 @@ _PAUSE_S = 0.05
 
 
 class Untrained:
-    """One model's frozen tensors and buffers, beside the parameter of those that are trained.
-
-    With `broadcast_frozen`, workers without the first worker's frozen tensors get them.
-    """
+    """A model's frozen tensors, which `broadcast_frozen` hands over, and its buffers."""
 
     def __init__(
         self, trained: TrainedModel, training: Training, *, broadcast_frozen: bool = False
@@ -168,8 +164,8 @@ def _hand_over(
 def _title(name: str, tensor: torch.Tensor) -> str:
     """Returns the name on the cluster of a tensor that is handed over: for float32 its own.
 
-    Others are there as their bytes, and say what these are: a worker whose tensor has another type
-    or shape gets an error that names it.
+    Others lie there as bytes, and their names say type and shape: a worker whose tensor differs
+    gets an error that names it.
     """
     if tensor.dtype == torch.float32:
         return name

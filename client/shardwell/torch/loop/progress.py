@@ -84,10 +84,7 @@ class StepProgress:
     def end_batch(
         self, sample_count: int, figures: Mapping[str, float] | None = None, *, reports: bool = True
     ) -> None:
-        """Counts a batch of samples; saves and reports where a step has ended with it.
-
-        Without `reports` the speed waits for the next `report`, as a step has one report at a time.
-        """
+        """Counts a batch; at a step's end saves, and reports, at once only if `reports`."""
         optimizer, before = self._begun, self._step
         self._sample_count += sample_count
         step = optimizer.next_step

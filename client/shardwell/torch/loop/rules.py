@@ -15,13 +15,11 @@ _SHARED = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "epsilo
 _OFF = ("maximize", "differentiable", "amsgrad", "centered", "lr_decay")
 """Options that no update rule has; one that is set keeps an optimizer on the workers."""
 _OF_GROUPS = ("lr", "weight_decay")
-"""Options that each group may have of its own."""
 
 
 class _Kind(NamedTuple):
     rule: Callable[..., Optimizer]
     options: Mapping[str, str]
-    """Torch's name of each option, and the rule's."""
 
 
 _ADAM = {**_SHARED, "betas": "betas"}
