@@ -50,8 +50,8 @@ class Code(enum.IntEnum):
     READ_FP32 = 0
     """Is `factor` times the values of the payload `source`."""
     READ_FP16 = 1
-    """The same of fp16, in blocks of `divisor` elements, which have an exponent each: behind the
-    values; or where `other` is not 0, there."""
+    """Is `factor` times the values of the fp16 payload `source`, in blocks of `divisor` elements,
+    which have an exponent each: behind the values; or where `other` is not 0, there."""
     READ_BF16 = 2
     WRITE_FP32 = 3
     """A payload, is `factor` times `source`."""
@@ -65,21 +65,14 @@ class Code(enum.IntEnum):
     LOOK_16 = 7
     """Changes nothing; looks at `source`, a payload of bf16."""
     COPY = 8
-    """Is `source`."""
     FILL = 9
-    """Is `factor`."""
     SCALE = 10
-    """Is multiplied with `factor`."""
     ADD_SCALED = 11
     """Grows by `factor` times `source`; by nothing where that is 0, whatever `source` is."""
     ADD_CONSTANT = 12
-    """Grows by `factor`."""
     MULTIPLY = 13
-    """Is `source` times `other`."""
     DIVIDE = 14
-    """Is `source` by `other`."""
     SQUARE_ROOT = 15
-    """Is the root of `source`."""
     MEAN = 16
     """Is divided by `divisor`; a quotient that rounding takes beyond float32 is its largest."""
     CLIP = 17
@@ -214,7 +207,6 @@ class _Halves(NamedTuple):
     exponents: Array
     """(n,) int8, of their blocks."""
     begin: int
-    """The first element's place in its block."""
     block_size: int
 
     def times_powers(self, values: Array) -> None:

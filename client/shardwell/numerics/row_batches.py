@@ -36,7 +36,6 @@ class SortedIds(NamedTuple):
     """Ids without repeats, shard by shard, ascending on each; and where they come from."""
 
     distinct: Ids
-    """(u,) int64."""
     bounds: list[int]
     """Shard s has distinct[bounds[s] : bounds[s + 1]]."""
     starts: Ids

@@ -38,7 +38,6 @@ Step: TypeAlias = Callable[[int, float], Operations]
 TEMPORARY; update_count is 1 at a parameter's first update."""
 
 WEIGHTS, GRADIENT, TEMPORARY, FIRST_SLOT, SECOND_SLOT = range(5)
-"""Places of what a rule works on; see elementwise.py."""
 
 AnyAdam: TypeAlias = optimizers.Adam | optimizers.AdamW
 
@@ -51,7 +50,6 @@ _SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
 _SQUARE_COUNT = 32 * 1024
 """Squares that are computed at a time, which stay in cache; whole blocks of any size."""
 _SUM_COUNT = 1024
-"""Sums of squares that wait for being added."""
 _CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
 

@@ -56,7 +56,7 @@ class MeanFactors:
         return len(self._factors)
 
     def factor(self, rank: int) -> float:
-        """Returns w_i / 2^e, exactly; 0.0: leave the rank's values out, whatever they are.
+        """Returns w_i / 2^e, exactly; 0.0, whatever the rank's values are: leave them out.
 
         All are 0.0 where no rank has samples: the mean is zeros.
         """
