@@ -41,9 +41,8 @@ inline."""
 SHARED_BYTES_MIN = 64 * 1024
 """A smaller payload costs no more inline."""
 BATCH_COUNT = 4
-"""Messages that leave as one where all of their payloads are shared: a message costs as much as
-converting its chunk, and a chunk that waits for others makes no progress. At most; see
-`batch_count`."""
+"""Messages, at most, that leave as one if all payloads are shared: a message costs as much as
+converting its chunk, and a chunk that waits for others makes no progress."""
 _BATCHES = 4
 """Messages at least, where there are as many chunks."""
 ANSWER_BYTES_MAX = 4096
@@ -59,7 +58,7 @@ def same_host_setting(*, is_wanted: bool) -> str:
 
 
 class Arena:
-    """A client's: the memory, and how the server knows it. For one stream."""
+    """A client's shared memory, with the name by which the server knows it. For one stream."""
 
     def __init__(self, memory: SharedMemory, token: int) -> None:
         self.token = token
@@ -163,10 +162,7 @@ class Arenas:
         self._offer = offer
 
     def arena(self, wanted_bytes: int, timeout_s: float = _OFFER_S) -> Arena | None:
-        """An arena for that many bytes, or for as many as there may be; None: there is none.
-
-        Blocks for `timeout_s` at the most, and mostly for a millisecond a few megabytes.
-        """
+        """An arena for that many bytes or fewer; None: there is none. Blocks up to `timeout_s`."""
         if not self.server.is_there:
             return None
         timeout_s = max(min(timeout_s, _OFFER_S), 0.001)

@@ -95,10 +95,7 @@ class CallGroup:
             call.cancel()
 
     def read_all(self, readers: Iterable[Callable[[], T]]) -> list[T]:
-        """Reads the answers of all calls to their ends, several at once, each by its reader.
-
-        When one fails, the others are given up, and what it raised first is raised.
-        """
+        """Reads all calls' answers at once, each by its reader; the first error ends the others."""
         return done_at_once("shardwell-reader", list(readers), lambda reader: reader(), self.cancel)
 
     def _ended(self, channel: ShardEndpoint, call: Any) -> None:

@@ -155,10 +155,7 @@ class ShardEndpoint:
         return why_absent(self.address, timeout_s, speaks_tls=self._tls is not None)
 
     def check_trust(self, timeout_s: float) -> None:
-        """Looks why the shard can't be called, once a call has failed. Blocks up to `timeout_s`.
-
-        AuthenticationError: it answers, but TLS keeps the two sides apart.
-        """
+        """Raises AuthenticationError if TLS keeps the sides apart. Blocks up to `timeout_s`."""
         try:
             check_trust(f"shard {self.shard_index}", self.address, self._tls, timeout_s)
         except AuthenticationError as error:

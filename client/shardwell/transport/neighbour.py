@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 PAUSE_S = 60.0
-"""For so long nothing is tried with a server that refused, or had gone then."""
+"""The pause after a server on this machine refused, or had gone."""
 _RESTART_S = 1.0
-"""For so long nothing is tried with a server that was there, and may be being started again."""
+"""The pause after a server that was reached went away: it may be being started again."""
 _RESTART_COUNT = 60
-"""So often in a row, that is; then it has gone elsewhere."""
+"""Such pauses in a row before the server counts as gone."""
 
 
 class Neighbour:

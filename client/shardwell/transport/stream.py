@@ -23,10 +23,7 @@ class Submit(Protocol):
     """A function that sends messages over a stream."""
 
     def __call__(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
-        """Sends messages, each made as it leaves.
-
-        On another thread, or on this one where they and their answers are few and small.
-        """
+        """Sends messages, each made as it leaves; if few and small, `is_short`, on this thread."""
 
 
 class ShardStream:
