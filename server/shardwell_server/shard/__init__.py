@@ -1,1 +1,1 @@
-"""What one shard does with its slices: steps, averaging, updates. No gRPC here."""
+"""One shard's work on its slices: steps, averaging, updates. No gRPC here."""

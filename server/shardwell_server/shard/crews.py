@@ -51,49 +51,43 @@ from shardwell.specs.members import Elastic
 
 Event = dict[str, Any]
 TakesNote = Callable[[Event], None]
-"""How a change of seats is noted before it takes effect."""
+"""Notes a change of seats before it takes effect."""
 
 
 class Liveness(Protocol):
-    """Answers which sessions are alive, by their numbers."""
+    """The sessions that are alive, by their numbers."""
 
     def alive_for_s(self, number: int, process: str = "") -> float:
-        """For how many seconds a session counts as alive if nothing is heard of it.
+        """Returns the seconds for which a session counts as alive if it sends nothing more.
 
-        math.inf while it attends; 0 when it is gone, or its `process` has ended; else it is waited
-        for since the shard was started.
+        math.inf while it attends; 0 when it is gone or its `process` has ended; else the rest of
+        the time that a shard which was started again gives it.
         """
 
     def spare_in_s(self, number: int) -> float:
-        """In how many seconds a session will have been gone for the lease; below 0: it has been.
-
-        math.inf while it attends.
-        """
+        """Returns seconds until a session is gone for the lease; math.inf: it attends."""
 
     def gone_for_s(self, number: int) -> float:
-        """For how many seconds a session has not attended; 0 while it does.
-
-        Of one that this process of the shard never saw: since the process began.
-        """
+        """Returns the time since a session left; since the shard's start of one never seen."""
 
     def silent_for_s(self, number: int) -> float:
-        """For how many seconds a session that attends was not heard of: by heartbeats."""
+        """Returns the seconds since the last heartbeat of a session that attends."""
 
     def attends_for_s(self, worker_ids: Container[str]) -> float | None:
-        """For how many seconds one of these workers has attended, the longest; None: none does."""
+        """Returns the longest time for which one of the workers attends, or None."""
 
     def attends_as(self, worker_id: str) -> bool:
         """Returns True if any session of a worker attends."""
 
     def all_as(self, worker_id: str) -> list[Session]:
-        """The sessions of a worker that attend; more than one where clients share its id."""
+        """Returns a worker's sessions that attend: several where clients share its id."""
 
     def now_s(self) -> float:
-        """A clock that never goes back."""
+        """Reads a clock that never goes back."""
 
 
 class Tenure(NamedTuple):
-    """The tenure of a seat; see the module."""
+    """The time from the taking of a seat to its loss."""
 
     number: int = 0
     """Drawn by its worker; 0 where seats are kept for good."""
@@ -105,13 +99,11 @@ class Rivals(NamedTuple):
     """Two clients that would contribute as one worker."""
 
     owner: Session
-    """The one that has the seat."""
     refused: Session
-    """The one that asked for it last, in vain."""
+    """The client that asked for the owner's seat last."""
     since_s: float
-    """When it asked first."""
     asked_s: float
-    """When it asked last."""
+    """The time of its last request; `since_s` that of its first."""
 
     @property
     def words(self) -> str:
@@ -119,54 +111,44 @@ class Rivals(NamedTuple):
 
 
 RETURN_AFTER_END_S = 1.0
-"""For so long after a worker's session has ended in order, others wait for its next one. A client
-that is closed and made anew in one process attends within that; longer, and those who wait for a
-worker that is gone for good would learn it late."""
+"""The time that others wait for the next session of a worker whose last one ended in order. A
+client that is made anew in one process attends within it; more would make others learn late of a
+worker that is gone for good."""
 _RIVAL_ASKS_S = TAKE_OVER_S + 1.0
-"""For so long a client asks for a seat that is another one's, with its pauses."""
+"""The time for which a client asks for a seat that is another one's, with its pauses."""
 _RIVAL_KNOWN_S = 30.0
-"""For so long after it has asked, others that wait learn of it."""
+"""The time after its last request in which others that wait learn of a rival."""
 
 
 class Seat(ABC):
-    """One worker's seat. `owner` is None once the owner's session has ended in order.
-
-    All that it tells of steps is in the worker's own count.
-    """
+    """One worker's seat, which counts steps as the worker does."""
 
     def __init__(self, worker_id: str, index: int, owner: Session | None, tenure: Tenure) -> None:
         self.worker_id = worker_id
         self.index = index
-        """0-based, in the order in which seats were taken."""
         self.owner = owner
         self.tenure = tenure
         self.is_over = False
-        """True once the tenure is over."""
         self.from_step: int | None = None
-        """Of an elastic member: the first step that awaits it; None: none does yet."""
+        """The first step that awaits an elastic member; None: none does yet."""
         self.is_draining = False
-        """True if an elastic member is to leave after its step."""
         self.given_at: int | None = None
-        """Of an elastic member whose seat was another worker's: the newest version at that time.
-        Everything of that worker's is in steps before it."""
+        """The newest version when an elastic member got a seat that was another worker's, whose
+        gradients are all in steps before it."""
         self.is_lost = False
-        """True if the tenure is over because the shard found the member to be gone."""
         self.counted_count = 0
-        """Parts of the worker's that counted in this tenure, as far as this process knows, where
-        sets are open."""
         self.late_count = 0
-        """Those that were late."""
         self.was_taken_over = False
-        """True if the owner has it from another session, and has not contributed yet."""
+        """True until the owner contributes, if it has the seat from another."""
         self.last_s: float | None = None
-        """When it contributed last, on time.monotonic's clock; None: not to this process."""
+        """The time of its last contribution on time.monotonic's clock; None: none here."""
         self.lag_s = 0.0
-        """How long that was after the first contribution of any worker to the step."""
+        """The time from any worker's first contribution to the step to that one."""
 
     @property
     @abstractmethod
     def marks(self) -> Any:
-        """What the seat has contributed, as the storage counts steps."""
+        """The seat's contributions, as the storage counts steps."""
 
     @property
     @abstractmethod
@@ -174,35 +156,28 @@ class Seat(ABC):
         """A step that nothing has been counted of, nor is being counted just now."""
 
     def give_to(self, session: Session) -> None:
-        """Makes another session the owner."""
         self.owner, self.was_taken_over = session, True
         self.forget_checksums()
 
     @abstractmethod
     def forget_checksums(self) -> None:
-        """Forgets what the owner's last payloads were: those of another session may differ."""
+        """Forgets the checksums of the owner's payloads: those of another may differ."""
 
     @abstractmethod
     def go_on_from(self, earlier: Any) -> None:
-        """Keeps what tells another gradient of a step that its worker gave in an earlier tenure."""
+        """Keeps an earlier tenure's checksums, by which another gradient is recognized."""
 
     @abstractmethod
     def _forget_marks(self, version: int, *, is_restored: bool) -> None:
         """Forgets the marks of steps before a version, some of which may be its own."""
 
     def begin_at(self, version: int, *, is_restored: bool = False) -> None:
-        """Forgets what another worker contributed, whose seat it was up to a version.
-
-        `is_restored`: the worker itself may have contributed since.
-        """
+        """Forgets an earlier worker's marks; `is_restored`: some since may be its own."""
         self.given_at = version
         self._forget_marks(version, is_restored=is_restored)
 
     def contributed(self, session: Session, now_s: float, begun_s: float | None) -> None:
-        """Notes that something counted of a session's, which may have lost the seat meanwhile.
-
-        `begun_s`: when its step began; None: with this.
-        """
+        """Notes a contribution of a session that may have lost the seat meanwhile."""
         self.last_s, self.lag_s = now_s, 0.0 if begun_s is None else now_s - begun_s
         if self.owner is not None and self.owner.number == session.number:
             self.was_taken_over = False
@@ -217,25 +192,20 @@ class Contributor(Generic[SeatT]):
 
     worker_id: str
     session: Session
-    """In which life of its process."""
     tenure: int = 0
-    """Of its gradients, or the one that it asks for; no matter where seats are kept for good."""
+    """The tenure of its gradients, or that it asks for; 0 where seats are for good."""
     asks: bool = field(default=False, kw_only=True)
-    """True if it asks for a seat, and contributes nothing."""
     begins_anew: bool = field(default=False, kw_only=True)
-    """With `asks`: True if the seat that it has is to have that tenure."""
+    """True if the seat that it has and asks for is to have that tenure."""
     from_step: int | None = field(default=None, kw_only=True)
-    """With `asks`: the first step that awaits it, of an elastic member; None: none yet."""
+    """The first step that awaits an elastic member which asks; None: none yet."""
     seat: SeatT | None = field(default=None, init=False)
-    """Known once it has contributed."""
     superseded: list[int] = field(default_factory=list, init=False)
     """Parts that it sent for which Decision was SUPERSEDED."""
     late: set[int] = field(default_factory=set, init=False)
-    """Parts of its last step that were late."""
     is_over: bool = field(default=False, init=False)
-    """True once the tenure of an elastic member was found to be over."""
     may_have_counted: bool = field(default=False, init=False)
-    """True if a late part of its last step may have counted before: nothing here knows it."""
+    """True if a late part of its last step may have counted before."""
 
 
 class OpenPart(NamedTuple, Generic[SeatT]):
@@ -243,9 +213,7 @@ class OpenPart(NamedTuple, Generic[SeatT]):
 
     step: int
     contribution_count: int
-    """Members that are in."""
     awaited: list[SeatT]
-    """Elastic members that it awaits, and has not."""
 
 
 class Tracker(ABC, Generic[SeatT]):
@@ -257,12 +225,12 @@ class Tracker(ABC, Generic[SeatT]):
     def make_seat(
         self, worker_id: str, index: int, marks: Any, owner: Session | None, tenure: Tenure
     ) -> SeatT:
-        """A seat with what the storage has of it; `marks` None: nothing."""
+        """Makes a seat from the storage's `marks`; None: it has none."""
 
     @property
     @abstractmethod
     def newest_version(self) -> int:
-        """The most updates that anything of it has seen."""
+        """The most updates that any part has seen."""
 
     @abstractmethod
     def is_spent(self, seat: SeatT) -> bool:
@@ -270,11 +238,11 @@ class Tracker(ABC, Generic[SeatT]):
 
     @abstractmethod
     def next_step(self, worker_id: str) -> int:
-        """The first step that a worker has not contributed in full, and still can."""
+        """Returns the first step that a worker has not given in full, and still can."""
 
     @abstractmethod
     def contributed(self, step: int, part: int | None = None) -> list[str]:
-        """Workers that have contributed a step to a part, or to all."""
+        """Returns the workers that have contributed a step to a part, or to all."""
 
     @abstractmethod
     def has_begun(self, step: int) -> bool:
@@ -282,7 +250,7 @@ class Tracker(ABC, Generic[SeatT]):
 
     @abstractmethod
     def open_parts(self, part: int | None = None) -> Iterator[OpenPart[SeatT]]:
-        """All parts, or one, whose open step's set is not decided yet."""
+        """Yields all parts, or one, whose open step's set is not decided yet."""
 
 
 # Events. That of a seat: who takes the next one. Of an owner: the same worker's other session.
@@ -290,7 +258,7 @@ class Tracker(ABC, Generic[SeatT]):
 
 
 def seat_event(seat: Seat) -> Event:
-    """The log's event for a worker that takes the next seat."""
+    """Returns the event of a worker that takes the next seat."""
     event = {"kind": "seat", **_facts(seat.worker_id, seat.owner, seat.tenure)}
     if seat.from_step is not None:
         event["from_step"] = seat.from_step
@@ -302,7 +270,7 @@ def seat_event(seat: Seat) -> Event:
 
 
 def owner_event(worker_id: str, owner: Session | None) -> Event:
-    """The log's event for a seat that changes its owner."""
+    """Returns the event of a seat that changes its owner."""
     return {"kind": "owner", "worker_id": worker_id, "session": owner and list(owner)}
 
 
@@ -311,21 +279,14 @@ def _facts(worker_id: str, owner: Session | None, tenure: Tenure) -> Event:
 
 
 def owner_of(event: Event) -> Session | None:
-    """The owner that an event tells of."""
+    """Returns the owner that an event names."""
     return None if event["session"] is None else Session(*event["session"])
 
 
 class Crew(ABC, Generic[SeatT]):
-    """The workers of a parameter or table, and their seats.
-
-    Args:
-        tracker: The tracker of their contributions.
-        sessions: Answers which sessions are alive.
-        worker_count_max: Workers that may have a seat.
-    """
+    """The workers of a parameter or table, and their seats."""
 
     is_sync: ClassVar[bool] = True
-    """True if a step is made by several workers."""
     comes_and_goes: ClassVar[bool] = False
     """True if members that leave are awaited no more."""
     floor = 1
@@ -333,23 +294,21 @@ class Crew(ABC, Generic[SeatT]):
     full_count: int
     """Gradients with which a step closes that awaits no member."""
     awaited: tuple[SeatT, ...] = ()
-    """Elastic members that open steps may await: those whose tenure is not over."""
 
     def __init__(self, tracker: Tracker[SeatT], sessions: Liveness, worker_count_max: int) -> None:
         self._tracker = tracker
         self._sessions = sessions
         self._worker_count_max = worker_count_max
         self._seats: dict[str, SeatT] = {}
-        """In the order of their indexes."""
         self.ended: dict[str, int] = {}
         """Workers with a seat whose sessions have ended in order, the first one first; with the
         session's number, 0 where it is not known."""
         self.rivals: dict[str, Rivals] = {}
         """Clients that asked for a seat whose owner is connected, by its worker."""
         self._openers: dict[int, str] = {}
-        """Worker ids by the sessions that opened it, of which some may be gone, or unknown yet."""
+        """Worker ids by the sessions that opened it; some may be gone."""
         self.come_to_rest: Callable[[], None] = lambda: None
-        """Returns when nothing is being counted that was checked before the call."""
+        """Returns when nothing is being counted that was checked before."""
         self.give_on: Callable[[SeatT], None] = lambda seat: None
         """Called before a seat of an elastic member is another worker's."""
 
@@ -357,9 +316,9 @@ class Crew(ABC, Generic[SeatT]):
 
     @abstractmethod
     def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT | None:
-        """The seat of a worker, which belongs to the session from now on; see the module.
+        """Returns the seat of a worker, which belongs to the session from now on.
 
-        None: of an elastic member, which does not ask, in a tenure that the seat has not.
+        None for an elastic member that does not ask and names a tenure which the seat has not.
 
         Raises:
             WorkerIdInUseError: another session has it, and is alive.
@@ -371,11 +330,11 @@ class Crew(ABC, Generic[SeatT]):
 
     @abstractmethod
     def rank_of(self, worker_id: str) -> tuple[int, int]:
-        """A worker's rank, and how many workers have one; (0, 0): none has."""
+        """Returns a worker's rank, and the number of ranks; (0, 0): there are none."""
 
     @abstractmethod
     def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
-        """Workers whom a step lacks, in a part or in all, and how many more that have no name."""
+        """Returns the workers that a step or its part lacks, and how many more unnamed ones."""
 
     @property
     @abstractmethod
@@ -383,26 +342,22 @@ class Crew(ABC, Generic[SeatT]):
         """True if a newcomer may take part."""
 
     def await_from(self, contributor: Contributor[SeatT], note: TakesNote) -> bool:
-        """Open steps await a member from the step that it names on, if it names one.
-
-        True: what they await may have changed.
-        """
+        """Has open steps await a member from its `from_step` on; True: they may await others."""
         return False
 
     def end_tenure(self, worker_id: str, tenure: int, note: TakesNote) -> bool:
-        """No open step awaits a member any more; True if one did. Safe to repeat."""
+        """Ends a tenure: no open step awaits the member. True if one did. Safe to repeat."""
         return False
 
     def member(self, worker_id: str, tenure: int) -> SeatT | None:
-        """An elastic member's seat, if its tenure is that, and not over."""
         return None
 
     def lost(self, now_s: float) -> tuple[list[SeatT], float]:
-        """Members that are gone for good, and in how many seconds to look again."""
+        """Returns the members that are gone for good, and seconds until the next look."""
         return [], math.inf
 
     def needed_step(self, worker_id: str) -> int | None:
-        """The lowest open step that can't reach the floor without a worker; None: there is none."""
+        """Returns the lowest open step that can't reach the floor without a worker."""
         return None
 
     @property
@@ -412,17 +367,16 @@ class Crew(ABC, Generic[SeatT]):
 
     @property
     def has_ended(self) -> bool:
-        """True if every worker with a seat has left in order, and none is about to take one."""
+        """True if every worker with a seat left in order, and none is about to take one."""
         return bool(self.ended) and not self._owners and not self._newcomers()
 
     def _over(self, contributor: Contributor[SeatT]) -> bool:
-        """Refuses a gradient of a tenure that is over, or returns False: it is late."""
         raise _tenure_is_over(contributor.worker_id)
 
     # Seats.
 
     def may_count(self, contributor: Contributor[SeatT]) -> bool:
-        """Returns True if what a worker sends may count, and False if it is late at the best.
+        """Returns True if a worker's gradient may count, and False if it is late at the best.
 
         Raises:
             StepOrderError: the tenure is over, where each gradient is needed.
@@ -453,19 +407,17 @@ class Crew(ABC, Generic[SeatT]):
 
     @property
     def seats(self) -> list[SeatT]:
-        """By index."""
         return list(self._seats.values())  # others may join meanwhile
 
     def find(self, worker_id: str) -> SeatT | None:
         return self._seats.get(worker_id)
 
     def tenure_of(self, worker_id: str) -> int:
-        """The number of a worker's tenure; 0: it has none, or seats are kept for good."""
+        """Returns the number of a worker's tenure; 0: none, or seats are kept for good."""
         seat = self._seats.get(worker_id)
         return 0 if seat is None or seat.is_over else seat.tenure.number
 
     def _next_seat(self, contributor: Contributor[SeatT], tenure: Tenure, note: TakesNote) -> SeatT:
-        """Gives the next seat to a newcomer."""
         seat = self._tracker.make_seat(
             contributor.worker_id, len(self._seats), None, contributor.session, tenure
         )
@@ -473,7 +425,6 @@ class Crew(ABC, Generic[SeatT]):
         return self._sit(seat)
 
     def _owned(self, seat: SeatT, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
-        """A worker's seat as the session's that asks; see the module."""
         session = contributor.session
         if seat.owner is None or seat.owner.number != session.number:
             self._check_gone(seat, session)
@@ -483,7 +434,6 @@ class Crew(ABC, Generic[SeatT]):
         return seat
 
     def _begin_tenure(self, seat: SeatT, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
-        """Ends a seat's tenure, and begins another, of any worker."""
         # Other threads may be counting: what has not been checked by now is refused.
         was_over, seat.is_over = seat.is_over, True
         try:
@@ -503,7 +453,6 @@ class Crew(ABC, Generic[SeatT]):
     def _new_tenure(
         self, seat: SeatT, contributor: Contributor[SeatT]
     ) -> tuple[Tenure, int | None]:
-        """The tenure that a seat is to have, and `Seat.given_at`."""
         return Tenure(contributor.tenure, seat.tenure.first_step + seat.unused_step), None
 
     def _check_tenure(self, contributor: Contributor[SeatT]) -> None:
@@ -528,16 +477,11 @@ class Crew(ABC, Generic[SeatT]):
         return made
 
     def _changed(self) -> None:
-        """Called when there is another seat, or the tenure of one is over."""
+        """Learns of another seat, or of a tenure that is over."""
 
     # Owners.
 
     def set_owner(self, worker_id: str, owner: Session | None) -> None:
-        """Goes on from a change of owner that was noted; None: the last one ended in order.
-
-        Raises:
-            KeyError: the worker has no seat.
-        """
         seat = self._seats[worker_id]
         before, seat.owner = seat.owner, owner
         self._note_ended(seat, 0 if before is None else before.number)
@@ -548,7 +492,6 @@ class Crew(ABC, Generic[SeatT]):
             self.ended[seat.worker_id] = number
 
     def _check_gone(self, seat: SeatT, session: Session) -> None:
-        """Refuses a session that asks for the seat of another one, which is alive."""
         owner, worker_id = seat.owner, seat.worker_id
         if owner is None or owner.number == session.number:
             return
@@ -585,7 +528,6 @@ class Crew(ABC, Generic[SeatT]):
         return [seat.owner for seat in self.seats if seat.owner is not None]
 
     def owned_by(self, session_number: int) -> list[str]:
-        """Workers whose seats a session has; one at the most, as a session has one worker_id."""
         return [
             seat.worker_id
             for seat in self.seats
@@ -594,30 +536,22 @@ class Crew(ABC, Generic[SeatT]):
 
     @property
     def done_worker_ids(self) -> list[str]:
-        """Workers with a seat whose sessions have ended in order."""
         return [seat.worker_id for seat in self.seats if seat.owner is None]
 
     @property
     def gone_for_s(self) -> float:
-        """For how long no worker with a seat has been connected, though not all left in order.
-
-        0 where one is, where no worker has a seat, where all left in order, or where a newcomer is
-        about to take a seat.
-        """
+        """The time without a connected worker; 0: all left in order, or one is about to sit."""
         owners = self._owners
         if not owners or self._newcomers():
             return 0.0
         return min(self._sessions.gone_for_s(owner.number) for owner in owners)
 
     def ended_among(self, worker_ids: Iterable[str]) -> tuple[list[str], float]:
-        """The workers that have ended in order, and under whose ids no session attends.
+        """Returns workers that ended in order, and seconds for which all may be expected back.
 
-        Workers that ended before any of those came who attend now are expected with them: a
-        training that is started again, its workers one after the other.
-
-        Returns:
-            Their ids, and for how many seconds more all of them may be expected back: 0 once one
-            has been gone for RETURN_AFTER_END_S; math.inf: there are none.
+        A worker is left out while a session attends under its id, and if it ended before the
+        present ones came: where a training is started again, its workers come one after the other.
+        The time is 0 once one has been gone for RETURN_AFTER_END_S, and math.inf if there are none.
         """
         found, rest_s = [], math.inf
         attends_for_s = self._sessions.attends_for_s(self._seats) if self.ended else None
@@ -633,13 +567,9 @@ class Crew(ABC, Generic[SeatT]):
         return found, rest_s
 
     def shared_ids(self) -> tuple[dict[str, Rivals], float]:
-        """Workers as which a second client would contribute, beside one that does.
+        """Returns rivals that ask no more, by worker id, and the seconds until there may be others.
 
-        Only of a client that asks no more: until then the first one may be about to end, or would
-        end because of an error, and the second one would take its seat.
-
-        Returns:
-            Both, by worker id, and in how many seconds there may be more.
+        While a rival asks, the owner may be about to end, and the rival would take its seat.
         """
         found, rest_s = {}, math.inf
         for worker_id, rivals in list(self.rivals.items()):
@@ -659,10 +589,7 @@ class Crew(ABC, Generic[SeatT]):
     # Workers without a seat.
 
     def remember(self, worker_id: str, session_number: int) -> None:
-        """Notes that a worker takes part, so that it can be named when it is missing.
-
-        While its session is alive, and while there is room: of very many, some are not named.
-        """
+        """Notes a worker without a seat, to name it when it is missing; of very many only some."""
         is_new = session_number not in self._openers  # which keeps its place among them
         if is_new and len(self._openers) >= self._worker_count_max:
             self._openers = dict(self._living_openers())
@@ -675,23 +602,16 @@ class Crew(ABC, Generic[SeatT]):
                 yield number, worker_id
 
     def _newcomers(self) -> list[str]:
-        """Workers that have opened it, are alive, and may take a seat, or have one."""
         has_room = self._has_room
         return [name for _, name in self._living_openers() if has_room or name in self._seats]
 
     def ids_of_several(self) -> dict[str, list[Session]]:
-        """The connected clients of each worker that opened it under the id of another one."""
         names = {*self._seats, *list(self._openers.values())}
         found = {worker_id: self._sessions.all_as(worker_id) for worker_id in sorted(names)}
         return {worker_id: sessions for worker_id, sessions in found.items() if len(sessions) > 1}
 
     def living(self, but: int = 0) -> list[tuple[str, int, float]]:
-        """Workers with a seat, or that have opened it, whose sessions count as alive.
-
-        Returns:
-            Of each its id, the number of its session, which is not `but`, and
-            `Liveness.alive_for_s` of that.
-        """
+        """Returns (worker id, session, `alive_for_s`) of living workers, without session `but`."""
         sessions = dict(self._openers)
         for seat in self.seats:
             if seat.owner is not None:
@@ -706,14 +626,12 @@ class Crew(ABC, Generic[SeatT]):
     # Restoring.
 
     def events(self) -> list[Event]:
-        """The fewest events that lead to where the seats stand."""
         return [
             *map(seat_event, self.seats),
             *(owner_event(worker_id, None) for worker_id in self.ended),  # for their order
         ]
 
     def restore_seat(self, event: Event, marks: Any) -> SeatT:
-        """Gives a worker the next seat, as was noted; `marks` is what the storage has of it."""
         seat = self._tracker.make_seat(
             event["worker_id"],
             len(self._seats),
@@ -727,11 +645,6 @@ class Crew(ABC, Generic[SeatT]):
         return self._sit(seat)
 
     def restore_tenure(self, event: Event) -> None:
-        """Goes on from a tenure that was noted.
-
-        Raises:
-            IndexError, KeyError, TypeError: there is no such seat, or the event is another's.
-        """
         seat, tenure = self.seats[event["seat_index"]], Tenure(*event["tenure"])
         made = self._replace(seat, event["worker_id"], owner_of(event), tenure)
         if "given_at" in event:
@@ -748,8 +661,7 @@ class Crew(ABC, Generic[SeatT]):
 class FixedCrew(Crew[SeatT]):
     """A crew of `worker_count` workers, each of whom gives a gradient to each step.
 
-    A worker takes its seat at its first gradient at the latest, and keeps it for good: one that
-    replaces it comes under its id.
+    A worker keeps its seat for good: one that replaces it comes under its id.
     """
 
     def __init__(
@@ -783,12 +695,10 @@ class FixedCrew(Crew[SeatT]):
         return self._next_seat(contributor, Tenure(), note)
 
     def rank_of(self, worker_id: str) -> tuple[int, int]:
-        """Its seat's index, as seats are kept for good."""
         seat = self._seats.get(worker_id)
         return (0 if seat is None else seat.index), self.full_count if worker_id else 0
 
     def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
-        """Known workers that have not contributed, and how many more were never seen."""
         present = set(self._tracker.contributed(step, part))
         candidates = dict.fromkeys(self._seats)
         if self._has_room:
@@ -802,11 +712,10 @@ class FixedCrew(Crew[SeatT]):
 
 
 class OpenCrew(Crew[SeatT]):
-    """Any worker may contribute, and no step waits: an asynchronous parameter or table.
+    """A crew of any workers, for whom no step waits: an asynchronous parameter or table.
 
-    Where all seats are taken, a newcomer is given that of a worker that is gone. Steps are counted
-    from 0 in each tenure; in the storage they go on, so that what an earlier tenure left there is
-    below `first_step` and counts for nothing in this one.
+    Steps are counted from 0 in each tenure; in the storage they go on, so that the marks of an
+    earlier tenure are below `first_step`, and count for nothing in this one.
     """
 
     is_sync = False
@@ -829,7 +738,6 @@ class OpenCrew(Crew[SeatT]):
         return self._owned(seat, contributor, note)
 
     def _spare(self, worker_id: str) -> SeatT | None:
-        """The seat that a newcomer is to be given; None: there is room for one more."""
         if len(self._seats) < self._worker_count_max:
             return None
         ended = next(iter(self.ended), None)
@@ -861,7 +769,7 @@ class OpenCrew(Crew[SeatT]):
 
 
 class ElasticCrew(Crew[SeatT]):
-    """Members that come and go: a step awaits those that are there; see docs/adr/0036.
+    """A crew whose members come and go: a step awaits the present ones; see docs/adr/0036.
 
     States of a member's seat, each change noted before it takes effect:
 
@@ -915,7 +823,6 @@ class ElasticCrew(Crew[SeatT]):
         return self._begin_tenure(seat, contributor, note)
 
     def _spare(self, worker_id: str) -> SeatT:
-        """The seat that a newcomer is to be given."""
         self.come_to_rest()  # what was checked before its tenure ended may be counted just now
         for seat in self.seats:
             if seat.is_over and self._tracker.is_spent(seat):
@@ -992,7 +899,6 @@ class ElasticCrew(Crew[SeatT]):
         return min(needing, default=None)
 
     def missing(self, step: int, part: int | None = None) -> tuple[list[str], int]:
-        """Members that a step awaits, and how many it lacks besides."""
         names: dict[str, None] = {}
         lacking = 0
         for each in self._tracker.open_parts(part):
@@ -1002,11 +908,7 @@ class ElasticCrew(Crew[SeatT]):
         return list(names), lacking
 
     def rank_of(self, worker_id: str) -> tuple[int, int]:
-        """The one that steps await longest has rank 0.
-
-        Workers that have opened it without joining come behind all members, in the order in which
-        they opened it.
-        """
+        """Ranks members by the first step that awaits them; workers without a seat come last."""
         if not worker_id:
             return 0, 0
         by_age = sorted(
@@ -1025,7 +927,7 @@ class ElasticCrew(Crew[SeatT]):
 
     @property
     def has_ended(self) -> bool:
-        """As of any crew, though some may have been lost before the last one left."""
+        """True if all left in order, also if some were lost before the last one did."""
         if not self.ended or self._newcomers():
             return False
         lost = [owner.number for owner in self._owners]
@@ -1051,7 +953,7 @@ def crew_of(
     worker_count_max: int,
     elastic: Elastic | None,
 ) -> Crew[SeatT]:
-    """The crew that a spec declares; `worker_count` 0 and no `elastic`: an open one."""
+    """Returns the crew that a spec declares: an open one without `worker_count` and `elastic`."""
     if elastic is not None:
         return ElasticCrew(tracker, sessions, worker_count_max, elastic)
     if worker_count:

@@ -1,8 +1,8 @@
-"""How long a request may wait for other workers, and how: it is made again once something changed.
+"""The waiting of a request for other workers: it is made again once something has changed.
 
-No thread waits. What a request asks for is looked at under the lock of what it depends on; where it
-is too early, the request leaves its address there and ends with `NotYet`. It is made anew once
-something has changed, until its time is over.
+No thread waits. A request is looked at under the lock of what it depends on; where it is too early,
+it leaves its address there and ends with `NotYet`. It is made anew once something has changed,
+until its time is over.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Changes:
-    """A lock, and the requests that wait for a change of what it guards.
-
-    Args:
-        lock: The lock; default: one of its own, which a thread may take twice.
-    """
+    """A lock, and the requests that wait for a change of what it guards."""
 
     def __init__(self, lock: threading.Lock | None = None) -> None:
         self.lock: AbstractContextManager[bool] = lock or threading.RLock()
-        """What a thread holds that calls `notify_all` or `wake_next`."""
+        """Held by a thread that calls `notify_all` or `wake_next`; reentrant by default."""
         self._waiting: dict[Callable[[], None], None] = {}
 
     def notify_all(self) -> None:
@@ -46,17 +42,14 @@ class Changes:
         self._waiting[wake] = None
 
     def forget(self, wake: Callable[[], None]) -> None:
-        """Does not call it any more, as far as that has not begun. Any thread."""
+        """Does not call it any more, unless that has begun. Any thread."""
         self._waiting.pop(wake, None)
 
 
 class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be made again
-    """Raised when a wanted thing does not exist yet. `wake` is called when it may.
+    """The signal that a request is too early, and has left `wake` with `changes`.
 
-    Args:
-        changes: Where it was found to be missing.
-        wake: The callback that was left there.
-        deadline_s: When it is to be made again anyway, on time.monotonic's clock.
+    It is to be made again when that is called, or at `deadline_s` on time.monotonic's clock.
     """
 
     def __init__(self, changes: Changes, wake: Callable[[], None], deadline_s: float) -> None:
@@ -66,19 +59,15 @@ class NotYet(Exception):  # noqa: N818 - it is no error: the request is to be ma
         self.deadline_s = deadline_s
 
     def forget(self) -> None:
-        """There is no need to be woken."""
         self._changes.forget(self._wake)
 
 
 def until(
     attempt: Callable[..., ResultT], *arguments: Any, begun: Future[ResultT] | None = None
 ) -> Generator[NotYet, None, ResultT]:
-    """The result of a call that may be too early, and is made again each time this goes on.
+    """Makes a call, again each time this goes on, until it is not too early; returns its result.
 
-    Args:
-        attempt: Makes the call.
-        arguments: Its own.
-        begun: Its first attempt, which another thread makes; None: this thread makes all.
+    `begun` is its first attempt, which another thread makes; None: this thread makes all.
     """
     while True:
         try:
@@ -91,13 +80,7 @@ def until(
 
 
 class RequestDeadline:
-    """The deadline of one request.
-
-    Args:
-        timeout_s: How long it may wait from now on.
-        wake: Called when it is to be made again, from any thread and with locks held.
-        is_stopping: Whether the shard ends all waits.
-    """
+    """The deadline of one request; any thread calls `wake`, with locks held."""
 
     def __init__(
         self,
@@ -107,20 +90,15 @@ class RequestDeadline:
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.timeout_s = timeout_s
-        """What it was given, for messages."""
         self._deadline_s = time.monotonic() + timeout_s
         self._wake = wake
         self._is_stopping = is_stopping
 
     def wait(self, changes: Changes, *, look_s: float = math.inf) -> None:
-        """To be called where it is too early, with the lock held; returns when time is over.
-
-        Args:
-            changes: After the next of them it is to be made again.
-            look_s: Or after so long, where time alone may bring what is asked for.
+        """Ends a request that is too early, the lock being held; returns when its time is over.
 
         Raises:
-            NotYet: it is not; the request is to be made again after the next change.
+            NotYet: the request is to be made again after the next change, or after `look_s`.
             ShardUnavailableError: the shard is stopping.
         """
         now_s = time.monotonic()
@@ -144,7 +122,7 @@ class WaitingCall(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether the client still waits for the answer."""
+        """True if the client still waits for the answer."""
 
     def wake(self) -> None:
         """Makes the call look again."""
@@ -155,20 +133,14 @@ class WaitingShard(Protocol):
 
     @property
     def config(self) -> ShardConfig:
-        """With the longest wait that the shard allows."""
+        """The settings, with the longest wait that the shard allows."""
 
     def ends_waits(self) -> bool:
-        """Whether all waits end now."""
+        """Returns True if all waits end now."""
 
 
 def deadline_of(shard: WaitingShard, call: WaitingCall, timeout_s: float) -> RequestDeadline:
-    """The deadline of a call, or of a message on a stream.
-
-    Args:
-        shard: The shard that answers.
-        call: The call.
-        timeout_s: What it asks for; 0: no longer than its deadline.
-    """
+    """Returns the deadline of a call or message; `timeout_s` 0: no longer than the client's."""
     remaining_s = call.remaining_s
     bound_s = shard.config.limits.wait_max_s
     if remaining_s is not None:
@@ -181,7 +153,7 @@ def deadline_of(shard: WaitingShard, call: WaitingCall, timeout_s: float) -> Req
 
 
 def wanted(shard: WaitingShard, call: WaitingCall) -> Callable[[], bool]:
-    """Returns a check, for any thread, whether the client still reads a long answer."""
+    """Returns a check, for any thread, that the client still reads a long answer."""
     remaining_s = call.remaining_s
     bound_s = shard.config.limits.wait_max_s
     deadline_s = time.monotonic() + (bound_s if remaining_s is None else remaining_s)

@@ -33,9 +33,7 @@ from shardwell_server.store import Event, Store
 
 _LOG = logging.getLogger("shardwell_server")
 REMEMBERED_MAX = 1024
-"""Deletions."""
 Key: TypeAlias = tuple[str, str]
-"""Kind and name."""
 
 
 class Mark(NamedTuple):
@@ -43,9 +41,8 @@ class Mark(NamedTuple):
 
     incarnation: int
     by: str
-    """The worker id of the client that decided it."""
     to: str = ""
-    """Of 0.2.0: the name that it was to get."""
+    """The name that 0.2.0 was to give it."""
 
 
 class Gone(NamedTuple):
@@ -55,7 +52,7 @@ class Gone(NamedTuple):
     incarnations: tuple[int, ...]
     by: str
     to: str = ""
-    """Of 0.2.0: the name that it got."""
+    """The name that 0.2.0 gave it."""
 
     @property
     def words(self) -> str:
@@ -65,19 +62,13 @@ class Gone(NamedTuple):
 
 
 class Deletions:
-    """The deletions of one shard.
-
-    A thread that changes anything holds the lock of all names; any thread may read.
-
-    Raises:
-        StorageError: what was noted in the store can't be read.
-    """
+    """The deletions of one shard. Changes hold the lock of all names; any thread may read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._marks: dict[Key, Mark] = {}
         self._gone: list[Gone] = []
-        """The oldest first."""
+        """Names that were deleted, the oldest first."""
         for event in store.name_events():
             try:
                 self._apply(event)
@@ -88,16 +79,14 @@ class Deletions:
                 ) from None
 
     def mark_of(self, kind: str, name: str) -> Mark | None:
-        """The mark on a name; None: its deletion is not decided."""
         return self._marks.get((kind, name))
 
     @property
     def marked(self) -> list[Key]:
-        """The kinds and names of all that are marked."""
         return list(self._marks)
 
     def gone(self, kind: str, name: str, incarnation: int = 0) -> Gone | None:
-        """The deletion of a name, or of that incarnation; None: there was none, or long ago."""
+        """Returns the deletion of a name or incarnation; None: there was none, or long ago."""
         for found in reversed(self._gone):
             if found.key == (kind, name) and incarnation in (0, *found.incarnations):
                 return found
@@ -122,11 +111,7 @@ class Deletions:
         del self._marks[kind, name]
 
     def finish(self, kind: str, name: str, incarnations: set[int], by: str, to: str = "") -> None:
-        """Notes that a name is free here.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
+        """Notes that a name is free here."""
         self._note(_deleted(Gone((kind, name), tuple(sorted(incarnations - {0})), by, to)))
 
     def _note(self, event: Event) -> None:
@@ -159,7 +144,6 @@ class Deletions:
             raise KeyError(event["kind"])
 
     def _events(self) -> list[Event]:
-        """The fewest events that lead to where it is now."""
         marked = [
             {"kind": "marked", "of": kind, "name": name, "incarnation": mark.incarnation}
             | {"by": mark.by}

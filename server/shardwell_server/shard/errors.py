@@ -35,7 +35,7 @@ _OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or
 def non_finite(
     spec: ParameterSpec, element_index: int, what: str, advice: str = "mend it and send it again"
 ) -> NonFiniteError:
-    """The error for a value that is not finite, `what` saying whose."""
+    """Returns the error for a value that is not finite; `what` says whose."""
     return NonFiniteError(
         f"{what}, parameter {spec.name!r}: {spec.element(element_index)} is not finite; {advice}",
         element_index=element_index,
@@ -54,17 +54,10 @@ def state_overflow(
     element_index: int,
     **where: Any,
 ) -> NonFiniteError:
-    """The error for a gradient that optimizer state can't take.
+    """Returns the error for a gradient that optimizer state can't take.
 
-    Args:
-        what: The parameter or table.
-        place: Where in it.
-        whose: The gradient.
-        slot_name: The array of state.
-        too_large: "gradient", or "weight decay" where it is what that adds.
-        ending: How the step is ended now.
-        element_index: The place as errors carry it.
-        where: The parameter or table as errors carry it.
+    `whose` gradient it is, and how the step is `ending` now, are clauses of its message;
+    `too_large` is "gradient", or "weight decay" where it is what that adds.
     """
     cause, advice = {
         "gradient": ("it is so large", "clip gradients"),
@@ -85,7 +78,7 @@ def state_overflow(
 def diverged(
     spec: ParameterSpec, element_index: int, version: int, what: str = "weights"
 ) -> DivergedError:
-    """The error for a weight, or what else `what` says, that is not finite any more."""
+    """Returns the error for a weight, or another `what`, that is not finite any more."""
     found = non_finite(spec, element_index, f"{what} at version {version}", _OF_DIVERGED)
     return DivergedError(found.message, element_index=element_index, parameter=spec.name)
 
@@ -97,7 +90,7 @@ def workers_missing(
     version: int,
     deadline: RequestDeadline,
 ) -> WorkersMissingError:
-    """Why a chunk has not reached `version`."""
+    """Returns the error of a chunk that has not reached `version` in time."""
     step = tracker.records[chunk_index].version
     none = "none (asynchronous)"
     if spec.closes_by_norm:
@@ -116,12 +109,7 @@ def workers_missing(
 def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> float:
     """Refuses to wait for a chunk's open step that needs a worker which has ended in order.
 
-    Returns:
-        In how many seconds a request that waits is to look again; math.inf: no sooner than that
-        something changes.
-
-    Raises:
-        WorkersMissingError: names the workers that ended.
+    Returns the seconds until a request that waits is to look again; math.inf: only after a change.
     """
     crew, record = tracker.crew, tracker.records[chunk_index]
     if not crew.may_wait_in_vain or tracker.is_decided(record):
@@ -135,7 +123,7 @@ def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> 
 def non_finite_row(
     spec: TableSpec, ids: Ids, place: int, what: str, advice: str = "mend it and send it again"
 ) -> NonFiniteError:
-    """The same for rows; `place` is row * dim + column among `ids`."""
+    """Returns `non_finite` of rows; `place` is row * dim + column among `ids`."""
     row, column = divmod(place, spec.dim)
     return NonFiniteError(
         f"{what}, table {spec.name!r}: column {column} of row id {ids[row]} is not finite; "
@@ -146,7 +134,7 @@ def non_finite_row(
 
 
 def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> DivergedError:
-    """The same as `diverged`; `place` is row * dim + column among `ids`."""
+    """Returns `diverged` of rows; `place` is row * dim + column among `ids`."""
     found = non_finite_row(spec, ids, place, f"weights at version {version}", _OF_DIVERGED)
     return DivergedError(found.message, table=spec.name)
 
@@ -154,14 +142,14 @@ def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> Diverge
 def table_workers_missing(
     spec: TableSpec, tracker: TableSteps, version: int, deadline: RequestDeadline
 ) -> WorkersMissingError:
-    """Why a table has not reached `version`."""
+    """Returns the error of a table that has not reached `version` in time."""
     crew, missing = tracker.crew, tracker.crew.missing(tracker.version)
     where = f"version {version}, and it is at {tracker.version}"
     return _missing(spec, crew, missing, where, deadline, "none", table=spec.name)
 
 
 def check_table_ended(spec: TableSpec, tracker: TableSteps) -> float:
-    """As `check_ended`, for the open step of a table."""
+    """Refuses to wait for a table's open step: as `check_ended`."""
     crew, step = tracker.crew, tracker.version
     if not crew.may_wait_in_vain:
         return math.inf
@@ -202,7 +190,6 @@ def _check_missing(
     spare_count: int,
     **where: Any,
 ) -> float:
-    """Refuses to wait for workers that can't come; see `check_ended`."""
     missing, unknown_count = lacks
     shared, look_s = crew.shared_ids()
     if unknown_count > spare_count and shared:
@@ -239,7 +226,6 @@ def _check_ended(
 
 
 def _shared_words(crew: Crew[Any]) -> str:
-    """Which clients share an id, for a message that names a worker which never came."""
     for worker_id, sessions in crew.ids_of_several().items():
         clients = " and ".join(map(str, sessions[:8]))
         return f" ({clients} are all worker {worker_id!r}: give each worker an id of its own)"
@@ -247,7 +233,6 @@ def _shared_words(crew: Crew[Any]) -> str:
 
 
 def _names(missing: list[str], unknown_count: int, unknown: str) -> str:
-    """The missing workers, of many some; and the number of `unknown` ones."""
     named = ", ".join(repr(worker_id) for worker_id in missing[:8])
     if len(missing) > 8:
         named += f" and {len(missing) - 8} more"

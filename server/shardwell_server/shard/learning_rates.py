@@ -14,11 +14,10 @@ class LearningRates:
 
     @property
     def changes(self) -> list[tuple[int, float]]:
-        """(first version, rate), in order."""
         return list(self._changes)
 
     def at(self, version: int) -> float:
-        """The rate of the update that follows `version` updates."""
+        """Returns the rate of the update that follows `version` updates."""
         for from_step, rate in reversed(self._changes):
             if from_step <= version:
                 return rate

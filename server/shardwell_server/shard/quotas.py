@@ -18,39 +18,31 @@ from shardwell.numerics.arguments import check_integer
 
 Counted: TypeAlias = Literal["stored_bytes", "parameters", "tables", "members", "streams", "calls"]
 _BURST_S = 1.0
-"""A token that was quiet may use so much of its rate at once."""
+"""Seconds of its rate that a token which was quiet may use at once."""
 _USAGE_COUNT_MAX = 4096
-"""Names of tokens, of which JWTs may bring any number; then what is not used is forgotten."""
+"""Names of tokens, of which JWTs may bring any number; idle ones are forgotten then."""
 _DELAY_S_MAX = 10.0
-"""Where calls would have to wait for longer, no other is begun."""
+"""The longest delay of calls with which another one is begun."""
 CALL_BYTES = 16 * 1024
-"""A call and each message of a stream counts as so many bytes at the least."""
+"""The bytes as which a call, and each message of a stream, counts at the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """Bounds of what the owner of a token may use of one shard.
-
-    None: only the shard's own limits.
-    """
+    """The bounds of a token owner's use of one shard; None: only the shard's own limits."""
 
     stored_bytes: int | None = None
     """Bytes of parameters and tables that it has made; see `Limits.stored_bytes_max`."""
     parameters: int | None = None
-    """Parameters that it has made."""
     tables: int | None = None
-    """Tables that it has made."""
     members: int | None = None
-    """Workers that are connected with the token, and as many again in groups that meet here."""
+    """Workers connected with the token, and as many again in groups that meet here."""
     streams: int | None = None
-    """Streams that are open."""
     calls: int | None = None
-    """Calls that are open, of any kind: streams, those by which workers attend, and such as wait
-    for others."""
+    """Calls of any kind: also streams, and those by which workers attend or wait."""
     bytes_per_s: int | None = None
-    """Bytes of its calls and their answers, payloads in shared memory included. A call and each
-    message counts as 16 KiB at the least, so this bounds calls a second, too. What comes faster
-    is delayed."""
+    """Bytes of calls and answers, payloads in shared memory included. With `CALL_BYTES` this bounds
+    calls a second, too. Faster ones are delayed."""
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
@@ -63,46 +55,32 @@ NO_QUOTA = Quota()
 
 
 class Usage:
-    """What one token uses. Any thread may call it."""
+    """The usage of one token. Any thread may call it."""
 
     def __init__(self, name: str, now_s: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        """Name of the token."""
         self.quota = NO_QUOTA
-        """As its caller, or the file, said last."""
+        """The bounds that its caller, or the file, gave last."""
         self._now_s = now_s
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._debt_bytes = 0.0
-        """What has passed beyond the quota's rate, when it was looked at last; below 0: less."""
+        """Bytes beyond the quota's rate at `_looked_s`; below 0: less."""
         self._looked_s = now_s() - _BURST_S
-        """When that was."""
 
     @property
     def is_used(self) -> bool:
-        """Whether anything of it counts."""
         return any(self._counts.values()) or self.delay_s(0) > 0
 
     def count(self, what: Counted) -> int:
-        """How much of that it uses."""
         return self._counts.get(what, 0)
 
     def left(self, what: Counted) -> int | None:
-        """How much more it may use; None: there is no bound."""
         most: int | None = getattr(self.quota, what)
         return None if most is None else max(most - self.count(what), 0)
 
     def take(self, what: Counted, count: int = 1, **where: Any) -> None:
-        """Counts so much more.
-
-        Args:
-            what: The counted thing.
-            count: How much.
-            where: `parameter` or `table`, and its name, for errors.
-
-        Raises:
-            LimitError: that is beyond the quota, and nothing changed.
-        """
+        """Counts so much more; LimitError: nothing changed."""
         most: int | None = getattr(self.quota, what)
         with self._lock:
             used = self._counts.get(what, 0)
@@ -121,7 +99,7 @@ class Usage:
             self._counts[what] = self._counts.get(what, 0) + count
 
     def delay_s(self, size_bytes: int) -> float:
-        """Counts bytes that pass; how long their call is to wait, so that the rate holds."""
+        """Counts bytes that pass; returns their call's delay, with which the rate holds."""
         rate = self.quota.bytes_per_s
         if rate is None:
             return 0.0
@@ -133,11 +111,7 @@ class Usage:
             return max(self._debt_bytes / rate, 0.0)
 
     def check_rate(self) -> None:
-        """Refuses another call while those that are there have to wait for long.
-
-        Raises:
-            LimitError: they do.
-        """
+        """Raises LimitError while the calls that are there have to wait for long."""
         rate, delay_s = self.quota.bytes_per_s, self.delay_s(0)
         if delay_s > _DELAY_S_MAX:
             raise LimitError(
@@ -148,7 +122,7 @@ class Usage:
 
 
 class Usages:
-    """What each token uses, by its name. Any thread may call it."""
+    """The usage of each token, by its name. Any thread may call it."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -156,7 +130,6 @@ class Usages:
         self._by_name: dict[str, Usage] = {}
 
     def of(self, name: str, quota: Quota | None = None) -> Usage:
-        """The usage of a token, with its current quota if there is one."""
         with self._lock:
             usage = self._by_name.get(name)
             if usage is None:
@@ -168,7 +141,7 @@ class Usages:
         return usage
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """What the file of tokens says now, also of those who have not called yet."""
+        """Sets the quotas of the file of tokens, also of owners who have not called yet."""
         for name, quota in quotas.items():
             self.of(name, quota)
 
@@ -177,10 +150,7 @@ class Usages:
 
 
 class ByteBudget:
-    """Bytes that a shard stores, over all parameters and tables, and the limit of them.
-
-    `Limits.stored_bytes_max` says what counts. Any thread may call it.
-    """
+    """The bytes that a shard stores (`Limits.stored_bytes_max`). Any thread may call it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -189,21 +159,10 @@ class ByteBudget:
 
     @property
     def count(self) -> int:
-        """Bytes in use."""
         return self._count
 
     def take(self, size_bytes: int, what: str, advice: str, **where: Any) -> None:
-        """Counts so many more.
-
-        Args:
-            size_bytes: How many.
-            what: What for, for the message: "parameter 'm' needs {} bytes here".
-            advice: What to do where there are none.
-            where: `parameter` or `table`, and its name, for errors.
-
-        Raises:
-            LimitError: that is beyond the limit, and nothing changed.
-        """
+        """Counts so many more for `what`, '.. needs {} bytes here'; LimitError: nothing changed."""
         with self._lock:
             if self._count + size_bytes > self.limit_bytes:
                 raise LimitError(
@@ -220,7 +179,7 @@ class ByteBudget:
 
 
 class OwnedBytes:
-    """What one parameter or table uses of a budget, and of what its owner's token may use."""
+    """The bytes of one parameter or table, in a budget and in its owner's quota."""
 
     def __init__(self, all_: ByteBudget, usage: Usage) -> None:
         self._all = all_
@@ -230,7 +189,6 @@ class OwnedBytes:
         self._is_over = False
 
     def take(self, size_bytes: int, what: str, advice: str, **where: Any) -> None:
-        """As `ByteBudget.take`, of both."""
         with self._lock:
             if self._is_over:
                 return
@@ -244,18 +202,15 @@ class OwnedBytes:
 
     @property
     def count(self) -> int:
-        """Bytes that it has."""
         return self._count
 
     @property
     def left_bytes(self) -> int:
-        """How many more may be taken."""
         own = self._usage.left("stored_bytes")
         of_all = max(self._all.limit_bytes - self._all.count, 0)
         return of_all if own is None else min(own, of_all)
 
     def add(self, size_bytes: int) -> None:
-        """As `ByteBudget.add`, of both."""
         with self._lock:
             if not self._is_over:
                 self._add(size_bytes)
@@ -263,7 +218,7 @@ class OwnedBytes:
     def give_back(self) -> int:
         """Counts nothing of it any more, whatever comes; returns how many bytes that were.
 
-        Of a parameter or table that is gone: a call that is under way may still ask for room.
+        A call on a parameter or table that is gone may be under way, and still ask for room.
         """
         with self._lock:
             count, self._is_over = self._count, True

@@ -16,32 +16,23 @@ from shardwell.v1 import trace_pb2 as pb
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 
 RECORDING_COUNT_MAX = 4
-"""At once."""
 _WAITING_BYTES_MAX = 64 << 20
 """Most bytes of spans of one recording that wait for its reader; more of them are dropped."""
 _READ_S = 5.0
-"""For a recording's reader to read what came in time, where others want to record."""
+"""The time for a reader to read what came in time, where others want to record."""
 _RETURN_S = 2.0
-"""A session that got an answer asks again within this time, mostly."""
+"""The time within which most sessions that got an answer ask again."""
 
 
 class Recording:
-    """One that is open. For `Recordings`, whose lock guards it.
-
-    Args:
-        expected: Sessions that are sure to be asked.
-        until_s: When it is over for certain, on time.monotonic's clock.
-    """
+    """An open recording, over at `until_s` at the latest; the lock of `Recordings` guards it."""
 
     def __init__(self, expected: set[int], until_s: float) -> None:
         self.expected = expected
         self.until_s = until_s
         self.knowing: set[int] = set()
-        """Sessions that know of it."""
         self.given: set[int] = set()
-        """Sessions whose spans have come."""
         self.waiting: deque[pb.ProcessSpans] = deque()
-        """What has come and was not taken yet."""
         self.waiting_bytes = 0
 
 
@@ -52,9 +43,9 @@ class Recordings:
         self._changed = Changes()
         self._open: dict[int, Recording] = {}
         self._asking: dict[int, Callable[[], object]] = {}
-        """Sessions that wait for a recording, and what ends the call by which they do."""
+        """Waiting sessions, and what ends the call by which they wait."""
         self._return_s: dict[int, float] = {}
-        """Until when sessions that got an answer are expected to ask again."""
+        """Times until which sessions that got an answer are to ask again."""
         self._is_stopping = False
 
     @contextmanager
@@ -62,10 +53,6 @@ class Recordings:
         """Notes for a `with` that a session waits for a recording, which it does by one call.
 
         An earlier call is ended: its connection has broken, and would carry no answer.
-
-        Args:
-            session: Number of the session.
-            end: Ends the call.
         """
         with self._changed.lock:
             earlier = self._asking.get(session)
@@ -80,7 +67,7 @@ class Recordings:
                     del self._asking[session]
 
     def news(self, session: int, deadline: RequestDeadline) -> int:
-        """The number of a recording that a session does not know yet; 0 at the deadline."""
+        """Returns the number of a recording new to a session; 0 at the deadline."""
         with self._changed.lock:
             for number, recording in self._open.items():
                 if session not in recording.knowing:
@@ -94,13 +81,8 @@ class Recordings:
     def begin(self, attending: Container[int], wait_s: float) -> int:
         """Opens a recording, and answers all clients that ask; returns its number.
 
-        Args:
-            attending: Sessions that are there; others that asked are not waited for.
-            wait_s: How long clients have. A reader that does not read what comes keeps others from
-                recording for little longer.
-
-        Raises:
-            LimitError: too many are open.
+        Sessions that asked and are not `attending` are not waited for. Clients have `wait_s`; a
+        reader that does not read what comes keeps others from recording for little longer.
         """
         with self._changed.lock:
             now_s = time.monotonic()
@@ -121,7 +103,7 @@ class Recordings:
     def give(self, number: int, session: int, process: pb.ProcessSpans) -> None:
         """Takes a session's spans; what comes twice, too late or unasked is dropped.
 
-        So is what comes faster than it is read; the session counts as one that has not given.
+        Spans beyond `_WAITING_BYTES_MAX` are, too; their session counts as one that has not given.
         """
         size = process.ByteSize()
         with self._changed.lock:
@@ -136,7 +118,7 @@ class Recordings:
             self._changed.notify_all()
 
     def next(self, number: int, deadline: RequestDeadline) -> pb.ProcessSpans | None:
-        """The spans of one more session; None when all have given theirs, or time is over."""
+        """Returns one more session's spans; None: all have given theirs, or time is over."""
         with self._changed.lock:
             recording = self._open.get(number)
             if recording is None:
@@ -157,7 +139,7 @@ class Recordings:
             self._changed.notify_all()
 
     def end(self, number: int) -> set[int]:
-        """Closes a recording; the sessions that gave."""
+        """Closes a recording; returns the sessions that gave."""
         with self._changed.lock:
             recording = self._open.pop(number, None)
             return set() if recording is None else recording.given

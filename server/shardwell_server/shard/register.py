@@ -35,7 +35,6 @@ SeatT = TypeVar("SeatT", bound=Seat)
 
 
 def _rate_event(from_step: int, learning_rate: float) -> Event:
-    """The rate from a step on, as it is logged."""
     event: Event = {
         "kind": "learning_rate",
         "from_step": from_step,
@@ -47,15 +46,9 @@ def _rate_event(from_step: int, learning_rate: float) -> Event:
 
 
 class SliceRegister(ABC, Generic[SeatT]):
-    """Base of both kinds. For one thread at a time; any thread may read `rates`.
+    """The base of both kinds. For one thread at a time; any thread may read `rates`.
 
-    Args:
-        kind: "parameter" or "table".
-        name: Its name.
-        storage: Where events are logged, and what each seat has contributed is kept.
-        crew: The workers that have the seats.
-        learning_rate: The spec's; None: there is none.
-        limits: Limits of the shard.
+    Each change is in the storage first; StorageError: it can't be noted.
     """
 
     def __init__(
@@ -68,11 +61,10 @@ class SliceRegister(ABC, Generic[SeatT]):
         limits: Limits,
     ) -> None:
         self.incarnation = 0
-        """See CreateParameterResponse and OpenTableResponse; 0: none yet."""
+        """The number of CreateParameterResponse and OpenTableResponse; 0: none yet."""
         self._kind = kind
         self._name = name
         self._where: dict[str, Any] = {kind: name}
-        """What errors carry of it."""
         self._crew = crew
         self._storage = storage
         self._limits = limits
@@ -82,12 +74,7 @@ class SliceRegister(ABC, Generic[SeatT]):
     # Taking part.
 
     def seat(self, contributor: Contributor[SeatT]) -> SeatT | None:
-        """The worker's seat, which is the session's from now on.
-
-        Raises:
-            SeatsTakenError, WorkerIdInUseError, LimitError, StepOrderError: see `Crew.seat`.
-            StorageError: there is no room for it.
-        """
+        """Returns the worker's seat, which is the session's from now on: `Crew.seat`."""
         return self._crew.seat(contributor, self._note_seat)
 
     def _note_seat(self, event: Event) -> None:
@@ -97,11 +84,7 @@ class SliceRegister(ABC, Generic[SeatT]):
         self._storage.log(event)
 
     def end_session(self, number: int) -> list[tuple[str, int]]:
-        """Notes that a session, by its number, has ended in order; returns tenures that end so.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
+        """Notes that a session has ended in order; returns tenures that end so."""
         ended = []
         for worker_id in self._crew.owned_by(number):
             tenure = self._crew.tenure_of(worker_id)
@@ -112,27 +95,12 @@ class SliceRegister(ABC, Generic[SeatT]):
         return ended
 
     def await_from(self, contributor: Contributor[SeatT]) -> bool:
-        """As of `Crew.await_from`.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
         return self._crew.await_from(contributor, self._note_seat)
 
     def end_tenure(self, worker_id: str, tenure: int) -> bool:
-        """As of `Crew.end_tenure`.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
         return self._crew.end_tenure(worker_id, tenure, self._note_seat)
 
     def note_incarnation(self, incarnation: int) -> None:
-        """Sets what tells it from others of its name.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
         if incarnation != self.incarnation:
             self._storage.log({"kind": "incarnation", "incarnation": incarnation})
             self.incarnation = incarnation
@@ -143,13 +111,7 @@ class SliceRegister(ABC, Generic[SeatT]):
     def _change_rate(
         self, from_step: int | None, learning_rate: float, *, reached: int, oldest: int
     ) -> None:
-        """Sets the rate from a step on; None: from the first that nothing has reached.
-
-        Args:
-            from_step: The step.
-            learning_rate: The rate.
-            reached: The newest step that anything of it is at.
-            oldest: The oldest one.
+        """Sets the rate from a step on; None: from `reached`, the newest step that anything is at.
 
         Raises:
             StepOrderError: `from_step` is before `reached`.
@@ -177,7 +139,6 @@ class SliceRegister(ABC, Generic[SeatT]):
     # Events.
 
     def _events(self) -> list[Event]:
-        """The fewest events that lead to where it is now."""
         events = self._crew.events()
         if self.incarnation:
             events.append({"kind": "incarnation", "incarnation": self.incarnation})
@@ -187,18 +148,13 @@ class SliceRegister(ABC, Generic[SeatT]):
 
     @abstractmethod
     def _own_events(self) -> list[Event]:
-        """Events that only parameters, or only tables, have."""
+        """Returns the events that only parameters, or only tables, have."""
 
     @abstractmethod
     def _restore_own(self, event: Event) -> None:
-        """Goes on from one of those.
-
-        Raises:
-            KeyError, TypeError: it is none.
-        """
+        """Restores an event of `_own_events`; KeyError, TypeError: it is none."""
 
     def _restore(self, stored: Iterable[Any]) -> None:
-        """Goes on from what was logged; `stored` is what the storage has of each seat."""
         contributed = iter(stored)
         for event in self._storage.events():
             try:

@@ -62,16 +62,15 @@ class Owned(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """What tells it from others of its name; 0: it has none yet."""
+        """The number that tells it from others of its name; 0: none yet."""
 
     storage: Any
-    """Its arrays and records."""
 
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """Workers with a seat, or that have opened it, whose sessions count as alive."""
+        """Returns its workers whose sessions count as alive: `Crew.living`."""
 
     def handing_over(self) -> AbstractContextManager[None]:
-        """Nothing of it changes in the block, and after it; where it fails, all goes on."""
+        """Keeps all from changing in the block and after it; where the block fails, all goes on."""
 
     def go_on_after_start(self) -> None:
         """Looks after the members that an earlier process had."""
@@ -79,12 +78,10 @@ class Owned(Protocol):
     def describe(
         self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
     ) -> Any:
-        """What status says of it."""
+        """Returns the status."""
 
 
 class _Booked(NamedTuple):
-    """What one counts as."""
-
     owner: str
     """Name of the token by which it was made; empty: of none."""
     stored: OwnedBytes
@@ -97,28 +94,15 @@ OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
 class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
-    """Base of both. Any thread may call it.
+    """The base of `Parameters` and `Tables`, which share the store's lock. Any thread may call it.
 
-    Args:
-        config: The shard's.
-        store: Where they are kept.
-        lock: Guards the store.
-        stored_bytes: Budget of the shard.
-        sessions: Answers which sessions are alive.
-        usages: What the owners of tokens use.
-        spans: What the shard did last.
-        deletions: Names that were deleted, or are about to be.
-        spool_dir: See Shard.
-        timer: Ends grace, and looks after elastic members; None: nothing does.
-        log: Takes each step's contributors, where sets are open; None: nothing does.
+    `timer` ends grace, and looks after elastic members; None: nothing does. `log` takes each step's
+    contributors, where sets are open. `spool_dir` has the copies of snapshots; None: the system's.
     """
 
     _kind: ClassVar[str]
-    """"parameter" or "table"."""
     _fewer: ClassVar[str] = ""
-    """How a user needs fewer of them, for messages."""
     _counted: ClassVar[Counted]
-    """How a quota names them."""
 
     def __init__(
         self,
@@ -153,11 +137,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Names that no call finds any more, and whose deletion is not noted yet."""
 
     def open(self, spec: SpecT, owner: str = "") -> tuple[OwnedT, bool]:
-        """The one of that name, made now if it is new; and whether it was.
-
-        Args:
-            spec: The declared spec.
-            owner: Name of the token by which it is made; empty: of none.
+        """Returns the one of that name, made now if it is new; and True if it is.
 
         Raises:
             SpecMismatchError: it exists with another spec, or the other kind has the name.
@@ -184,23 +164,13 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return known, False
 
     def get(self, name: str) -> OwnedT:
-        """One that was opened.
-
-        Raises:
-            UnknownParameterError, UnknownTableError: there is none of that name, or it is being
-                deleted.
-        """
         found = self._by_name.get(name)
         if found is None or self._deletions.mark_of(self._kind, name) is not None:
             raise self._unknown(name, self._words_of(name))
         return found
 
     def check_opened(self, name: str, incarnation: int) -> None:
-        """Refuses what is meant for one that has lost the name, whatever has it since.
-
-        Args:
-            name: Its name.
-            incarnation: Incarnation that the caller has opened; 0: whatever has the name.
+        """Refuses a call for one that has lost the name to another; incarnation 0 means any.
 
         Raises:
             UnknownParameterError, UnknownTableError: it was deleted.
@@ -224,12 +194,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             )
 
     def opened(self, name: str, incarnation: int) -> OwnedT:
-        """The one that a caller has opened: `get`, after `check_opened`."""
         self.check_opened(name, incarnation)
         return self.get(name)
 
     def _words_of(self, name: str) -> str:
-        """What became of a name, for an error about it; empty: nothing."""
         mark = self._deletions.mark_of(self._kind, name)
         if mark is not None:
             return (
@@ -240,11 +208,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         return "" if gone is None else f"{gone.words}; open it again to make it anew"
 
     def _check_free(self, name: str) -> None:
-        """Refuses a name that the other kind or a family has; the lock is held.
-
-        Raises:
-            SpecMismatchError: it has it.
-        """
+        """Refuses a name that the other kind or a family has; the lock is held."""
         if self.beside is not None and self.beside.has(name):
             raise SpecMismatchError(
                 f"{name!r} is a {self.beside._kind} on this cluster, and a {self._kind} can't have "
@@ -259,21 +223,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             )
 
     def has_family(self, name: str) -> bool:
-        """Whether there are fragments of a family of that name."""
         return False
 
     def _check_family_is_free(self, spec: SpecT) -> None:
-        """Refuses a fragment of a family that can't be here; the lock is held.
-
-        Raises:
-            SpecMismatchError: a parameter or table has the family's name, or the family is dealt
-                in another way.
-        """
+        """Refuses a fragment whose family collides; the lock is held."""
 
     def describe(
         self, part: OwnedT, name_count_max: int, attending: Mapping[str, Attendance]
     ) -> Any:
-        """What status says of one: see `ParameterSlice.describe`."""
         status = part.describe(name_count_max, attending)
         status.marked = self.mark_of(part.spec.name) is not None
         return status
@@ -281,39 +238,29 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     # Deleting.
 
     def owner_of(self, name: str) -> str | None:
-        """Name of the token by which one was made; empty: of none. None: there is none."""
+        """Returns the name of the token that made one; empty: of none. None: there is none."""
         booked = self._booked.get(name)
         return None if booked is None else booked.owner
 
     def mark_of(self, name: str) -> Mark | None:
-        """The mark on a name: its deletion is decided."""
         return self._deletions.mark_of(self._kind, name)
 
     def living_members(self, name: str, but: int) -> list[tuple[str, int, float]]:
-        """See `Crew.living`; none where there is nothing of that name."""
         found = self._by_name.get(name)
         return [] if found is None else found.living_members(but)
 
     def find(self, name: str) -> OwnedT | None:
-        """One of that name, though its deletion is decided."""
+        """Returns one of that name, though its deletion is decided."""
         return self._by_name.get(name)
 
     def is_taken(self, name: str) -> bool:
-        """Whether a parameter or a table has a name."""
         return self.has(name) or (self.beside is not None and self.beside.has(name))
 
     def mark(self, name: str, incarnation: int, by: str, *, force: bool, but: int) -> bool:
         """Decides the deletion of a name, unless it has members; False: it has. Safe to repeat.
 
-        Args:
-            name: The name.
-            incarnation: Incarnation that is meant.
-            by: The worker id of the client that deletes it.
-            force: Although it has members.
-            but: Number of a session that is none.
-
-        Raises:
-            OtherIncarnationError: another one has the name.
+        Session `but`, of the client `by` that deletes it, is no member. OtherIncarnationError:
+        another one has the name.
         """
         with self._lock:
             found, mark = self._by_name.get(name), self.mark_of(name)
@@ -338,15 +285,10 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     ) -> int | None:
         """Removes one with its files; returns how many bytes it stored. Safe to repeat.
 
-        None: it was removed before, or was never here; what has the name since stays.
-
-        Args:
-            name: Its name.
-            incarnation: The incarnation on shard 0.
-            held: The incarnation on this shard, as it was asked before.
-            by: The worker id of the client that deletes it.
-            end_calls: Ends what uses it, called once no call finds it any more: what such a call
-                meets of files that are gone is no answer for its client.
+        None: it was removed before, or was never here; what has the name since stays. `incarnation`
+        is that of shard 0, and `held` that of this shard, as it was asked before. `end_calls` ends
+        what uses it, once no call finds it any more: an error about files that are gone is no
+        answer for a client.
 
         Raises:
             OtherIncarnationError: there is another one; or this is shard 0, without such a mark.
@@ -384,9 +326,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         A renaming that 0.2.0 has cut off is done, too, where the files have the new name. Else
         shard 0, which decides, goes back to the old one, and the others by `take_back`.
-
-        Raises:
-            StorageError: it can't be noted.
         """
         for kind, name in self._deletions.marked:
             mark = self._deletions.mark_of(kind, name)
@@ -400,12 +339,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     def take_back(self, name: str, incarnation: int) -> None:
         """Gives one its old name, where 0.2.0 has renamed it here, and not on shard 0.
 
-        Args:
-            name: A name by which a client opens one. The client has asked shard 0 before.
-            incarnation: The incarnation on shard 0; 0: none.
-
-        Raises:
-            StorageError: the name can't be written.
+        `incarnation` is that on shard 0, which the client has asked before; 0: none.
         """
         gone = self._deletions.gone(self._kind, name, incarnation) if incarnation else None
         if gone is None or not gone.to:
@@ -428,7 +362,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             self._deletions.finish(self._kind, gone.to, {incarnation}, gone.by, name)
 
     def _knows(self, name: str, incarnations: set[int]) -> bool:
-        """Whether these are known to have lost the name, all but 0."""
         known = incarnations - {0}
         return bool(known) and all(
             self._deletions.gone(self._kind, name, each) is not None for each in known
@@ -442,20 +375,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         )
 
     def has(self, name: str) -> bool:
-        """Whether one of that name was opened."""
         return name in self._by_name
 
     def all(self) -> list[OwnedT]:
-        """By name."""
         with self._lock:
             return [self._by_name[name] for name in sorted(self._by_name)]
 
     def recover(self, found: Iterable[tuple[LayoutT, StorageT]]) -> None:
-        """Goes on with what an earlier process left; to be called once, first.
-
-        Raises:
-            StorageError: it can't be believed.
-        """
+        """Goes on with what an earlier process left; to be called once, first."""
         for layout, storage in found:
             name = layout.name
             try:
@@ -511,7 +438,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     def _taken(
         self, stored: OwnedBytes, name: str, size_bytes: int, why: str = ""
     ) -> Iterator[None]:
-        """Counts bytes as stored, unless the block fails."""
         needs = f"{self._kind} {name!r} needs {{}} bytes here{why}"
         stored.take(size_bytes, needs, "add shards, or raise it", **self._where(name))
         try:
@@ -521,11 +447,9 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             raise
 
     def _where(self, name: str) -> dict[str, Any]:
-        """The parameter or table as errors carry it."""
         return {self._kind: name}
 
     def _description(self, spec: Message, owner: str) -> dict[str, Any]:
-        """The facts to make it again."""
         return {
             "spec": MessageToDict(spec),
             "shard_index": self._config.shard_index,
@@ -536,34 +460,27 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     @property
     @abstractmethod
     def _count_max(self) -> int:
-        """How many there may be."""
+        """The largest number of them."""
 
     @abstractmethod
     def _unknown(self, name: str, how: str) -> ShardwellError:
-        """The error for a name that there is none of; `how` it was deleted, if it was."""
+        """Returns the error for a name without one; `how` it was deleted, if it was."""
 
     @abstractmethod
     def _spec_of(self, description: dict[str, Any]) -> SpecT:
-        """The spec in a description.
-
-        Raises:
-            ParseError, ShardwellError: it can't be read.
-        """
+        """Reads the spec in a description; ParseError, ShardwellError: it can't be read."""
 
     @abstractmethod
     def _layout_of(self, spec: SpecT, owner: str, kept: LayoutT | None = None) -> LayoutT:
-        """How one is stored that is made now; with the sizes of one that is kept, if it has them.
-
-        Limits may have changed since that was made.
-        """
+        """Returns a new one's layout, with the sizes of one `kept`: limits may have changed."""
 
     @abstractmethod
     def _size_beforehand(self, layout: LayoutT) -> int:
-        """Bytes that it stores for as long as it exists."""
+        """Returns the bytes that it stores for as long as it exists."""
 
     @abstractmethod
     def _size_of(self, storage: StorageT) -> int:
-        """The same of what is known when the storage is made."""
+        """Returns the bytes that are known only when the storage is made."""
 
     @abstractmethod
     def _create(self, layout: LayoutT, begin: Begin[StorageT]) -> object:
@@ -571,15 +488,11 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
     @abstractmethod
     def _remove_storage(self, name: str) -> None:
-        """Removes the storage of one.
-
-        Raises:
-            StorageError: it can't be removed; nothing changed.
-        """
+        """Removes the storage of one; StorageError: nothing changed."""
 
     @abstractmethod
     def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
-        """The shard's part of it."""
+        """Returns the shard's part of it."""
 
 
 class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlice]):

@@ -1,4 +1,4 @@
-"""Which sessions are alive on this shard: those that attend, and for a while those from before.
+"""The sessions that are alive on this shard: those that attend, and for a while those from before.
 
 A session attends as long as one of its Attend calls is open; the server's keepalive ends those of a
 machine that vanished. A shard that was started again does not know which of the sessions that own
@@ -29,9 +29,9 @@ from shardwell.v1 import types_pb2
 from shardwell_server.shard.quotas import Usage
 
 RETURN_S_MAX = 5.0
-"""A client tries to reach a shard that is away twice a second."""
+"""The longest wait for clients, who try to reach a shard that is away twice a second."""
 _CALL_COUNT_MAX = 4
-"""Attend calls of one session; one more ends the oldest. A connection that broke leaves one."""
+"""Attend calls of one session; one more ends the oldest, of a broken connection."""
 
 
 class Attendance(NamedTuple):
@@ -39,40 +39,32 @@ class Attendance(NamedTuple):
 
     session: Session
     software_version: str
-    """Version of the client; empty: it did not say."""
     transports: Sequence[types_pb2.Transport]
-    """How its gradients come, each once; none: none has come."""
 
 
 class _Attending:
-    """A session that attends, and the calls by which it does."""
-
     def __init__(
         self, worker_id: str, session: Session, software_version: str, began_s: float
     ) -> None:
         self.worker_id = worker_id
         self.began_s = began_s
-        """When it began to attend."""
         self.session = session
         self.software_version = software_version
         self.transports: set[types_pb2.Transport] = set()
         self.calls: dict[object, _Call] = {}
-        """The newest last."""
+        """The calls by which it attends, the newest one last."""
 
     @property
     def usage(self) -> Usage | None:
-        """The usage of the token by which it attends, of the newest call; None: it has no token."""
+        """The usage of the token of its newest call; None: it has no token."""
         return next(reversed(self.calls.values())).usage if self.calls else None
 
     @property
     def owner(self) -> str:
-        """Name of that token; empty: of none."""
         return _name_of(self.usage)
 
 
 class _Call(NamedTuple):
-    """A call by which a session attends."""
-
     end: Callable[[], object]
     usage: Usage | None
 
@@ -84,14 +76,10 @@ def _name_of(usage: Usage | None) -> str:
 class Sessions:
     """The sessions of one shard.
 
-    Any thread may call it; inside, only the lock of a `Usage` is taken.
-
-    Args:
-        count_max: Sessions that may attend at once; of as many that have left it is known when,
-            and whether they ended in order.
-        lease_s: How long a session may be gone before its seats are given to other workers.
-        return_s: See the module.
-        now_s: A clock that never goes back.
+    Any thread may call it; inside, only the lock of a `Usage` is taken. At most `count_max` attend,
+    and of as many that have left it is known when, and whether they ended in order. One that is
+    gone for `lease_s` may lose its seats to other workers; those from before the start have
+    `return_s`.
     """
 
     def __init__(
@@ -104,32 +92,30 @@ class Sessions:
     ) -> None:
         self._count_max = count_max
         self.now_s = now_s
-        """The clock."""
         self._lease_s = lease_s
         self._return_until_s = now_s() + return_s
         self._lock = threading.Lock()
         self._attending: dict[int, _Attending] = {}
         self._left_s: dict[int, float] = {}
-        """When sessions left that attended, the first one first."""
+        """Times when sessions left that attended, the first one first."""
         self._left_owners: dict[int, str] = {}
-        """Names of the tokens by which those did that brought one."""
+        """Names of the tokens of those that brought one."""
         self._heard_s: dict[int, float] = {}
-        """When sessions that attend had their last heartbeat."""
+        """Times of the last signs of life of sessions that attend."""
         self.on_left: Callable[[int], None] = lambda number: None
-        """Called with the number of a session that does not attend any more; never waits."""
+        """Called with the number of a session that left; never waits."""
         self._ended: set[int] = set()
-        """Sessions of those that ended in order, and never attend again."""
+        """Sessions among those that ended in order, and never attend again."""
         self._others_left_s = now_s()
-        """When all others had left that are not known to attend, at the latest."""
+        """The latest time when others had left that don't attend."""
         self._is_stopping = False
 
     @property
     def count(self) -> int:
-        """Sessions that attend."""
         return len(self._attending)
 
     def by_worker(self) -> dict[str, Attendance]:
-        """The attending sessions, by the workers as which they contribute; of several one."""
+        """Returns one attending session of each worker."""
         with self._lock:
             return {
                 each.worker_id: Attendance(
@@ -146,14 +132,7 @@ class Sessions:
         usage: Usage | None = None,
         software_version: str = "",
     ) -> object:
-        """Notes that a call of the session is open; returns what `leave` takes when it is not.
-
-        Args:
-            worker_id: Under which the session contributes.
-            session: Number of the session.
-            end: Ends the call, when the shard stops.
-            usage: Usage of the token by which it attends; None: it has no token.
-            software_version: Version of the client's software; empty: it did not say.
+        """Notes that a call of the session is open, which `end` ends; returns what `leave` takes.
 
         Raises:
             ArgumentError: a session of that number has another worker_id.
@@ -213,7 +192,6 @@ class Sessions:
             self.on_left(session.number)
 
     def heard(self, number: int) -> None:
-        """Notes a heartbeat of a session."""
         with self._lock:
             if number in self._attending:
                 self._heard_s[number] = self.now_s()
@@ -226,14 +204,7 @@ class Sessions:
     def end(self, number: int, owner: str = "") -> bool:
         """Notes that a session has ended, whatever calls of it are open. Safe to repeat.
 
-        False: no such session was here that the caller's token may know of.
-
-        Args:
-            number: Number of the session.
-            owner: Name of the caller's token; empty: it has none.
-
-        Raises:
-            AccessDeniedError: it attends, or did, by another token.
+        False: it was not here. AccessDeniedError: it attends, or did, by another token.
         """
         with self._lock:
             found = self._attending.get(number)
@@ -307,20 +278,11 @@ class Sessions:
         owner: str = "",
         transport: types_pb2.Transport = types_pb2.TRANSPORT_UNSPECIFIED,
     ) -> Session:
-        """The session of that number, which must attend to contribute as a worker.
-
-        That it calls is a sign of life, as a heartbeat is.
-
-        Args:
-            number: Number of the session.
-            worker_id: Under which it contributes.
-            owner: Name of the caller's token; empty: it has none.
-            transport: How the gradients come that it is about to send, for status;
-                unspecified: it sends none.
+        """Returns the session of that number, which must attend; a call is a sign of life, too.
 
         Raises:
             SessionEndedError: it has ended in order.
-            SessionUnknownError: it does not, or by another token.
+            SessionUnknownError: it does not attend, or by another token than that of `owner`.
             ArgumentError: it is that of another worker_id.
         """
         with self._lock:
@@ -356,7 +318,7 @@ class Sessions:
 
 
 def session_ended(number: int, worker_id: str | None = None) -> SessionEndedError:
-    """The error for a call by a session that has ended in order."""
+    """Returns the error for a call by a session that has ended in order."""
     return SessionEndedError(
         f"session {number:#x} has ended (EndSession), and contributes no more; draw another number "
         "and attend with that",
@@ -367,11 +329,6 @@ def session_ended(number: int, worker_id: str | None = None) -> SessionEndedErro
 def _move_member(
     before: Usage | None, after: Usage | None, worker_id: str, *, is_forced: bool = False
 ) -> None:
-    """Counts a worker for another token.
-
-    Raises:
-        LimitError: that has as many as it may, and the move is not forced; nothing changed.
-    """
     if before is after:
         return
     if after is not None and is_forced:

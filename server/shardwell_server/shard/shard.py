@@ -37,7 +37,7 @@ def _look_once(part: _Part) -> None:
 
 
 class PayloadBytes:
-    """Payload bytes in and out, counted by all streams."""
+    """The payload bytes in and out, counted by all streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,25 +45,19 @@ class PayloadBytes:
         self.sent_bytes = 0
 
     def add(self, *, received: int = 0, sent: int = 0) -> None:
-        """Counts bytes."""
         with self._lock:
             self.received_bytes += received
             self.sent_bytes += sent
 
 
 class Shard:
-    """What one server process owns. Any thread may call it.
+    """The state of one server process; it goes on with what the store kept. Any thread may call it.
 
-    Goes on with what the store kept.
-
-    Args:
-        config: Its place and limits.
-        store: Where it keeps everything.
-        spool_dir: Where snapshots keep copies meanwhile; None: the system's temporary directory.
-        origin: State of its files at the start, for errors about things that it lacks.
+    `spool_dir` has the copies of snapshots; None: the system's. `origin` is the state of its files
+    at the start, for errors about what it lacks.
 
     Raises:
-        StorageError: what it kept can't be believed.
+        StorageError: the state that it kept can't be believed.
         ArgumentError: the contribution log can't be written.
     """
 
@@ -80,25 +74,20 @@ class Shard:
         self.traffic = PayloadBytes()
         self.started_s = time.monotonic()
         self.copied_s: float | None = None
-        """When a parameter or table was last copied whole, for a checkpoint; None: none was."""
+        """The last copy of a whole parameter or table for a checkpoint, if any."""
         self._store = store
         self._stored_bytes = ByteBudget(config.limits.stored_bytes_max)
         self.usages = Usages()
-        """What the owners of tokens use of it."""
         self._stopping = threading.Event()
         self.sessions = Sessions(
             count_max=config.limits.session_count_max,
             lease_s=config.session_lease_s,
             return_s=min(config.session_lease_s, RETURN_S_MAX),
         )
-        """Clients that are connected."""
         self._watch = Watch()
         self.spans = Spans()
-        """What it did last."""
         self.recordings = Recordings()
-        """Recordings of what all did last."""
         self.contribution_log: ContributionLog | None = None
-        """Has the contributors of each chunk's steps."""
         if config.contribution_log is not None:
             self.contribution_log = ContributionLog(config.contribution_log, config.shard_index)
         lock = threading.Lock()
@@ -117,12 +106,10 @@ class Shard:
             None if self.contribution_log is None else self.contribution_log.take,
         )
         self.core_threads = CoreThreads(thread_count(config.threads))
-        """What takes pieces of its calls' work."""
+        """Threads that take pieces of its calls' work."""
         self.parameters = Parameters(*common)
-        """The parameters of this shard."""
         self.parameters.recover(parameters)
         self.tables = Tables(*common)
-        """The tables of this shard."""
         self.tables.recover(tables)
         self.parameters.beside, self.tables.beside = self.tables, self.parameters
         store.recovered()
@@ -137,12 +124,7 @@ class Shard:
         self.make_images()
 
     def check_identity(self, meant: types_pb2.ShardIdentity) -> None:
-        """Refuses a request that is meant for another shard.
-
-        Raises:
-            WrongShardError: index, count or cluster differ.
-            StorageError: its files are gone, and it serves no client any more.
-        """
+        """Refuses a request that is meant for another shard, and all once the files are gone."""
         self._store.check_present()
         config = self.config
         asked = (meant.cluster_id, meant.shard_index, meant.shard_count)
@@ -156,15 +138,11 @@ class Shard:
             )
 
     def check_files(self) -> None:
-        """Refuses to go on without files.
-
-        Raises:
-            StorageError: they are gone, and it serves no client any more.
-        """
+        """Raises StorageError once the files are gone."""
         self._store.check_present()
 
     def lost_memory(self, kind: str, name: str) -> OtherIncarnationError:
-        """The error for a "parameter" or "table" that others have trained and this shard lacks."""
+        """Returns the error for one that others have trained and this shard lacks."""
         where: dict[str, Any] = {kind: name}
         return OtherIncarnationError(
             f"{kind} {name!r} has begun on other shards, and shard {self.config.shard_index} does "
@@ -179,10 +157,7 @@ class Shard:
         return self._stored_bytes.count
 
     def checks(self) -> Iterator[Callable[[], None]]:
-        """Calls that check, a piece each, all that an earlier process left.
-
-        Each raises StorageError where its piece was damaged.
-        """
+        """Yields calls that raise StorageError where a piece of the kept state was damaged."""
         for parameter in self.parameters.all():
             for index in range(parameter.chunk_count):
                 yield partial(self._unless_deleted, parameter, partial(parameter.verify, index))
@@ -191,41 +166,19 @@ class Shard:
                 yield partial(self._unless_deleted, table, check)
 
     def look_at_files(self) -> None:
-        """Looks whether the files are still there; nothing is acknowledged any more if not.
-
-        Raises:
-            StorageError: they were removed, moved or replaced.
-        """
+        """Checks that the files are there; if not, nothing is acknowledged any more."""
         self._store.look()
 
     def sync(self) -> None:
-        """Writes to disk what is not there yet.
-
-        Raises:
-            StorageError: the disk failed for one, the others notwithstanding.
-        """
         self._do_all(lambda part: part.sync())
 
     def make_images(self) -> None:
-        """Writes the images whose time it is.
-
-        Raises:
-            StorageError: the disk failed, or is full, for one, the others notwithstanding.
-        """
         self._do_all(lambda part: part.make_image(self.is_stopping))
 
     def end_session(self, number: int, owner: str = "") -> bool:
-        """Notes that a session, by its number, has ended in order: its seats are free.
+        """Notes that a session has ended in order: its seats are free. False: it was not here.
 
-        False: no session of that number was here; see `Sessions.end`.
-
-        Args:
-            number: Number of the session.
-            owner: Name of the caller's token.
-
-        Raises:
-            AccessDeniedError: it is that of another token.
-            StorageError: it can't be noted for one, the others notwithstanding.
+        A StorageError of one parameter or table is raised when all others are done.
         """
         if not self.sessions.end(number, owner):
             return False
@@ -233,7 +186,7 @@ class Shard:
         return True
 
     def elastic_parts_of(self, session_number: int) -> Iterator[_Part]:
-        """Parameters and tables whose elastic members a session is among, or was a moment ago."""
+        """Yields those whose elastic members a session is among, or was just now."""
         parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
         for part in parts:
             if part.spec.members is not None and part.had_session(session_number):
@@ -248,20 +201,14 @@ class Shard:
                 self._watch.after(return_s, partial(_look_once, part))
 
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopping.is_set()
 
     def ends_waits(self) -> bool:
-        """Whether calls must not wait for other workers any more: `stop` was called.
-
-        Raises:
-            StorageError: the files are gone, so that they would wait in vain.
-        """
+        """Returns True once `stop` was called; StorageError: gone files end waits, too."""
         self._store.check_present()
         return self.is_stopping()
 
     def wait_for_stop(self, timeout_s: float) -> bool:
-        """Waits for `stop`; False if it was not called in that time."""
         return self._stopping.wait(timeout_s)
 
     def stop(self) -> None:
@@ -277,7 +224,7 @@ class Shard:
         self._store.close()
 
     def _do_all(self, act: Callable[[_Part], None]) -> None:
-        """Does it to each parameter and table, and raises the first StorageError at the end."""
+        """Acts on each parameter and table, and raises the first StorageError at the end."""
         failed: StorageError | None = None
         parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
         for part in parts:
@@ -289,7 +236,7 @@ class Shard:
             raise failed
 
     def _unless_deleted(self, part: _Part, act: Callable[[], None]) -> None:
-        """Does it; that files are gone is no error of one that was deleted meanwhile."""
+        """Acts, and ignores that the files of one that was deleted meanwhile are gone."""
         try:
             act()
         except StorageError:

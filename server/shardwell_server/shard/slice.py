@@ -34,7 +34,7 @@ from shardwell_server.store.contract import Storage
 
 _LOG = logging.getLogger("shardwell_server")
 _KNOWN_S = 60.0
-"""For so long a shard tells that a tenure is over."""
+"""The time for which a shard tells that a tenure is over."""
 _MEMBER_COUNT_MAX = 512
 """Members in an answer: each takes a look at all chunks, and room in it."""
 _HOST_LENGTH_MAX = 64
@@ -47,35 +47,29 @@ StatusT = TypeVar("StatusT", parameter_pb.ParameterStatus, table_pb.TableStatus)
 
 @dataclass(frozen=True, kw_only=True)
 class SliceState(Generic[SeatT]):
-    """What a slice is made of, for the classes that share its work."""
+    """The components of a slice, for the classes that share its work."""
 
     storage: Storage
     tracker: Tracker[SeatT]
-    """The workers' contributions."""
     register: SliceRegister[SeatT]
-    """What changes rarely."""
     lock: AbstractContextManager[bool]
     """Guards the register, and the crew."""
     times: StepTimes
-    """Times of its synchronous steps."""
     spans: Spans
 
 
 def _on(this: weakref.ref[Any], method: str, *arguments: Any) -> None:
-    """Calls a method of a slice, if there is one still."""
+    """Calls a method of a slice, unless it was freed."""
     found = this()
     if found is not None:
         getattr(found, method)(*arguments)
 
 
 class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
-    """Base of both. All methods may be called from any thread.
+    """The base of both. All methods may be called from any thread.
 
-    Args:
-        name: Name of the parameter or table.
-        state: What it is made of.
-        abandoned_after_s: A slice is at rest once no worker has been connected for so long.
-        timer: Looks after elastic members, and ends grace; None: nothing does.
+    It is at rest once no worker has been connected for `abandoned_after_s`. `timer` looks after
+    elastic members, and ends grace; None: nothing does.
     """
 
     def __init__(
@@ -89,11 +83,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._state = state
         self._timer = timer
         self._is_watched = False
-        """Whether the timer looks after elastic members."""
         self._ended: dict[str, tuple[int, float]] = {}
-        """Tenures that were over last, by worker, and when."""
+        """The last tenures that were over, by worker, and when."""
         self.lost_count = 0
-        """Members that this process found to be gone."""
         # Weakly: the files of a slice that was deleted are to be free at once.
         this = weakref.ref(self)
         self._crew = state.tracker.crew
@@ -101,7 +93,6 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._crew.give_on = partial(_on, this, "_give_on")
         self._abandoned_after_s = abandoned_after_s
         self.times = state.times
-        """Times of its synchronous steps."""
 
     # Taking part.
 
@@ -113,18 +104,10 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         seat_for: Contributor[SeatT] | None = None,
         incarnation: int = 0,
     ) -> OpenedT:
-        """Notes that a worker opened the parameter or table, if the worker has a name.
+        """Notes that a worker opened it; returns how far the slice and the worker are.
 
-        Args:
-            worker_id: The worker; empty: a client that will not contribute.
-            session_number: Number of the worker's session, by which it is known while that is
-                alive; 0: it has none.
-            seat_for: The worker as it asks for its seat, if it does.
-            incarnation: The incarnation on shard 0 or other shards, which becomes this shard's if
-                nothing has begun here; 0: not given.
-
-        Returns:
-            Where the slice and the worker are.
+        `seat_for` is the worker as it asks for its seat. `incarnation`, of another shard, becomes
+        this shard's if nothing has begun here; 0: not given.
 
         Raises:
             OtherIncarnationError: it has begun with another incarnation.
@@ -161,25 +144,14 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     @abstractmethod
     def _meet_incarnation(self, incarnation: int) -> int:
-        """Takes over an incarnation before anything has begun; returns the slice's own.
-
-        Raises:
-            OtherIncarnationError: it has begun with another one.
-            StorageError: it can't be noted.
-        """
+        """Takes over an incarnation if nothing has begun; returns the slice's own."""
 
     @abstractmethod
     def _opened(self, worker_id: str) -> OpenedT:
-        """The answer to a worker that joins, but for its seat; the state's lock is held."""
+        """Answers a worker that joins, but for its seat; the state's lock is held."""
 
     def _seat(self, contributor: Contributor[SeatT]) -> SeatT | None:
-        """The worker's seat, which is the session's from now on; the state's lock is held.
-
-        None: of an elastic member in a tenure that is over, whose gradients are late.
-
-        Raises:
-            ShardwellError: see `SliceRegister.seat`.
-        """
+        """Returns the worker's seat: `Crew.seat`; the state's lock is held."""
         try:
             seat = self._state.register.seat(contributor)
         except WorkerIdInUseError:
@@ -196,20 +168,13 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     @property
     def incarnation(self) -> int:
-        """The number that tells it from others of its name; 0: it has none yet."""
         return self._state.register.incarnation
 
     def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """Its workers whose sessions are alive: `Crew.living`."""
         with self._state.lock:
             return self._crew.living(but)
 
     def end_session(self, number: int) -> None:
-        """Notes that a session, by its number, has ended in order.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
         with self._state.lock:
             ended = self._state.register.end_session(number)
             for worker_id, tenure in ended:
@@ -221,23 +186,20 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     @abstractmethod
     def _wake_all(self) -> None:
-        """Has all requests look again that wait for other workers; the state's lock is held."""
+        """Wakes all requests that wait for other workers; the state's lock is held."""
 
     # Elastic members, see docs/adr/0036.
 
     def _say_when(self, response: OpenedT, worker_id: str) -> None:
-        """Adds to an answer what a member chooses its first step by."""
         needed = self._crew.needed_step(worker_id)
         if needed is not None:
             response.needed_step = needed
 
     def end_tenure(self, worker_id: str, tenure: int) -> None:
-        """No step awaits a member any more, and what it sends in that tenure is late.
+        """Ends a tenure: no step awaits the member, and its gradients in that tenure are late.
 
-        Safe to repeat; where the worker has another tenure, nothing happens.
-
-        Raises:
-            StorageError: it can't be noted, or a step that it ends can't be journaled.
+        Safe to repeat; where the worker has another tenure, nothing happens. StorageError: it can't
+        be noted, or a step that it ends can't be journaled.
         """
         with self._state.lock:
             if not self._state.register.end_tenure(worker_id, tenure):
@@ -246,11 +208,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._settle_all()
 
     def dismiss(self, worker_id: str, *, drains: bool) -> None:
-        """Ends a member's tenure, or asks the member to leave; nothing where it has none.
-
-        Raises:
-            StorageError: see `end_tenure`.
-        """
+        """Ends a member's tenure, or asks the member to leave; nothing where it has none."""
         with self._state.lock:
             tenure = self._crew.tenure_of(worker_id)
             member = self._crew.member(worker_id, tenure)
@@ -260,7 +218,6 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self.end_tenure(worker_id, tenure)
 
     def count_members(self) -> Counter[types_pb2.MemberState]:
-        """How many workers with seats are in each state."""
         return Counter(self._state_of(seat) for seat in self._crew.seats)
 
     def _note_ended(self, worker_id: str, tenure: int) -> None:
@@ -269,28 +226,27 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._ended = {**kept, worker_id: (tenure, now_s)}
 
     def _note_all_ended(self) -> None:
-        """Notes the end of all tenures that are over, and whose seats no other worker has."""
+        """Notes the tenures that are over, and whose seats no other worker has."""
         for seat in self._crew.seats:
             if seat.is_over:
                 self._note_ended(seat.worker_id, seat.tenure.number)
 
     def ended_tenures(self) -> list[tuple[str, int]]:
-        """Workers and tenures that were over in the last minute."""
+        """Returns the workers and tenures that were over in the last minute."""
         now_s = time.monotonic()
         return [(k, tenure) for k, (tenure, s) in self._ended.items() if now_s - s < _KNOWN_S]
 
     def is_owned_by(self, session_number: int) -> bool:
-        """Whether an open step may await a member of that session."""
+        """Returns True if an open step may await a member of that session."""
         awaited = self._crew.awaited
         return any(s.owner is not None and s.owner.number == session_number for s in awaited)
 
     def had_session(self, session_number: int) -> bool:
-        """Whether a session has a member's seat, be its tenure over or not."""
+        """Returns True if a session has a member's seat, be its tenure over or not."""
         seats = self._crew.seats
         return any(s.owner is not None and s.owner.number == session_number for s in seats)
 
     def _look_after(self) -> None:
-        """Has the timer look for members that are gone, while there are members."""
         with self._state.lock:
             is_due = not self._is_watched and bool(self._crew.awaited)
             self._is_watched |= is_due
@@ -298,13 +254,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self._after(0.0, self.look_for_lost)
 
     def look_for_lost(self) -> float | None:
-        """Ends the tenures of members that are gone; in how many seconds to look again.
-
-        None: there are no members.
-
-        Raises:
-            StorageError: see `end_tenure`.
-        """
+        """Ends tenures of members that are gone; returns seconds until the next look, if any."""
         if self._state.storage.is_retired:  # for good, or it is looked after anew
             self._is_watched = False
             return None
@@ -325,20 +275,16 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             self._timer.after(delay_s, act)
 
     def _settle_all(self) -> None:
-        """Ends each open step that awaits no worker any more.
-
-        Raises:
-            StorageError: one can't be journaled.
-        """
+        """Ends each open step that awaits no worker any more."""
 
     def _come_to_rest(self) -> None:
         """Returns when nothing is being counted that was checked before the call."""
 
     def _give_on(self, seat: SeatT) -> None:
-        """A seat becomes another worker's: what is kept by its index is not that one's."""
+        """Learns that what is kept by a seat's index is not the next worker's."""
 
     def go_on_after_start(self) -> None:
-        """Looks after the members that an earlier process had. The timer does it, in a moment."""
+        """Has the timer look, in a moment, after members of an earlier process."""
         with self._state.lock:
             self._note_all_ended()
         if self._crew.awaited:
@@ -350,10 +296,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Nothing of it changes in the block, and after it; where it fails, all goes on.
+        """Keeps all from changing in the block and after it; where the block fails, all goes on.
 
-        Raises:
-            StorageError: in calls that would change something meanwhile.
+        Calls that would change something meanwhile raise StorageError.
         """
         storage = self._state.storage
         storage.is_retired = True
@@ -366,36 +311,23 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             raise
 
     def _at_rest(self) -> AbstractContextManager[object]:
-        """A block that begins when what the state's lock does not guard has ended its changes."""
+        """Waits until what the state's lock does not guard has ended its changes."""
         return contextlib.nullcontext()
 
     # Keeping.
 
     def make_durable(self) -> None:
-        """Returns when what was counted may be acknowledged.
-
-        Raises:
-            StorageError: the disk failed.
-        """
+        """Returns when what was counted may be acknowledged; StorageError: the disk failed."""
         begin_ns = now_ns()
         self._state.storage.make_durable()
         self._state.spans.add_long(SPAN_KIND_FLUSH, self._name, begin_ns)
 
     def sync(self) -> None:
-        """Writes the journal to disk.
-
-        Raises:
-            StorageError: the disk failed.
-        """
         self._state.storage.sync()
 
     @abstractmethod
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """Writes an image if it is time, and unless the shard is stopping meanwhile.
-
-        Raises:
-            StorageError: the disk failed, or is full; or what is on it was damaged.
-        """
+        """Writes an image if it is time, and unless the shard is stopping meanwhile."""
 
     # Status.
 
@@ -403,12 +335,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def describe(
         self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
     ) -> StatusT:
-        """What GetStatus or GetTableStatus says of it, with at most so many names of each kind.
-
-        Args:
-            name_count_max: Most names of workers that have contributed, are missing, or are done.
-            attending: Sessions that are connected, by their workers.
-        """
+        """Returns the status; at most `name_count_max` contributed, missing and done workers."""
 
     def _add_members(
         self,
@@ -417,11 +344,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         name_count_max: int,
         attending: Mapping[str, Attendance] | None,
     ) -> tuple[int, int]:
-        """Adds to a status who takes part, and what the open step waits for.
-
-        Returns:
-            How many workers have contributed to `step`, and how many known ones are missing.
-        """
+        """Adds members and the wait; returns counts of contributors and of those missing."""
         tracker, crew, attending = self._state.tracker, self._crew, attending or {}
         missing, unknown = crew.missing(step)
         done, gone_for_s, has_ended = crew.done_worker_ids, crew.gone_for_s, crew.has_ended
@@ -458,7 +381,6 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     def _members(
         self, count_max: int, attending: Mapping[str, Attendance]
     ) -> Iterator[types_pb2.MemberStatus]:
-        """The workers with seats, and how they keep up; of many those that lag most."""
         now_s, is_sync = time.monotonic(), self._crew.is_sync
         by_lag = sorted(self._crew.seats, key=lambda seat: (seat.is_over, -seat.lag_s))
         for seat in by_lag[: min(count_max, _MEMBER_COUNT_MAX)]:
@@ -484,7 +406,6 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
             yield member
 
     def _state_of(self, seat: SeatT) -> types_pb2.MemberState:
-        """How far a worker with a seat takes part."""
         crew = self._crew
         if seat.is_over or seat.owner is None:
             return types_pb2.MEMBER_STATE_LOST if seat.is_lost else types_pb2.MEMBER_STATE_OVER

@@ -1,4 +1,4 @@
-"""Snapshots: what a parameter or table was at one version, taken while training goes on.
+"""Snapshots of a parameter or table: its state at one version, taken while training goes on.
 
 A thread that is about to change something that a snapshot has not read yet copies it first, into a
 spool: an unlinked file, so that memory stays bounded, and nothing is left behind however the
@@ -26,18 +26,14 @@ _NONE = -1
 
 
 class Copied(NamedTuple):
-    """Where a copy lies, and its check."""
+    """The place of a copy, and its check."""
 
     offset: int
     crc32c: int
 
 
 class Spool:
-    """Copies of arrays in an unlinked file. For one thread at a time.
-
-    Args:
-        directory: Where the file is made by the first copy; None: the system's for such files.
-    """
+    """The copies of arrays in an unlinked file. For one thread at a time."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -46,15 +42,10 @@ class Spool:
 
     @property
     def where(self) -> str:
-        """The directory."""
         return str(self._directory or tempfile.gettempdir())
 
     def copy(self, arrays: Iterable[Array]) -> Copied:
-        """Writes arrays, which are C-contiguous.
-
-        Raises:
-            OSError: the disk failed, or is full.
-        """
+        """Writes arrays, which are C-contiguous."""
         if self._file == _NONE:
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 self._file = os.dup(file.fileno())
@@ -86,14 +77,9 @@ class Spool:
 
 
 class Snapshot:
-    """One that is under way.
+    """A snapshot that is under way; messages call it `what`: "snapshot" or "scan".
 
-    Args:
-        what: What it is called, for messages: "snapshot" or "scan".
-        version: Version of all that it has.
-        spool_dir: Where copies are kept; None: the system's temporary directory.
-        is_wanted: Whether the client still reads it; any thread calls it.
-        where: The parameter or table as errors carry it.
+    Any thread calls `is_wanted`, which returns True while the client still reads it.
     """
 
     def __init__(
@@ -105,11 +91,9 @@ class Snapshot:
         **where: Any,
     ) -> None:
         self.version = version
-        """The version of all that it has."""
         self.learning_rate = 0.0
-        """Rate of the update that follows."""
+        """The rate of the update that follows."""
         self.failure: ShardwellError | None = None
-        """Why it can't be had any more."""
         self._what = what
         self._where = where
         self._is_wanted = is_wanted
@@ -123,12 +107,7 @@ class Snapshot:
             self._spool.close()
 
     def _copying(self, of: str, copy: Callable[[], None]) -> bool:
-        """Copies something that is about to change, and says whether it did; never fails.
-
-        Args:
-            of: What it copies, for messages.
-            copy: Copies it into the spool; called with the lock held.
-        """
+        """Copies `of` by `copy`, with the lock held, and says whether it did; never fails."""
         if self.failure is not None:
             return False
         if not self._is_wanted():
@@ -156,11 +135,7 @@ class Snapshot:
         return True
 
     def _read(self, of: str, copied: Copied, into: Iterable[Array]) -> None:
-        """Reads what was copied.
-
-        Raises:
-            StorageError: the spool can't be read, or was damaged.
-        """
+        """Reads a copy; StorageError: the spool can't be read, or was damaged."""
         with self._lock:
             self._check()
             is_whole = self._spool.read(copied, into)
@@ -180,13 +155,7 @@ SnapshotT = TypeVar("SnapshotT", bound=Snapshot)
 
 
 class Snapshots(Generic[SnapshotT]):
-    """Snapshots of one parameter or table that are under way.
-
-    Args:
-        what: What they are, for messages: "snapshots of 'model'".
-        count_max: How many there may be.
-        where: The parameter or table as errors carry it.
-    """
+    """The snapshots of one parameter or table that are under way."""
 
     def __init__(self, what: str, count_max: int, **where: Any) -> None:
         self.pending: tuple[SnapshotT, ...] = ()
@@ -198,11 +167,6 @@ class Snapshots(Generic[SnapshotT]):
 
     @contextlib.contextmanager
     def _listed(self, snapshot: SnapshotT) -> Iterator[None]:
-        """While the block runs, changes heed a snapshot.
-
-        Raises:
-            LimitError: too many are under way.
-        """
         with self._list_lock:
             if len(self.pending) >= self._count_max:
                 raise LimitError(

@@ -1,4 +1,4 @@
-"""How long steps take and wait, in plain counters that status reads.
+"""The times that steps take and wait, in plain counters that status reads.
 
 A step of a parameter or table begins, on this shard, with the first contribution to any of its
 parts, and ends when the last part has closed it. Several may be open at once, as a worker may be
@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-"""Upper ends of what is counted together: from a step of ten elements to a worker that is lost."""
+"""Upper ends of what is counted together: from a step of ten elements to a lost worker."""
 _OPEN_COUNT_MAX = 4
-"""Steps that are open at once; more there are only where some never close, as after a restore."""
+"""Steps that are open at once; more only where some never close, as after a restore."""
 
 
 class Durations:
@@ -22,23 +22,16 @@ class Durations:
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
-        """Counts of each bound and, last, of what is longer."""
+        """The counts up to each bound and, last, beyond them."""
         self.total_s = 0.0
-        """Seconds of all."""
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
 
 class StepTimes:
-    """Step times of one parameter or table on this shard. Any thread may call it.
-
-    Args:
-        part_count: What closes a step one by one: the chunks of a slice, or 1 for a table.
-        now_s: A clock that never goes back.
-    """
+    """The step times of one parameter or table of `part_count` parts. Any thread may call it."""
 
     def __init__(self, part_count: int, now_s: Callable[[], float]) -> None:
         self._part_count = part_count
@@ -49,22 +42,16 @@ class StepTimes:
     def begin_anew(self) -> None:
         """Forgets all; no other thread knows of it yet."""
         self._begun_s: dict[int, float] = {}
-        """When open steps began."""
         self._closed_counts: dict[int, int] = {}
-        """In how many parts they have closed."""
+        """Numbers of parts that have closed open steps."""
         self._last_s: float | None = None
-        """When a step closed last."""
         self.waits = Durations()
         """From the first contribution to a step to its end."""
         self.periods = Durations()
         """From the end of a step to that of the next."""
 
     def contributed(self, step: int) -> float | None:
-        """A contribution to a step was counted.
-
-        Returns:
-            When the step began; None: with this contribution.
-        """
+        """Counts a contribution; returns when its step began; None: with this one."""
         begun_s = self._begun_s.get(step)
         if begun_s is None:
             with self._lock:
@@ -76,7 +63,6 @@ class StepTimes:
         return begun_s
 
     def closed(self, step: int) -> None:
-        """A part has closed a step."""
         with self._lock:
             count = self._closed_counts[step] = self._closed_counts.get(step, 0) + 1
             if count < self._part_count:
@@ -91,6 +77,6 @@ class StepTimes:
             self._closed_counts = {k: v for k, v in self._closed_counts.items() if k > step}
 
     def open_for_s(self, step: int) -> float | None:
-        """How long ago a step began; None: no worker has contributed to it."""
+        """Returns the age of a step; None: no worker has contributed to it."""
         begun_s = self._begun_s.get(step)
         return None if begun_s is None else max(self._now_s() - begun_s, 0.0)

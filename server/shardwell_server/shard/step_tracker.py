@@ -1,4 +1,4 @@
-"""Who has contributed what to which chunk of which step. Pure: events in, decisions out.
+"""The contributions of workers to the chunks of a step. Pure: events in, decisions out.
 
 States of a chunk for one worker, where v is the chunk's version (updates applied so far, which is
 also the number of its open step) and `last` the last step that the worker contributed there:
@@ -51,7 +51,7 @@ from shardwell_server.store import ChunkRecord
 
 
 class Decision(enum.Enum):
-    """How a gradient chunk is to be treated."""
+    """The treatment of a gradient chunk."""
 
     COUNT = enum.auto()
     DUPLICATE = enum.auto()
@@ -65,10 +65,7 @@ class Decision(enum.Enum):
 
 
 class ParameterSeat(Seat):
-    """One worker's marks: the last step that it contributed, per chunk; -1 before the first.
-
-    `stored_steps` has that of the storage, of any worker.
-    """
+    """A worker's last step per chunk, -1 before the first; `stored_steps` are of any worker."""
 
     def __init__(
         self,
@@ -81,9 +78,9 @@ class ParameterSeat(Seat):
         super().__init__(worker_id, index, owner, tenure)
         self.last_step = [max(step - tenure.first_step, -1) for step in stored_steps]
         self.last_crc32c = array("q", [-1]) * len(self.last_step)
-        """CRC of the owner's payload that `last_step` was counted with, per chunk; -1: unknown."""
+        """CRCs of the owner's payloads that counted, per chunk; -1: unknown."""
         self.earlier_crc32c = array("q", self.last_crc32c)
-        """CRC of an earlier owner's, where the owner's is not known."""
+        """CRCs of an earlier owner's, where the owner's is not known."""
         self.doubtful_step: list[int] | None = None
         """After a restart, where the seat was another worker's: the marks per chunk that are of
         either of them."""
@@ -112,15 +109,15 @@ class ParameterSeat(Seat):
         self.last_step = [step if step >= version else -1 for step in self.last_step]
 
     def restore_mark(self, chunk_index: int, step: int) -> None:
-        """Goes on from a contribution that the set of a step says to be this worker's."""
+        """Restores a contribution that the set of a step says to be this worker's."""
         self.last_step[chunk_index] = max(step, self.last_step[chunk_index])
 
 
 class StepTracker(Tracker[ParameterSeat]):
     """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
 
-    With `closes_by_norm` the last contribution leaves a step open, and full; see steps.py. Sets
-    are open with `elastic` members, or with `min_contributors` of which grace begins.
+    With `closes_by_norm` the last contribution leaves a step open, and full; see steps.py. Sets are
+    open with `elastic` members, or with `min_contributors` of which grace begins.
     """
 
     def __init__(
@@ -143,15 +140,13 @@ class StepTracker(Tracker[ParameterSeat]):
             elastic=elastic,
         )
         self.is_sync = self.crew.is_sync
-        """True if steps need all workers."""
         self.records = list(records)
-        """The version and contributions of each chunk."""
         self.has_open_sets = self.crew.comes_and_goes or min_contributors > 0
-        """True if a step may close without a worker that could have contributed."""
+        """True if a step may close without a worker."""
         self.open_sets: list[list[ParameterSeat]] = (
             [[] for _ in self.records] if self.has_open_sets else []
         )
-        """Contributors to each chunk's open step, in that order, where sets are open."""
+        """Contributors to each chunk's open step, in order, where sets are open."""
         self._closes_by_norm = closes_by_norm
         self._quorum = min_contributors
         self._has_grace = has_grace
@@ -186,13 +181,9 @@ class StepTracker(Tracker[ParameterSeat]):
         after_refusal: bool = False,
         is_empty: bool = False,
     ) -> Decision:
-        """What to do with `seat`'s gradient of `step` for a chunk; `crc32c` is its payload's.
+        """Decides about `seat`'s gradient of `step` for a chunk, by the table above.
 
-        `after_refusal`: see GradientChunk. `is_empty`: it only ends the step, and another gradient
-        than it may have counted.
-
-        Raises:
-            StepOrderError: see the table above.
+        With `is_empty` it only ends the step, and is another gradient than may have counted.
         """
         last, version = seat.last_step[chunk_index], self.records[chunk_index].version
         if step <= last:
@@ -235,7 +226,6 @@ class StepTracker(Tracker[ParameterSeat]):
         *,
         is_empty: bool,
     ) -> Decision:
-        """What to do with a gradient of a step that a seat has contributed."""
         counted = seat.last_crc32c[chunk_index]
         known = seat.earlier_crc32c[chunk_index] if counted == -1 else counted
         if known == -1 and is_empty:  # what has counted may have had values
@@ -253,15 +243,10 @@ class StepTracker(Tracker[ParameterSeat]):
         *,
         is_empty: bool = False,
     ) -> Decision:
-        """What to do with an elastic worker's gradient of a tenure that its seat has no longer.
+        """Decides about an elastic worker's gradient of a tenure that its seat has no longer.
 
-        Args:
-            worker_id: The worker, which may have another tenure by now, or no seat.
-            chunk_index: The chunk.
-            step: Its step.
-            crc32c: CRC of its payload.
-            contributors: The set that the step closed with; None: it is not known any more.
-            is_empty: See `decide`.
+        The worker may have another tenure by now, or no seat. `contributors` is the set that the
+        step closed with; None: it is not known any more.
         """
         seat = self.crew.find(worker_id)
         gave = seat is not None and seat.last_step[chunk_index] == step
@@ -275,11 +260,10 @@ class StepTracker(Tracker[ParameterSeat]):
         return self._decide_again(seat, chunk_index, step, crc32c, is_empty=is_empty)
 
     def is_full(self, chunk_index: int) -> bool:
-        """Returns True if the set of a chunk's step, which is open still, is decided."""
         return self.is_decided(self.records[chunk_index])
 
     def is_decided(self, record: ChunkRecord) -> bool:
-        """As `is_full`, of a record that a chunk has, or had a moment ago."""
+        """Returns `is_full` of a record that a chunk has, or had a moment ago."""
         if self.has_open_sets:
             return record.is_full
         return record.contribution_count >= self.crew.full_count
@@ -291,7 +275,7 @@ class StepTracker(Tracker[ParameterSeat]):
         *,
         is_grace_over: bool = False,
     ) -> bool:
-        """Returns True if a chunk's open step is to close, `arriving` contributing to it, too."""
+        """Returns True if a chunk's open step is to close, with `arriving` in it."""
         crew = self.crew
         count = self.records[chunk_index].contribution_count + (arriving is not None)
         if 0 < self._quorum <= count >= crew.floor and (is_grace_over or not self._has_grace):
@@ -301,15 +285,13 @@ class StepTracker(Tracker[ParameterSeat]):
         return not crew.awaited or all(seat is arriving for seat in self._awaited_by(chunk_index))
 
     def begins_grace(self, chunk_index: int) -> bool:
-        """Returns True if grace begins with the last contribution to a chunk's open step."""
+        """Returns True if grace begins with a chunk's last contribution."""
         return self._has_grace and self.records[chunk_index].contribution_count == self._quorum
 
     def has_grace_begun(self, chunk_index: int) -> bool:
-        """Returns True if a chunk's open step has as many contributions as grace begins with."""
         return self._has_grace and self.records[chunk_index].contribution_count >= self._quorum
 
     def _awaited_by(self, chunk_index: int) -> Iterator[ParameterSeat]:
-        """Elastic members that a chunk's open step awaits and has not."""
         version = self.records[chunk_index].version
         for seat in self.crew.awaited:
             first = seat.from_step
@@ -317,7 +299,7 @@ class StepTracker(Tracker[ParameterSeat]):
                 yield seat
 
     def open_parts(self, part: int | None = None) -> Iterator[OpenPart[ParameterSeat]]:
-        """Of chunks, none of whose locks need be held: what it reads may be a moment old."""
+        """Reads chunks whose locks need not be held: it may be a moment old."""
         for index in range(len(self.records)) if part is None else (part,):
             record = self.records[index]
             if not record.is_full:
@@ -325,13 +307,7 @@ class StepTracker(Tracker[ParameterSeat]):
                 yield OpenPart(record.version, record.contribution_count, awaited)
 
     def following(self, chunk_index: int, sample_count: int, *, closes: bool) -> ChunkRecord:
-        """A chunk's record with one contribution more, as far as it does not depend on the sum.
-
-        Args:
-            chunk_index: The chunk.
-            sample_count: Samples of the contribution.
-            closes: Whether it is the last of the chunk's step.
-        """
+        """Returns a chunk's record with one contribution more, but for the sum."""
         now = self.records[chunk_index]
         if closes and not self._closes_by_norm:
             return ChunkRecord(now.version + 1)
@@ -347,7 +323,7 @@ class StepTracker(Tracker[ParameterSeat]):
         following: ChunkRecord,
         crc32c: int | None = None,
     ) -> None:
-        """Counts a contribution for which `decide` said COUNT, or of an earlier tenure: below 0."""
+        """Counts a contribution that `decide` said to COUNT, or of an earlier tenure: below 0."""
         seat.last_step[chunk_index] = max(step, -1)
         seat.last_crc32c[chunk_index] = -1 if crc32c is None else crc32c
         if self.has_open_sets:
@@ -356,7 +332,7 @@ class StepTracker(Tracker[ParameterSeat]):
         self.records[chunk_index] = following
 
     def close(self, chunk_index: int) -> list[ParameterSeat]:
-        """Goes on from an open set whose step has closed: who was in it, in order."""
+        """Returns the seats of a set whose step has closed, in order, and empties it."""
         closed, self.open_sets[chunk_index] = self.open_sets[chunk_index], []
         return closed
 
@@ -375,17 +351,14 @@ class StepTracker(Tracker[ParameterSeat]):
 
     @property
     def has_counted(self) -> bool:
-        """True if any gradient was counted."""
         return any(record.version or record.contribution_count for record in self.records) or any(
             last >= 0 for seat in self.crew.seats for last in seat.last_step
         )
 
     def version_min(self) -> int:
-        """The fewest updates that a chunk has seen; 0 for an empty slice."""
         return min((record.version for record in self.records), default=0)
 
     def version_max(self) -> int:
-        """The most updates that a chunk has seen."""
         return max((record.version for record in self.records), default=0)
 
     def contributed(self, step: int, part: int | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What happens on a shard after a time, though no call asks for it: one thread, and what it does.
+"""The later work of a shard, for which no call asks: one thread, and what it does.
 
 A step whose grace is over, a member that has not come back: no message brings these about.
 """
@@ -17,18 +17,18 @@ from shardwell.errors import ShardwellError, StorageError
 
 _LOG = logging.getLogger("shardwell_server")
 _AGAIN_S = 1.0
-"""After so long is tried again what a disk has refused."""
+"""The time after which a write is tried again that a disk has refused."""
 
 
 class Timer(Protocol):
-    """What runs things later."""
+    """A runner of things later."""
 
     def after(self, delay_s: float, act: Callable[[], float | None]) -> None:
         """Has `act` called after so many seconds; never waits."""
 
 
 class Watch:
-    """The thread starts with the first work, and ends with `close`. Any thread may call.
+    """A thread that starts with the first work, and ends with `close`. Any thread may call.
 
     `act` returns in how many seconds it is to be called again; None: never.
     """
@@ -42,7 +42,6 @@ class Watch:
         self._closed = False
 
     def after(self, delay_s: float, act: Callable[[], float | None]) -> None:
-        """Calls `act` after a delay, on the thread."""
         at_s = time.monotonic() + delay_s
         with self._changed:
             if self._closed:
@@ -83,7 +82,6 @@ class Watch:
             del act  # what it looks after may be deleted before the next one is due
 
     def _next(self) -> Callable[[], float | None] | None:
-        """Waits for the next due call; None: it was closed."""
         with self._changed:
             while not self._closed:
                 now_s = time.monotonic()
