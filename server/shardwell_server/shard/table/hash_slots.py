@@ -1,6 +1,6 @@
 """A hash table of rows, many at a time, of a size that stays.
 
-What a `HashRowIndex` has one of, or two while it grows; which rows are in which is its affair.
+A `HashRowIndex` has one, or two while it grows; it decides which rows are in which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwell_server.store.lazy_memory import lazy_mapping
 Flags = npt.NDArray[np.bool_]
 
 _EMPTY, _REMOVED = 0, -1
-"""WorkerSteps of slots without a row; others are the place plus 1."""
+"""Marks of slots without a row; others are the place plus 1."""
 LINE = 8
 """Slots that are looked at together: 128 bytes, which memory hands over nearly as fast as 16."""
 _LINE_BYTES = LINE * 16
@@ -29,7 +29,7 @@ the end, would take the system 20 ms for 256 MiB."""
 
 
 class SlotTable:
-    """Open addressing in lines of slots, the next line being tried when one is full.
+    """A table with open addressing in lines of slots; when a line is full, the next one is tried.
 
     A line fills from its start. A key takes the first slot that is empty when it comes, and stays
     there: a row that is removed leaves its key, and has its slot again if it comes back. The hash
@@ -37,21 +37,13 @@ class SlotTable:
     shard_count`, as those of one shard are, do not meet, and tables of any size have their keys in
     nearly the same order.
 
-    The first lines may be cleared, one after the other. The rows of the others are found by who
-    says where those begin: `first_line`, at which then those begin to look whose own line was
-    cleared, and where the table goes on after its last line. For whatever way led to a row when it
-    was added, all lines on it were full, and those that are left of it still are.
-
-    Args:
-        size_bits: Slots, log2.
-        salt: 64 bits.
-
-    Raises:
-        MemoryError: there is no address space for it.
+    The first lines may be cleared, one after the other. A caller finds the rows of the others with
+    `first_line`, where those begin: ids whose own line was cleared are looked for from there, and
+    the table goes on there after its last line. When a row was added, all lines on the way to it
+    were full, and those that are left of them still are.
     """
 
     size: int
-    """Slots."""
     line_count: int
     used_count: int
     """Slots that are not empty, or were before they were cleared."""
@@ -69,13 +61,13 @@ class SlotTable:
         """(key, mark) of each."""
 
     def homes(self, ids: Ids) -> Ids:
-        """The line at which to look first."""
+        """Returns the line of each id at which to look first."""
         words: Words = mix(ids.view(np.uint64) ^ self._salt)
         words >>= self._shift
         return words.view(np.int64)
 
     def find(self, ids: Ids, first_line: int = 0) -> Places:
-        """(n,) int64: the place of each id, -1 where there is none; ids may repeat."""
+        """Returns the place of each id, (n,) int64, -1 where there is none; ids may repeat."""
         places: Places = np.full(ids.size, -1)
         for which, slots in self._find(ids, first_line):
             places[which] = self._slots[slots, 1] - 1
@@ -83,7 +75,7 @@ class SlotTable:
         return places
 
     def replace(self, ids: Ids, marks: Ids, first_line: int = 0) -> Flags:
-        """Changes the marks of the rows that there are: (n,), which. For the rest, see `insert`."""
+        """Changes the marks of the rows that have a slot; returns (n,), True for those."""
         is_there = np.zeros(ids.size, np.bool_)
         for which, slots in self._find(ids, first_line):
             is_row = self._slots[slots, 1] > 0
@@ -93,15 +85,10 @@ class SlotTable:
         return is_there
 
     def insert(self, ids: Ids, marks: Ids, *, is_ring: bool = True) -> tuple[Ids, Ids]:
-        """Adds rows or changes their marks; of an id that repeats, the last counts.
+        """Adds rows or changes their marks, each mark once; of an id that repeats, the last counts.
 
-        Args:
-            ids: (n,).
-            marks: (n,), places plus 1, without repeats.
-            is_ring: The first line is the one after the last, and there is room for all.
-
-        Returns:
-            Ids and marks of the rows that had no slot up to the last line, if it is no ring.
+        A ring goes on at its first line after the last, and has room for all. If it is none, the
+        rows that had no slot up to the last line are returned.
         """
         beyond = [(ids[:0], marks[:0])]
         flat, lines = self._slots.reshape(-1), self.homes(ids)
@@ -133,10 +120,7 @@ class SlotTable:
         return np.concatenate(all_ids), np.concatenate(all_marks)
 
     def fill(self, ids: Ids, marks: Ids) -> None:
-        """What `insert` does, in a third of the time. No row repeats, and none has a slot.
-
-        Of the rows of a line, the first gets the first empty slot, and so on.
-        """
+        """Inserts rows in a third of the time of `insert`. No row repeats, and none has a slot."""
         lines = self.homes(ids)
         order = np.argsort(lines, kind="stable")
         lines, ids, marks = lines[order], ids[order], marks[order]
@@ -161,19 +145,19 @@ class SlotTable:
             self.insert(*rest)
 
     def remove(self, ids: Ids, first_line: int = 0) -> None:
-        """Takes rows out; ids that are not there change nothing. (n,), without repeats."""
+        """Takes rows out; ids without a row change nothing. (n,), without repeats."""
         for _, slots in self._find(ids, first_line):
             self.count -= int(np.count_nonzero(self._slots[slots, 1] > 0))
             self._slots[slots, 1] = _REMOVED
 
     def rows(self, start: int, stop: int) -> tuple[Ids, Ids]:
-        """Keys and marks of the rows that are in lines from `start` to below `stop`: copies."""
+        """Copies keys and marks of the rows in lines [start, stop)."""
         slots = self._slots[start * LINE : stop * LINE]
         pairs = slots[slots[:, 1] > 0]
         return pairs[:, 0], pairs[:, 1]
 
     def clear(self, start: int, stop: int) -> None:
-        """Empties the lines from `start` to below `stop`, all before `start` being empty."""
+        """Empties the lines [start, stop), all before `start` being empty."""
         slots = self._slots[start * LINE : stop * LINE]
         count = int(np.count_nonzero(slots[:, 1] > 0))
         slots[:] = 0
@@ -188,12 +172,12 @@ class SlotTable:
                 )
 
     def _lines(self, lines: Ids) -> Ids:
-        """(n * LINE, 2): copies of the slots of some lines."""
+        """Copies the slots of some lines, as (n * LINE, 2)."""
         slots = self._slots.reshape(self.line_count, LINE * 2)
         return np.take(slots, lines, axis=0, mode="clip").reshape(-1, 2)
 
     def _find(self, ids: Ids, first_line: int) -> Iterator[tuple[Ids, Ids]]:
-        """Some of the ids that have a slot after others: which of them, and their slots."""
+        """Yields which ids have a slot, and their slots: in each pass in a line further on."""
         lines, pending = self.homes(ids), np.arange(ids.size)
         if first_line:
             np.maximum(lines, first_line, out=lines)
@@ -220,7 +204,6 @@ def _matches(lines: Ids, ids: Ids) -> Ids:
 
 
 def _used_counts(lines: Ids) -> Ids:
-    """How many slots of each line are not empty."""
     flags: Words = (lines[:, 1] != _EMPTY).view(np.uint64)  # eight bytes of 0 or 1 each
     flags *= np.uint64(0x0101010101010101)  # their sum is the uppermost byte then
     flags >>= np.uint64(56)

@@ -1,4 +1,4 @@
-"""Where the rows of a table are: from ids to places, many at a time.
+"""The indexes of a table's rows: from ids to places, many at a time.
 
 Two kinds. `DirectRowIndex` has a number for each row that there can be, of which only pages that
 have rows cost memory. `HashRowIndex` takes any 64-bit integers, and 27 to 54 bytes for each.
@@ -29,41 +29,29 @@ from shardwell_server.store.lazy_memory import lazy_zeros
 
 
 class RowIndex(Protocol):
-    """What both kinds do."""
+    """An index of either kind."""
 
     def find(self, ids: Ids) -> Places:
-        """(n,) int64: the place of each id, -1 where there is none; ids may repeat."""
+        """Returns the place of each id, (n,) int64, -1 where there is none; ids may repeat."""
 
     def locate(self, ids: Ids) -> tuple[Places, int]:
-        """What `find` returns, and how many have no place."""
+        """Returns the places as `find` does, and how many ids have none."""
 
     def add(self, ids: Ids, places: Places) -> None:
-        """Notes where rows are; a known id moves.
-
-        Args:
-            ids: (n,); of an id that repeats, the last counts.
-            places: (n,), without repeats.
-        """
+        """Notes places, each once; a known id moves, and of one that repeats the last counts."""
 
     def make_room(self, count: int) -> None:
-        """Grows once for so many more rows, which `add` would do time and again."""
+        """Grows once for so many more rows, where `add` would grow time and again."""
 
     def remove(self, ids: Ids) -> None:
-        """Forgets rows; ids that are not there change nothing. (n,), without repeats."""
+        """Forgets rows; unknown ids change nothing. (n,), without repeats."""
 
     def __len__(self) -> int:
-        """How many ids there are."""
+        """Returns the number of ids."""
 
 
 class DirectRowIndex:
-    """An entry for every id that may be. Every id must be in range, and of the shard.
-
-    Args:
-        placement: With `row_count`.
-
-    Raises:
-        MemoryError: there is no address space for as many rows.
-    """
+    """An index with an entry for every possible id; each must be in range, and of the shard."""
 
     def __init__(self, placement: RowPlacement) -> None:
         self._placement = placement
@@ -88,7 +76,7 @@ class DirectRowIndex:
         self._count += int(np.count_nonzero(is_new))
 
     def make_room(self, count: int) -> None:
-        """There is an entry for every id."""
+        """Does nothing: every id has an entry."""
 
     def remove(self, ids: Ids) -> None:
         rows = self._local_rows(ids)
@@ -110,7 +98,7 @@ _LOAD_MIN = 1 / 16
 _SHRINKING_MAX = 4
 """How many times smaller the next table may be: more lines than that are not moved for a row."""
 _MOVED_ROWS_MIN = 64
-"""What moves is what would for so many rows, when fewer come: a call has its price."""
+"""Fewer new rows move as many lines as these would: a call has its price."""
 _BATCH = 2**13
 """Rows that are added together, so that what is worked with stays in the cache."""
 _MOVED_LINES = 2**10
@@ -142,8 +130,7 @@ class HashRowIndex:
     cleared after its rows are in the new table. If that fails halfway, rows are in both; the place
     in `_old` counts, and `len` has them twice until the block is moved.
 
-    Args:
-        salt: 64 bits. Drawn at random, it keeps a client from choosing keys that meet.
+    A salt that is drawn at random keeps a client from choosing keys that meet.
     """
 
     def __init__(self, salt: int = _SALT) -> None:
@@ -179,7 +166,7 @@ class HashRowIndex:
         self._table.insert(ids, marks)
 
     def _add_to_old(self, old: SlotTable, ids: Ids, marks: Ids) -> tuple[Ids, Ids]:
-        """Adds the rows that belong there; the others."""
+        """Adds the rows that belong there; returns the others."""
         left = np.flatnonzero(~old.replace(ids, marks, self._moved))
         ids, marks = ids[left], marks[left]
         is_old = old.homes(ids) >= self._moved
@@ -218,7 +205,7 @@ class HashRowIndex:
         return self._table.count + (self._old.count if self._old is not None else 0)
 
     def _begin(self, new_count: int) -> None:
-        """From resting to moving, into a table of the right size, with room for so many more."""
+        """Goes from resting to moving, into a table with room for so many more rows."""
         old = self._table
         needed = old.count + new_count
         load = _LOAD_MAX if old.used_count == old.count else _LOAD_AFTER_REMOVALS
@@ -229,7 +216,7 @@ class HashRowIndex:
         self._old, self._moved, self._filled = old, 0, 0
 
     def _move(self, row_count: int) -> int:
-        """Moves the lines that are due for so many rows; for how many none was left to move."""
+        """Moves the lines that are due for so many rows; returns for how many no line was left."""
         old = self._old
         if old is None:
             return row_count
@@ -244,7 +231,6 @@ class HashRowIndex:
         return row_count
 
     def _move_lines(self, old: SlotTable, stop: int) -> None:
-        """Moves the lines from `_moved` to below `stop`."""
         fill = self._table.fill if self._moved == self._filled else self._table.insert
         ids, marks = old.rows(self._moved, stop)
         self._filled = max(self._filled, stop)
@@ -266,11 +252,7 @@ def rebuild_index(
     placement: RowPlacement,
     shard_index: int,
 ) -> DirectRowIndex | HashRowIndex:
-    """An index of the rows that an earlier process left in a storage.
-
-    Raises:
-        StorageError: the storage has ids that can't be here.
-    """
+    """Builds the index of the rows that an earlier process left; refuses ids that can't be here."""
     is_direct = spec.row_count is not None and (
         placement.local_row_count() <= _DIRECT_ROW_COUNT_MAX
     )
@@ -302,7 +284,6 @@ def rebuild_index(
 
 
 def _first_misplaced(keys: Ids, placement: RowPlacement, shard_index: int) -> int | None:
-    """Place of the first that can't be on a shard; None: all can."""
     is_wrong = np.zeros(keys.size, np.bool_)
     if placement.row_count is not None:
         is_wrong |= keys.view(np.uint64) >= placement.row_count

@@ -35,15 +35,11 @@ class TableLoading:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the table has begun to be loaded, and does not stand."""
+        """True if a load has begun that has not finished."""
         return self._storage.record.is_loading
 
     def check_committed(self) -> None:
-        """Refuses what needs the rows while they do not stand.
-
-        Raises:
-            NotInitializedError: they do not.
-        """
+        """Refuses a call that needs the rows while a load is under way."""
         if self._storage.record.is_loading:
             raise NotInitializedError(
                 f"table {self._spec.name!r} is being restored on shard {self._shard_index}, or a "
@@ -55,14 +51,10 @@ class TableLoading:
     def begin(self, load_id: int = 0, incarnation: int = 0) -> int:
         """Empties the table, which counted no gradient; returns the load's number.
 
-        An earlier load that has not finished is at its end. One that has finished is, too: it is
-        restored again, because not all shards had finished. `load_id` is noted when nothing is
-        committed any more: so a table that is committed with it has finished that load.
-        `incarnation`, unless 0, is the table's from then on.
-
-        Raises:
-            StepOrderError: gradients were counted.
-            StorageError: it can't be emptied.
+        An earlier load is at its end. One that has finished is, too: it is restored again, because
+        not all shards had finished. `load_id` is noted when nothing is committed any more: so a
+        table that is committed with it has finished that load. `incarnation`, unless 0, is the
+        table's from then on.
         """
         with self._changed.lock:
             if self._register.has_counted:
@@ -94,13 +86,7 @@ class TableLoading:
             start += _DROP_ROW_COUNT
 
     def add(self, number: int, state: RowState) -> None:
-        """Adds rows of a load, each id once.
-
-        Raises:
-            ArgumentError: an id is not this shard's, out of range, or there already.
-            StepOrderError: another load has begun since.
-            LimitError, StorageError: there is no room.
-        """
+        """Adds rows of a load, each id once, unless another load has begun since."""
         order = state.ids.argsort()
         state = state.take(order)
         check_ids(state.ids, self._placement, self._shard_index)
@@ -110,17 +96,7 @@ class TableLoading:
                 self._rows.load(piece, self._storage.record)
 
     def finish(self, number: int, version: int, learning_rate: float | None) -> int:
-        """Makes all rows of a load stand; how many.
-
-        Args:
-            number: Number of the load.
-            version: At which the table goes on.
-            learning_rate: From then on; None: the spec's.
-
-        Raises:
-            StepOrderError: another load has begun since.
-            StorageError: it can't be written.
-        """
+        """Commits all rows of a load, at a version and a rate, or the spec's; returns how many."""
         with self._changed.lock:
             self._check_newest(number)
             if learning_rate is not None:

@@ -32,14 +32,7 @@ class Part(NamedTuple):
 
 
 class PartReader:
-    """Opens parts for one table. Stateless; any thread may use it.
-
-    Args:
-        spec: The table.
-        codec: Codec of its rows.
-        placement: Placement of its ids.
-        shard_index: This shard.
-    """
+    """Opens parts for one table. Stateless; any thread may use it."""
 
     def __init__(
         self, spec: TableSpec, codec: RowCodec, placement: RowPlacement, shard_index: int
@@ -51,13 +44,7 @@ class PartReader:
         self._fetch_context = checksum.rows_fetch_context(spec.name)
 
     def open(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> Part:
-        """The part that a message has.
-
-        Raises:
-            ArgumentError: a number is out of range, or an id of another shard.
-            CorruptChunkError: CRC or lengths do not fit.
-            NonFiniteError: a value is not finite; names id and column.
-        """
+        """Checks all of a part except its turn, and decodes it."""
         context = checksum.row_gradients_context(self._spec.name, worker_id)
         start = checksum.row_gradients(context, header)
         opened, gradients, peak = self._codec.take(header.rows, payload, start=start)
@@ -68,11 +55,7 @@ class PartReader:
         return Part(opened.ids, gradients, header, peak)
 
     def open_ids(self, fetch: pb.RowsFetch, payload: Bytes) -> Ids:
-        """The ids that a question has.
-
-        Raises:
-            ArgumentError, CorruptChunkError: as in `open`.
-        """
+        """Returns the ids of a fetch, each of which is this shard's."""
         start = checksum.rows_fetch(self._fetch_context, fetch)
         ids = self._codec.open(
             fetch.rows, payload, start=start, with_ids=True, with_values=False

@@ -45,8 +45,6 @@ class _Reading:
 
 
 class _Writing:
-    """The writer's block."""
-
     def __init__(self, turns: _Turns) -> None:
         self._turns = turns
 

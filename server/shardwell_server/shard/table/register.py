@@ -1,4 +1,4 @@
-"""What changes rarely about a table on a shard: beside its members, the load that it is of.
+"""The facts about a table on a shard that change rarely: its members, and the load that it is of.
 
 Events beside those of ../register.py:
 
@@ -21,7 +21,7 @@ from shardwell_server.store import Event, TableStorage
 
 
 class TableRegister(SliceRegister[TableSeat]):
-    """See the module. For one thread at a time; any thread may read `rates`."""
+    """The register of one table. For one thread at a time; any thread may read `rates`."""
 
     def __init__(
         self, spec: TableSpec, storage: TableStorage, tracker: TableStepTracker, limits: Limits
@@ -37,17 +37,10 @@ class TableRegister(SliceRegister[TableSeat]):
 
     @property
     def has_counted(self) -> bool:
-        """Whether any worker's gradient was."""
         return any(at.step or at.part_count for at in self._positions())
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        """Sets the rate from a step on; None: from the open one.
-
-        Raises:
-            ArgumentError: asynchronous steps can't be named beforehand.
-            StepOrderError: `from_step` has closed.
-            LimitError: too many changes are scheduled.
-        """
+        """Sets the rate from a step on; None: from the open one."""
         version = self._tracker.version
         if from_step is not None and self._spec.mode == "async":
             raise ArgumentError(
@@ -57,11 +50,7 @@ class TableRegister(SliceRegister[TableSeat]):
         self._change_rate(from_step, learning_rate, reached=version, oldest=version)
 
     def check_incarnation(self, incarnation: int) -> None:
-        """Refuses what is meant for another table of this name; 0 is meant for any.
-
-        Raises:
-            OtherIncarnationError: this one has another incarnation.
-        """
+        """Refuses a call that is meant for another table of this name; 0 is meant for any."""
         if incarnation and self.incarnation not in (0, incarnation):
             raise OtherIncarnationError(
                 f"table {self._spec.name!r} was made anew on one shard and not on another, or "
@@ -71,15 +60,7 @@ class TableRegister(SliceRegister[TableSeat]):
             )
 
     def begin_load(self, load_id: int, incarnation: int) -> None:
-        """Notes which load begins, and goes back to the spec's learning rate.
-
-        Args:
-            load_id: The load's; 0: it has none.
-            incarnation: The table's from now on; 0: it keeps its own.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
+        """Notes a load, and goes back to the spec's rate; an incarnation of 0 keeps the table's."""
         if incarnation:
             self.note_incarnation(incarnation)
         self._storage.log({"kind": "load", "load_id": load_id})
@@ -94,9 +75,6 @@ class TableRegister(SliceRegister[TableSeat]):
         """Notes how much of its open step a member has given whose tenure is over.
 
         Its position says only that the step has ended, once it has.
-
-        Raises:
-            StorageError: it can't be noted.
         """
         _, step, part_count = seat.position
         self._storage.log(_cut_off_event(seat.index, step, part_count))

@@ -1,4 +1,4 @@
-"""Where in the storage a table's rows can be: what is free, what is new, and the limits of it."""
+"""The places of a table's rows in the storage: free ones, new ones, and their limits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ _SMALLEST_STACK = 1024
 
 
 class RowSlots:
-    """Places of one table. For one thread at a time, except `row_count`.
+    """The places of one table. For one thread at a time, except `row_count`.
 
-    Places that rows have left are given out before new ones.
-
-    Args:
-        layout: Layout of the storage.
-        storage: The storage, which makes room.
-        stored_bytes: Budget of its owner; room counts as soon as it is made.
-        row_count_max: Rows that may exist.
+    Places that rows have left are given out before new ones. Room counts against the owner's budget
+    as soon as it is made.
     """
 
     def __init__(
@@ -45,16 +40,10 @@ class RowSlots:
 
     @property
     def row_count(self) -> int:
-        """Rows that exist."""
         return self.used - self._free_count
 
     def plan(self, count: int) -> Places:
-        """Places for so many new rows, for which there is room then; `take` makes them theirs.
-
-        Raises:
-            LimitError: a limit of rows or bytes, by name; nothing changed.
-            StorageError: there is no disk space; nothing changed.
-        """
+        """Reserves places for new rows, or changes nothing and raises; `take` hands them out."""
         if self.row_count + count > self._row_count_max:
             raise LimitError(
                 f"limit table_row_count_max={self._row_count_max}: table {self._layout.name!r} has "
@@ -72,13 +61,13 @@ class RowSlots:
         return places
 
     def take(self, places: Places) -> None:
-        """Marks the slots of the last `plan` as taken by rows."""
+        """Marks the places of the last `plan` as taken by rows."""
         fresh = int(np.count_nonzero(places >= self.used))
         self.used += fresh
         self._free_count -= places.size - fresh
 
     def give_back(self, places: Places) -> None:
-        """These have no rows any more."""
+        """Takes back places that have no rows any more."""
         needed = self._free_count + places.size
         if needed > self._free.size:
             grown = np.empty(max(needed, 2 * self._free.size), np.int64)

@@ -1,8 +1,8 @@
 """Moves the bytes of a table's rows: out of the storage, and changed back into it.
 
-The caller is the only one who changes; it decides what counts, and gives the record that is to
-stand. A change is computed on copies, or in place where that takes no longer than to write them;
-readers are kept out only while rows are written, so that they see each row before or after it.
+The caller alone changes rows; it decides what counts, and gives the record to commit. A change is
+computed on copies, or in place where that takes no longer than to write them; readers are kept out
+only while rows are written, so that they see each row before or after it.
 """
 
 from __future__ import annotations
@@ -50,18 +50,6 @@ class TableRows:
     """The rows of one table on one shard.
 
     `read` and `scan` may be called from any thread, the others from one at a time.
-
-    Args:
-        spec: The table.
-        placement: Placement of its ids.
-        shard_index: This shard.
-        storage: The table's storage.
-        places: Places of the storage.
-        batch_row_count_max: Rows of one change.
-        snapshots: Told of rows before they are written.
-
-    Raises:
-        StorageError: the storage has ids that can't be here.
     """
 
     def __init__(
@@ -97,13 +85,7 @@ class TableRows:
     # Reading.
 
     def read(self, ids: Ids, into: Float32, max_version: int | None = None) -> int:
-        """Copies rows to `into`, (n, dim), and returns the version at which they were read.
-
-        `max_version`: see RowsFetch.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
-        """
+        """Copies rows to `into`, (n, dim); returns their version. RowsFetch has `max_version`."""
         storage = self._storage
         with self._lock.reading:
             places, missing_count = self._index.locate(ids)
@@ -121,11 +103,7 @@ class TableRows:
         return version
 
     def scan(self, start: int, stop: int, *, with_values: bool) -> tuple[Ids, Float32 | None]:
-        """Ids of the rows at places from `start` to below `stop`, and their values.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
-        """
+        """Copies ids of the rows at places [start, stop), and values if they are wanted."""
         storage = self._storage
         with self._lock.reading:
             counts = storage.update_counts[start : min(stop, storage.record.row_used)]
@@ -137,16 +115,7 @@ class TableRows:
     def states(
         self, start: int, stop: int, claim: Callable[[Places], Places] | None = None
     ) -> RowState:
-        """The rows at places from `start` to below `stop`, with all that is known of them.
-
-        Args:
-            start: First place.
-            stop: Last place, and one more.
-            claim: Chooses those that are wanted; None: all that had an update.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
-        """
+        """Copies rows with state at places [start, stop): of the updated ones, those of `claim`."""
         storage = self._storage
         with self._lock.reading:
             counts = storage.update_counts[start : min(stop, storage.record.row_used)]
@@ -167,16 +136,12 @@ class TableRows:
         )
 
     def verify(self, start: int, stop: int) -> None:
-        """Checks the rows at places from `start` to below `stop`.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
-        """
+        """Checks the rows at places [start, stop)."""
         with self._lock.reading:
             self._storage.verify(np.arange(start, min(stop, self._storage.record.row_used)))
 
     def decay_peak(self, ids: Ids) -> float:
-        """The largest magnitude that weight decay adds to a gradient of rows, as state sees it."""
+        """Returns the largest magnitude that weight decay adds to a gradient, as state sees it."""
         if not self._decay or not ids.size:
             return 0.0
         places = self._index.find(ids)
@@ -191,17 +156,10 @@ class TableRows:
     def state_overflow(
         self, ids: Ids, gradients: Float32, learning_rate: float
     ) -> tuple[str, Cell] | None:
-        """The first value of optimizer state that gradients would make infinite or NaN.
+        """Finds the first value of optimizer state that gradients would make infinite or NaN.
 
-        On copies; nothing changes. For the one who changes rows.
-
-        Args:
-            ids: (n,), without repeats.
-            gradients: (n, dim), unchanged.
-            learning_rate: The rate of their update.
-
-        Returns:
-            The name of the array and the place; None: there is none.
+        Computes on copies, for the thread that changes rows; ids do not repeat. Returns the array's
+        name and the place.
         """
         places = self._index.find(ids)
         is_new = places < 0
@@ -220,7 +178,7 @@ class TableRows:
     # Changing.
 
     def settle(self, record: TableRecord, position: Position | None) -> None:
-        """Changes the record, and no row."""
+        """Commits a record, and changes no row."""
         with self._changing(_NO_PLACES, values=False, sums=False) as (change, alone):
             alone()
             change.commit(record._replace(row_used=self._places.used), position)
@@ -235,15 +193,7 @@ class TableRows:
     ) -> None:
         """Updates rows with their gradients; creates those that do not exist.
 
-        Args:
-            ids: (n,), without repeats.
-            gradients: (n, dim), overwritten.
-            learning_rate: Rate of this update.
-            record: Record to commit with it.
-            position: Position to commit with it.
-
-        Raises:
-            LimitError, StorageError: nothing changed.
+        Ids do not repeat, and `gradients`, (n, dim), is overwritten. A failure changes nothing.
         """
         step = self._storage.record.version
         places, is_new = self._located(ids)
@@ -267,12 +217,7 @@ class TableRows:
             self._commit(change, ids, places, is_new, record, position)
 
     def load(self, state: RowState, record: TableRecord) -> None:
-        """Creates rows with all that is known of them.
-
-        Raises:
-            ArgumentError: one exists; nothing changed.
-            LimitError, StorageError: nothing changed.
-        """
+        """Creates rows with all that is known of them; a failure changes nothing."""
         places, is_new = self._located(state.ids)
         if not is_new.all():
             raise ArgumentError(
@@ -295,16 +240,8 @@ class TableRows:
     ) -> None:
         """Adds factor * gradients to the rows' sums; creates those that do not exist.
 
-        Args:
-            ids: (n,), without repeats.
-            gradients: (n, dim), overwritten.
-            factor: A float32.
-            record: Record to commit with it.
-            position: Position to commit with it.
-
-        Raises:
-            NonFiniteSumError: the spec refuses it; nothing changed.
-            LimitError, StorageError: nothing changed.
+        Ids do not repeat, `gradients`, (n, dim), is overwritten, and `factor` is a float32. A
+        failure changes nothing; a sum beyond float32 is one, unless the spec allows it.
         """
         storage, step = self._storage, self._storage.record.version
         places, is_new = self._located(ids)
@@ -333,10 +270,7 @@ class TableRows:
     ) -> None:
         """Updates all rows that have a sum with their mean, batch by batch; then commits `record`.
 
-        May be cut off after any batch, and begun again.
-
-        Raises:
-            StorageError: a row was damaged; what was closed before stays.
+        It may be cut off after any batch, and begun again: rows that are closed stay so.
         """
         storage = self._storage
         step, closing = storage.record.version, storage.record
@@ -364,11 +298,7 @@ class TableRows:
             self.settle(record, None)
 
     def evict(self, start: int, stop: int, older_than_step: int) -> int:
-        """Removes old rows without a sum, at places from `start` to below `stop`: how many.
-
-        Raises:
-            StorageError: a row was damaged.
-        """
+        """Removes old rows without a sum at places [start, stop); returns how many."""
         storage, part = self._storage, slice(start, min(stop, self._places.used))
         is_old = storage.update_counts[part] != FREE
         is_old &= storage.last_steps[part] < older_than_step
@@ -387,7 +317,7 @@ class TableRows:
     # Parts of a change.
 
     def _keep(self, step: int, ids: Ids, is_new: Flags | None, change: RowChange) -> None:
-        """Keeps a change's rows as they were before it, in synchronous mode; no call reads."""
+        """Keeps a synchronous change's rows as they were before it; no call reads meanwhile."""
         if not self._keeps:
             return
         rows = change.weights_before.copy()
@@ -406,7 +336,7 @@ class TableRows:
     def _changing(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> Iterator[tuple[RowChange, Callable[[], None]]]:
-        """A change, and what keeps readers out until it is committed or was taken back."""
+        """Yields a change, and a call that keeps readers out until it is committed or undone."""
 
         def be_alone() -> None:
             if values and self._snapshots.pending:
@@ -420,7 +350,6 @@ class TableRows:
             yield change, be_alone
 
     def _located(self, ids: Ids) -> tuple[Places, Flags]:
-        """Each id's place, and whether it is new, in which case there is room."""
         places, count = self._index.locate(ids)
         is_new = places < 0
         if count:
@@ -428,7 +357,6 @@ class TableRows:
         return places, is_new
 
     def _new_rows(self, ids: Ids) -> tuple[Float32, tuple[Float32, ...]]:
-        """What rows are before their first update: weights and state."""
         slots = [
             np.full((ids.size, width), value, np.float32)
             for width, value in zip(self._spec.slot_widths, self._rule.initial_slots, strict=True)
@@ -436,13 +364,11 @@ class TableRows:
         return initial_rows(self._spec.initializer, ids, self._spec.dim), tuple(slots)
 
     def _write_new(self, places: Places, weights: Float32, slots: tuple[Float32, ...]) -> None:
-        """Writes what new rows begin with."""
         row_batches.scatter(self._storage.weights, places, weights)
         for array, rows in zip(self._storage.slots, slots, strict=True):
             row_batches.scatter(array, places, rows)
 
     def _begin(self, weights: Float32, slots: tuple[Float32, ...], ids: Ids, is_new: Flags) -> None:
-        """Puts what new rows begin with into a batch of copies."""
         if is_new.all():
             initial_rows(self._spec.initializer, ids, self._spec.dim, out=weights)
         elif is_new.any():
@@ -460,7 +386,6 @@ class TableRows:
         return counts
 
     def _note(self, places: Places, counts: Int64, step: int | Int64) -> None:
-        """Writes what rows have beside values."""
         self._storage.update_counts[places] = counts
         self._storage.last_steps[places] = step
 
@@ -487,7 +412,7 @@ class TableRows:
 
 
 class RowsBefore:
-    """Rows before the newest step, of one table on one shard, for a worker that was started again.
+    """The rows before the newest step, for a worker that was started again.
 
     A synchronous step changes each row once. Rows of the newest step that has changed any are kept,
     by id, as a place may be given to another row meanwhile. The caller changes it while no call
@@ -502,12 +427,9 @@ class RowsBefore:
         self._sorted: tuple[Ids, Float32] | None = None
 
     def add(self, step: int, ids: Ids, rows: Float32) -> None:
-        """Keeps rows that a step changes; those of an earlier step are dropped.
+        """Keeps rows, (n, dim), as they were before a step; drops those of an earlier step.
 
-        Args:
-            step: The step.
-            ids: (n,), without repeats; of a change that is made again, once more.
-            rows: (n, dim), as they were. Neither is copied.
+        Nothing is copied. A change that is made again brings its ids again; the first rows count.
         """
         if step != self.step:
             self.step, self._ids, self._rows = step, [], []

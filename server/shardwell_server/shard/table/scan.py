@@ -31,7 +31,6 @@ class TableScan:
 
     def __init__(self, state: TableState) -> None:
         self.snapshots = state.snapshots
-        """Snapshots under way."""
         self._spec = state.spec
         self._storage = state.storage
         self._tracker = state.tracker
@@ -42,13 +41,10 @@ class TableScan:
         self._batch = rows_per_scan_message_max(state.spec)
 
     def values(self, *, with_values: bool) -> Iterator[tuple[Ids, Float32 | None]]:
-        """All rows that exist, a message's worth at a time: ids, and values if they are wanted.
+        """Yields all rows that exist, a message's worth at a time: ids, and values if wanted.
 
-        Each row as it is when its turn comes; one that is evicted and comes again meanwhile may be
-        missing.
-
-        Raises:
-            StorageError: an earlier process left a damaged row.
+        Each row is as it is when its turn comes; one that is evicted and comes again meanwhile may
+        be missing.
         """
         start = 0
         while start < self._places.used:
@@ -61,15 +57,9 @@ class TableScan:
     def under_way(
         self, version: int, is_wanted: Callable[[], bool]
     ) -> Iterator[TableSnapshot | None]:
-        """While it lasts, `states` can have all rows at `version`; None in asynchronous mode.
+        """Yields a snapshot with which `states` has all rows at `version`; asynchronous: None.
 
-        Args:
-            version: Version of every row.
-            is_wanted: Whether the client still reads them; any thread calls it.
-
-        Raises:
-            StepOrderError: the table has left the version already.
-            LimitError: too many are under way.
+        Any thread calls `is_wanted`, which is True while the client still reads.
         """
         if not self._tracker.is_sync:
             yield None
@@ -84,30 +74,20 @@ class TableScan:
             yield snapshot
 
     def begin_snapshots(self) -> None:
-        """Begins those that wait for the version that was reached now; `changed` is held."""
+        """Begins the snapshots that wait for the version reached now; `changed` is held."""
         version = self._tracker.version
         counts = self._storage.update_counts[: self._places.used]
         self.snapshots.begin_at(version, counts, self._register.rates.at(version))
 
     def _is_between_steps(self) -> bool:
-        """Whether rows are as the last step left them; `changed` is held."""
+        """Returns True if rows are as the last step left them; `changed` is held."""
         if self._spec.sums_gradients:  # beside the rows, until it closes
             return not self._tracker.is_decided(self._storage.record)
         seats = self._tracker.crew.seats
         return not any(self._tracker.next_part(seat.worker_id)[1] for seat in seats)
 
     def check_begun(self, snapshot: TableSnapshot | None, deadline: RequestDeadline) -> None:
-        """Returns once `states` can have all rows.
-
-        Args:
-            snapshot: The snapshot under way.
-            deadline: Bounds the wait for its version.
-
-        Raises:
-            NotYet: see `RequestDeadline.wait`.
-            StepOrderError: the table has passed the version.
-            WorkersMissingError: the version was not reached in time.
-        """
+        """Waits, as `RequestDeadline.wait` does, until `states` can have all rows."""
         with self._changed.lock:
             if snapshot is not None and not snapshot.has_begun:
                 if snapshot.failure is not None:
@@ -117,14 +97,7 @@ class TableScan:
                 raise table_workers_missing(self._spec, self._tracker, snapshot.version, deadline)
 
     def states(self, snapshot: TableSnapshot | None) -> Iterator[StateBatch]:
-        """All rows with all that is known of them, a message's worth at a time.
-
-        Args:
-            snapshot: The snapshot, which has begun; None: each row as it is when its turn comes.
-
-        Raises:
-            StorageError: a row was damaged, or could not be kept.
-        """
+        """Yields all rows with state: those of a snapshot, or for None each in its turn."""
         if snapshot is None:
             start = 0
             while start < self._places.used:

@@ -63,27 +63,13 @@ from shardwell_server.store import TableLayout, TableRecord, TableStorage
 _ENDING = "end the step with what is counted of it"
 _CLOSED_SET_COUNT_MAX = 16
 _EVICT_ROW_COUNT = 2**20
-"""Places that are looked at between one moment and the next in which others may go on."""
+"""Places that are looked at before the lock is free for others."""
 
 
 class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
-    """See the module. All methods may be called from any thread.
+    """The slice of one table. All methods may be called from any thread.
 
-    Args:
-        spec: The table.
-        layout: Layout of its storage.
-        storage: Its storage; if an earlier process left it, `go_on` comes before anything else.
-        placement: Placement of its ids.
-        shard_index: This shard.
-        limits: Limits of this shard.
-        stored_bytes: Budget of this shard.
-        sessions: Answers which sessions are alive.
-        spans: What the shard did last.
-        timer: Looks after elastic members; None: nothing does.
-        spool_dir: Where scans keep copies meanwhile; None: the system's temporary directory.
-
-    Raises:
-        StorageError: what an earlier process left can't be believed.
+    If an earlier process left the storage, `go_on` comes before anything else.
     """
 
     def __init__(
@@ -121,7 +107,6 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             is_closing=storage.record.is_closing,
         )
         self.register = TableRegister(spec, storage, self._tracker, limits)
-        """What changes rarely."""
         self._places = places = RowSlots(layout, storage, stored_bytes, limits.table_row_count_max)
         snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
         self._rows = TableRows(
@@ -151,33 +136,28 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         )
         super().__init__(spec.name, state, limits.abandoned_after_s, timer)
         self._closed_sets: dict[int, list[str]] = {}
-        """Of elastic members: who was in the sets of the last steps that closed."""
+        """By step: the elastic members in the sets of the last steps that closed."""
         self.scan = TableScan(state)
-        """Its rows, all of them."""
         self.loading = TableLoading(state)
-        """How a checkpoint comes in."""
         self._sample_counts: dict[int, tuple[int, int]] = {}
         self._counted_row_count = 0
         self._duplicate_part_count = 0
         self._late_part_count = 0
 
     def go_on(self) -> None:
-        """Closes a step that an earlier process was closing; damage is raised when it is read.
-
-        A step that awaits no worker closes, too.
-        """
+        """Closes a step that was being closed, or awaits no worker; damage is raised by reads."""
         with self._lock, contextlib.suppress(StorageError):
             self.loading.drop_unfinished()
             self._settle()
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether nothing about its rows waits for a disk."""
+        """True if nothing about its rows waits for a disk."""
         return not self.storage.undo_bytes
 
     @property
     def is_free(self) -> bool:
-        """Whether no call changes anything now, and a part changes no rows but its own.
+        """True if no call changes anything now, and a part changes no rows but its own.
 
         The last part of a step of several workers closes it, which takes as long as all its rows.
         """
@@ -185,12 +165,11 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
 
     @property
     def rows_per_message_max(self) -> int:
-        """Rows of a gradient, a fetch or an answer."""
         return self._codec.row_count_max
 
     @property
     def version(self) -> int:
-        """Synchronous: steps that have closed. Asynchronous: steps that were counted."""
+        """The steps that have closed; asynchronous: that were counted."""
         return self._tracker.version
 
     @property
@@ -242,17 +221,8 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         """Counts a part of a step, once; blocks while an earlier step is open.
 
         Everything is checked before anything is changed; the worker's seat is taken only then.
-
-        Returns:
-            False if it had been counted before, or is late: `contributor.late` has those parts.
-
-        Raises:
-            NotInitializedError: a checkpoint is being restored.
-            ArgumentError, CorruptChunkError, NonFiniteError: the part is refused.
-            SeatsTakenError, LimitError, StorageError: the same; nothing of it is counted.
-            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or free.
-            StepOrderError: see the tracker.
-            WorkersMissingError: the earlier step did not close in time.
+        Returns False if the part had been counted before, or is late: `contributor.late` has those
+        parts.
         """
         begin_ns = now_ns()
         part = self._reader.open(contributor.worker_id, header, payload)
@@ -298,7 +268,6 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             return True
 
     def _late(self, contributor: Contributor[TableSeat], header: pb.RowGradients) -> bool:
-        """Notes that a part of a member's does not count, and is to be answered all the same."""
         contributor.late.add(header.part_index)
         self._late_part_count += 1
         if contributor.seat is not None:
@@ -405,7 +374,6 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             )
 
     def _catch_up(self) -> None:
-        """Has the tracker note steps that have closed in the storage, and wakes who waits."""
         while self._tracker.version < self.storage.record.version:
             if self._tracker.is_sync:
                 self.times.closed(self._tracker.version)
@@ -446,10 +414,7 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
     def _settle(self) -> None:
         """Decides the open step's set without a contribution, if it is complete now; and closes it.
 
-        The caller holds `changed`.
-
-        Raises:
-            StorageError: it can't be written; the step is open still, or closing.
+        The caller holds `changed`. After a failure to write, the step is open still, or closing.
         """
         if self.storage.record.is_loading:
             return
@@ -464,9 +429,9 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         self._spans.add(SPAN_KIND_UPDATE, self.spec.name, step, ALL_CHUNKS, "", begin_ns)
 
     def _come_to_rest(self) -> None:
-        """Ends the open step of members whose tenure is over, with what is counted of it.
+        """Ends the open step of members whose tenure is over, as if each had abandoned the rest.
 
-        As if each had abandoned the rest. The lock is held, so nothing else is being counted.
+        The lock is held, so nothing else is being counted.
         """
         for seat in self._tracker.cut_off:
             record, ended = self.storage.record, self._tracker.following(seat, ends_step=True)
@@ -476,7 +441,7 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             self._tracker.record(seat, ended)
 
     def contributors(self, step: int) -> list[str]:
-        """Workers in the set of a step, sorted, with elastic members; empty: not known any more."""
+        """Returns the sorted workers in an elastic step's set; empty: it is not known any more."""
         if step == self.version:
             return sorted(self._tracker.contributors(step))
         return self._closed_sets.get(step, [])
@@ -492,21 +457,9 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         min_version: int | None = None,
         outcome: Callable[[], pb.RowsOutcome] | None = None,
     ) -> bytes:
-        """The rows that are asked for as a sealed message, once the table has `min_version`.
+        """Encodes the rows of a fetch as a sealed message, once the table has `min_version`.
 
-        Args:
-            fetch: The question.
-            payload: Its ids.
-            deadline: Bounds the wait.
-            min_version: In place of the question's own.
-            outcome: Makes what is answered beside the rows, once they can be.
-
-        Raises:
-            NotInitializedError: a checkpoint is being restored.
-            ArgumentError, CorruptChunkError: the question is refused.
-            WorkersMissingError: the steps before did not close in time.
-            DivergedError: training diverged; values are not finite.
-            StorageError: an earlier process left a damaged row.
+        `min_version` is in place of the fetch's own; `outcome` is called once the rows are read.
         """
         ids = self._reader.open_ids(fetch, payload)
         self.loading.check_committed()
@@ -540,12 +493,7 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
     # Keeping.
 
     def evict(self, older_than_step: int) -> int:
-        """Removes rows whose last gradient joined an earlier step; returns how many.
-
-        Raises:
-            NotInitializedError: a checkpoint is being restored.
-            StorageError: a row was damaged.
-        """
+        """Removes rows whose last gradient joined an earlier step; returns how many."""
         count = start = 0
         while start < self._places.used:
             with self._lock:

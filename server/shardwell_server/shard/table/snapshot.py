@@ -27,21 +27,12 @@ from shardwell_server.store.contract import Places
 
 
 class _Kept(NamedTuple):
-    """Rows in the spool."""
-
     row_count: int
     copied: Copied
 
 
 class TableSnapshot(Snapshot):
-    """One of them, under way.
-
-    Args:
-        spec: The table.
-        version: Version of all rows.
-        spool_dir: See Snapshot.
-        is_wanted: See Snapshot.
-    """
+    """A snapshot of one table, under way."""
 
     def __init__(
         self,
@@ -57,21 +48,19 @@ class TableSnapshot(Snapshot):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the version was reached."""
+        """True if the table has reached the version."""
         return self._left is not None
 
     @property
     def place_count(self) -> int:
-        """Places below it have its rows."""
+        """The number of places that may have its rows, from 0 on."""
         return 0 if self._left is None else self._left.size
 
     def begin(self, update_counts: npt.NDArray[np.int64], learning_rate: float) -> None:
         """Begins at the table's version; no call writes to it now.
 
-        Args:
-            update_counts: Updates of all places in use. A row without one was created by a gradient
-                of the open step, which is no part of the version.
-            learning_rate: Rate of the update that follows.
+        A row without an update was created by a gradient of the open step, which is no part of the
+        version.
         """
         self.learning_rate = learning_rate
         self._left = update_counts > 0
@@ -103,11 +92,7 @@ class TableSnapshot(Snapshot):
             self._copying(f"rows of table {self._spec.name!r}", copy)
 
     def kept(self) -> Iterator[RowState]:
-        """The rows in the spool, batch by batch; to be called when all places were claimed.
-
-        Raises:
-            StorageError: the spool can't be read, or was damaged.
-        """
+        """Yields the rows in the spool, batch by batch; all places were claimed before."""
         with self._lock:
             self._check()
             batches = list(self._kept)
@@ -122,13 +107,7 @@ class TableSnapshot(Snapshot):
 
 
 class TableSnapshots(Snapshots[TableSnapshot]):
-    """Snapshots of one table that are under way. Code that changes the table's rows calls it.
-
-    Args:
-        spec: The table.
-        spool_dir: See Snapshot.
-        count_max: How many there may be.
-    """
+    """The snapshots of one table that are under way. Code that changes its rows calls it."""
 
     def __init__(self, spec: TableSpec, *, spool_dir: Path | None, count_max: int) -> None:
         super().__init__(f"scans with state of table {spec.name!r}", count_max, table=spec.name)
@@ -136,7 +115,7 @@ class TableSnapshots(Snapshots[TableSnapshot]):
         self._spool_dir = spool_dir
 
     def before_write(self, places: Places, rows: Callable[[Places], RowState]) -> None:
-        """Keeps rows for whom they matter. One thread writes at a time; it calls this before."""
+        """Keeps rows for the snapshots that want them; the one writing thread calls it first."""
         for snapshot in self.pending:
             snapshot.keep(places, rows)
 
@@ -152,18 +131,14 @@ class TableSnapshots(Snapshots[TableSnapshot]):
 
     @contextlib.contextmanager
     def under_way(self, version: int, is_wanted: Callable[[], bool]) -> Iterator[TableSnapshot]:
-        """While it lasts, `begin_at` and `before_write` know of a snapshot.
-
-        Raises:
-            LimitError: too many are under way.
-        """
+        """Yields a snapshot that `begin_at` and `before_write` know of in the block."""
         snapshot = TableSnapshot(self._spec, version, self._spool_dir, is_wanted)
         with self._listed(snapshot):
             yield snapshot
 
 
 def too_late(spec: TableSpec, version: int, found: int) -> StepOrderError:
-    """Why rows can't be had at a version."""
+    """Returns the refusal of a scan at a version that the table has left."""
     return StepOrderError(
         f"scan of table {spec.name!r} at version {version}: it is at {found} already, or in the "
         "middle of the step that follows; ask for a later version",

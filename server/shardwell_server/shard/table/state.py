@@ -1,4 +1,4 @@
-"""What the slice of a table is made of."""
+"""The parts of a table's slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwell_server.store import TableLayout, TableStorage
 
 @dataclass(frozen=True, kw_only=True)
 class TableState(SliceState[TableSeat]):
-    """One lock guards all of it: that of `changed`."""
+    """The parts of one table's slice, guarded by one lock: that of `changed`."""
 
     spec: TableSpec
     layout: TableLayout
@@ -28,9 +28,7 @@ class TableState(SliceState[TableSeat]):
     tracker: TableStepTracker
     register: TableRegister
     places: RowSlots
-    """Places of the storage."""
     rows: TableRows
     snapshots: TableSnapshots
     """Scans under way."""
     changed: Changes
-    """Where requests wait."""

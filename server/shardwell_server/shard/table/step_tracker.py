@@ -1,4 +1,4 @@
-"""Who has contributed which parts of which step to a table. Pure: events in, decisions out.
+"""The contributions to the steps of a table, part by part. Pure: events in, decisions out.
 
 On each shard a worker's step is part 0, 1, ..., the last of which ends it. Its position is (o, c):
 its open step, and the parts of it that are counted. v is the table's version (steps that have
@@ -30,8 +30,9 @@ Elastic members, whose steps may close without them (docs/adr/0036):
                                                                   log says that c parts were counted
     no worker is awaited, min_count at v + 1                         complete: the set is decided
 
-Awaited is whose tenure is not over and who has not ended v, if it has begun v, or its `from` is v
-at the most. In the set of a step is who has a part in its sums, or has ended it.
+A member is awaited whose tenure is not over and that has not ended v, if it has begun v, or its
+`from` is v at the most. The set of a step has the members with a part in its sums, and those that
+have ended it.
 
 Invariants:
   - Positions never decrease, so a part counts once however often it is sent.
@@ -74,7 +75,7 @@ class TableSeat(Seat):
         counted; None: the log has not said."""
 
     def stored_position(self, position: Position) -> Position:
-        """A position of the worker as the storage counts steps."""
+        """Returns a position of the worker as the storage counts steps."""
         return position._replace(step=position.step + self.tenure.first_step)
 
     @property
@@ -109,16 +110,7 @@ class TableSeat(Seat):
 
 
 class TableStepTracker(Tracker[TableSeat]):
-    """The contributions to one table on one shard. `worker_count` 0 means asynchronous.
-
-    Args:
-        version: Steps that have closed.
-        worker_count: Workers that make a synchronous step.
-        worker_count_max: Workers that may have a seat.
-        sessions: Answers which sessions are alive.
-        elastic: Limits of members that come and go; None: worker_count of them make a step.
-        is_closing: Whether the open step's set was decided, with elastic members.
-    """
+    """The contributions to one table on one shard. `worker_count` 0 means asynchronous."""
 
     def __init__(
         self,
@@ -138,7 +130,6 @@ class TableStepTracker(Tracker[TableSeat]):
             elastic=elastic,
         )
         self.is_sync = self.crew.is_sync
-        """True if steps need all workers."""
         self.has_open_sets = self.crew.comes_and_goes
         """True if a step may close without a worker that could have contributed."""
         self.version = version
@@ -176,13 +167,7 @@ class TableStepTracker(Tracker[TableSeat]):
         ends_step: bool,
         crc32c: int | None = None,
     ) -> Decision:
-        """What to do with a part of `seat`'s step, which may be its last.
-
-        `crc32c` is its payload's; None: it is not compared.
-
-        Raises:
-            StepOrderError: see the table above.
-        """
+        """Decides on a part of a seat's step by the table above; a CRC of None is not compared."""
         if self.has_open_sets and self._is_late(seat, step, part_index, crc32c):
             return Decision.LATE
         _, open_step, part_count = seat.position
@@ -221,11 +206,7 @@ class TableStepTracker(Tracker[TableSeat]):
         return turn
 
     def decide_end(self, seat: TableSeat, step: int) -> Decision:
-        """What to do with the end of `seat`'s step when it abandons the rest of it.
-
-        Raises:
-            StepOrderError: see the table above.
-        """
+        """Decides on the end of a seat's step when it abandons the rest of it."""
         if step < seat.position.step:
             return Decision.DUPLICATE
         if self.has_open_sets and self._has_closed_to(seat, step):
@@ -240,14 +221,9 @@ class TableStepTracker(Tracker[TableSeat]):
         crc32c: int,
         contributors: Container[str] | None,
     ) -> Decision:
-        """What to do with an elastic worker's part of a tenure that its seat has no longer.
+        """Decides on an elastic worker's part of a tenure that its seat has no longer.
 
-        Args:
-            worker_id: The worker, which may have another tenure by now, or no seat.
-            step: Its step.
-            part_index: The part.
-            crc32c: CRC of its payload.
-            contributors: The step's set, so far if it is open; None: it is not known any more.
+        `contributors` is the step's set, so far if it is open; None: it is not known any more.
         """
         seat = self.crew.find(worker_id)
         if seat is not None and step in (seat.last_step, seat.earlier_step):
@@ -258,7 +234,7 @@ class TableStepTracker(Tracker[TableSeat]):
         return Decision.LATE if step > self.version or is_out else Decision.UNKNOWN
 
     def _is_late(self, seat: TableSeat, step: int, part_index: int, crc32c: int | None) -> bool:
-        """Whether a part of an elastic member's comes too late to count, and has not counted."""
+        """Returns True if a part of a member's comes too late to count, and has not counted."""
         is_known = step == seat.last_step
         counted = seat.part_crc32cs.get(part_index) if is_known else None
         if counted is not None and crc32c in (None, counted):
@@ -268,15 +244,9 @@ class TableStepTracker(Tracker[TableSeat]):
         return counted is not None or not seat.has_given(step, part_index)
 
     def _has_closed_to(self, seat: TableSeat, step: int) -> bool:
-        """Whether nothing more of an elastic member's counts for a step."""
         return seat.is_over or step < self.version or (step == self.version and self.is_closing)
 
     def _turn(self, seat: TableSeat, step: int) -> Decision:
-        """Whether `seat`'s next step, which it is to be, counts now or waits.
-
-        Raises:
-            StepOrderError: `step` is another.
-        """
         expected, _ = self._next_part(seat)
         if step != expected:
             reason = "closed without it" if step < expected else "was not its next"
@@ -288,7 +258,7 @@ class TableStepTracker(Tracker[TableSeat]):
         return Decision.WAIT if self.is_sync and step > self.version else Decision.COUNT
 
     def following(self, seat: TableSeat, *, ends_step: bool) -> Position:
-        """Where a worker will stand with one part more, or with its step ended."""
+        """Returns a worker's position with one part more, or with its step ended."""
         step, part_count = self._next_part(seat)
         if ends_step:
             return Position(seat.index, step + 1)
@@ -328,16 +298,15 @@ class TableStepTracker(Tracker[TableSeat]):
         return 1 < self.crew.full_count <= record.contribution_count
 
     def close(self) -> None:
-        """The open step, whose set was decided, has been applied."""
+        """Closes the open step, whose set was decided and whose sums have been applied."""
         self.version += 1
         self.is_closing = False
 
     def contributors(self, step: int) -> list[str]:
-        """Workers in the set of the open step, or of the one after it."""
+        """Returns the workers in the set of the open step, or of the one after it."""
         return [seat.worker_id for seat in self.crew.seats if seat.position[1:] > (step, 0)]
 
     def _awaited_now(self) -> list[TableSeat]:
-        """Elastic members that the open step awaits."""
         begun = (self.version, 0)
         return [
             seat
@@ -351,7 +320,7 @@ class TableStepTracker(Tracker[TableSeat]):
 
     @property
     def cut_off(self) -> list[TableSeat]:
-        """Elastic members who are to end the open step first: they have begun it, and are over."""
+        """The elastic members whose tenure ended in the open step: they are to end it first."""
         if self.is_closing:
             return []
         begun, ended = (self.version, 0), self.version + 1
@@ -367,7 +336,7 @@ class TableStepTracker(Tracker[TableSeat]):
             yield OpenPart(self.version, count, self._awaited_now())
 
     def next_part(self, worker_id: str) -> tuple[int, int]:
-        """A worker's open step, and how many parts of it are counted."""
+        """Returns a worker's open step, and how many parts of it are counted."""
         seat = self.crew.find(worker_id)
         if seat is None:
             return (self.version if self.is_sync else 0), 0
