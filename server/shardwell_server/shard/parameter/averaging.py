@@ -44,28 +44,27 @@ class Contribution(NamedTuple):
     """A checked gradient chunk."""
 
     payload: Bytes
-    """The codec's bytes."""
     sample_count: int
     """Its weight in the mean."""
 
     def summed(self, codec: Codec) -> Contribution:
-        """The same as `codec.summed` writes it, so that it can be added up."""
+        """Writes it anew as `codec.summed` does, so that it can be added up."""
         values = np.empty(codec.element_count(self.payload.size), np.float32)
         codec.decode(self.payload, values)
         return self._replace(payload=values.view(np.uint8))
 
     def factor(self, shift: int) -> float:
-        """What its values are multiplied with in a sum that is kept as sum * 2^-shift."""
+        """Returns the factor of its values in a sum that is kept as sum * 2^-shift."""
         return math.ldexp(float(self.sample_count), -shift)
 
 
 class Total(NamedTuple):
-    """What the sum's memory holds of a chunk's open step."""
+    """The sum in memory of a chunk's open step."""
 
     factor: float
     """The sum is factor * 2^shift times the stored values; 0: there is none."""
     is_encoded: bool = False
-    """Whether the first contribution is stored as it was written, not yet as float32: see
+    """True if the first contribution is stored as it was written, not yet as float32:
     `Codec.keep`."""
 
 
@@ -82,12 +81,11 @@ class ChunkState:
     gradient_sum: Float32 | None
     slots: Slots
     image: ChunkImage | None = None
-    """The image of the weights, kept beside them; see image.py."""
 
     def places(
         self, payload: Bytes | None, first: tuple[Bytes | None, Bytes | None] = (None, None)
     ) -> Arrays:
-        """All arrays, with a contribution's, for an update rule; the gradient is a temporary."""
+        """Returns an update rule's arrays, with a contribution's; the gradient is a temporary."""
         slots = (*self.slots, None, None)[:2]
         return (self.weights, None, None, *slots, payload, self.gradient_sum, *first)
 
@@ -105,14 +103,12 @@ def add_to_sum(
     shift: int,
     may_stay_encoded: bool,
 ) -> Total:
-    """Adds sample_count * gradient * 2^-shift to a sum.
+    """Adds sample_count * gradient * 2^-shift to a sum; returns the sum in `memory` then.
 
     The first contribution is stored unweighted: its weight becomes the factor, which the next
-    addition applies at no cost. As it was written, if it may: that takes half the memory traffic,
-    and the sum is not needed before the next one comes.
-
-    `total` is the sum in `memory` so far; returns what it is now. Of `shift` see
-    `weighted_mean.shift_for`. With `may_stay_encoded` all who read the sum know that it may be.
+    addition applies at no cost. It is stored as it was written, if it may: that takes half the
+    memory traffic, and the sum is not needed before the next one comes. With `may_stay_encoded` all
+    readers of the sum know that it may be. `weighted_mean.shift_for` chooses `shift`.
     """
     factor = contribution.factor(shift)
     if factor == 0.0:
@@ -147,11 +143,9 @@ def state_overflow(
     update_count: int,
     learning_rate: float,
 ) -> tuple[int, int] | None:
-    """The first value of optimizer state that a gradient would make infinite or NaN by itself.
+    """Finds the first value of optimizer state that a gradient alone would make infinite or NaN.
 
-    On copies; nothing changes.
-
-    Returns which array, and the element; None: there is none.
+    On copies; nothing changes. Returns the array's index, and the element.
     """
     given = np.empty(chunk.weights.size, np.float32)
     codec.decode(contribution.payload, given)
@@ -192,20 +186,10 @@ def close_step(
 ) -> None:
     """Adds the last contribution, takes the mean and updates the weights.
 
-    Args:
-        contribution: The last one of the step.
-        codec: How it is written.
-        chunk: Weights and state, updated; the sum is read and then of no meaning.
-        rules: The optimizer.
-        change: Gives the blocks, one by one.
-        total: The sum in its memory.
-        shift: See `weighted_mean.shift_for`.
-        sample_total: Samples of all contributions, this one included; of 0 nothing comes: weights
-            and state stay, and a mean that is no update is 0.
-        update_count: 1 at the first update.
-        learning_rate: Rate of this update.
-        is_closed_alike: Whether the result is to have the bits of `close_full_step` after
-            `add_to_sum`, also where values underflow.
+    The sum is of no meaning afterwards. `sample_total` includes this contribution; with 0 of them
+    weights and state stay, and a mean that is no update is 0. `update_count` is 1 at the first
+    update. With `is_closed_alike` the result has the bits of `close_full_step` after `add_to_sum`,
+    also where values underflow.
     """
     if sample_total == 0 and rules.learning_rate is not None:
         return
@@ -261,7 +245,7 @@ def _update(
     learning_rate: float,
     has_samples: bool,
 ) -> None:
-    """Updates weights and state with what `mean` computes into GRADIENT."""
+    """Updates weights and state with the gradient that `mean` computes into GRADIENT."""
     image = chunk.image
     if image is not None:
         image.begin(has_samples=has_samples)
@@ -285,7 +269,7 @@ def _update(
 def squares_of_mean(
     chunk: ChunkState, rules: TensorRules, record: ChunkRecord, block_size: int
 ) -> list[float]:
-    """The squares of a full step's mean, without frozen tensors: see `squares_of_parts`."""
+    """Returns the squares of a full step's mean, without frozen tensors: see `squares_of_parts`."""
     operations, squares = _mean_of(record, _IN_TOTAL), [0.0]
     values = np.empty(min(chunk.weights.size, BLOCK_ELEMENT_COUNT), np.float32)
     for start, stop in blocks(chunk.weights.size):
@@ -309,10 +293,7 @@ def close_full_step(
     clip_factor: float = 1.0,
     learning_rate: float,
 ) -> None:
-    """Updates the weights with a full step's mean, times `clip_factor`; see close_step.
-
-    The chunk's sum is read, and then of no meaning.
-    """
+    """Updates the weights with a full step's mean, times `clip_factor`; the sum is spent then."""
     if record.sample_total == 0 and rules.learning_rate is not None:
         return
     first: tuple[Bytes | None, Bytes | None] = (None, None)
@@ -337,7 +318,6 @@ _IN_TOTAL: Operations = (Operation(Code.COPY, GRADIENT, _TOTAL),)
 
 
 def _mean_of(record: ChunkRecord, total: Operations) -> Operations:
-    """What computes the mean of all contributions into GRADIENT, where `total` takes their sum."""
     if record.sample_total == 0 or record.total_factor == 0.0:
         return (Operation(Code.FILL, GRADIENT, factor=0.0),)
     divisor = math.ldexp(record.sample_total, -record.shift)

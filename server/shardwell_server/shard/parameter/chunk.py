@@ -33,7 +33,7 @@ class Chunk:
         self.where = where
         self.changed = Changes()
         self.is_verified = False
-        """Whether what an earlier process left of it was checked."""
+        """True once the arrays that an earlier process left were checked."""
         self.counted_count = 0
         self.duplicate_count = 0
         self.late_count = 0
@@ -52,33 +52,26 @@ class Chunk:
         )
 
     def verify(self) -> None:
-        """Checks what an earlier process left of it, once; `changed` is held.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """Checks the arrays that an earlier process left, once; `changed` is held."""
         if not self.is_verified:
             self._storage.verify(self._index)
             self.is_verified = True
 
     @property
     def arrays(self) -> tuple[Float32, ...]:
-        """What lasts: weights, optimizer state and image."""
+        """The arrays that last: weights, optimizer state and image."""
         image = () if self.state.image is None else (self.state.image.values,)
         return (self.state.weights, *self.state.slots, *image)
 
 
 class _BrokenOffError(Exception):
-    """An image is not wanted any more."""
+    """The signal that an image is not wanted any more."""
 
 
 class ImageWriter:
     """Writes images of a slice, from which its storage goes on after a loss of power.
 
-    Args:
-        storage: The slice's storage.
-        chunks: Its chunks.
-        imaged: Called when an image has all chunks, before it is in force.
+    It calls `imaged` when an image has all chunks, before the image is in force.
     """
 
     def __init__(
@@ -90,11 +83,7 @@ class ImageWriter:
         self._lock = threading.Lock()
 
     def write(self, is_stopping: Callable[[], bool]) -> None:
-        """Writes an image, unless the shard is stopping meanwhile.
-
-        Raises:
-            StorageError: the disk failed, or is full; or a chunk was damaged.
-        """
+        """Writes an image, unless the shard is stopping meanwhile."""
         with (
             contextlib.suppress(_BrokenOffError),
             self._lock,
@@ -110,14 +99,14 @@ class ImageWriter:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """No image is written in the block, and what was changing a chunk has ended."""
+        """Keeps images from being written in the block, and begins once no chunk is changing."""
         with self._lock:
             come_to_rest(self._chunks)
             yield
 
 
 def come_to_rest(chunks: Sequence[Chunk]) -> None:
-    """Returns when what is changing a chunk now has ended."""
+    """Waits until the calls that change a chunk now have ended."""
     for chunk in chunks:
         with chunk.changed.lock:
             pass

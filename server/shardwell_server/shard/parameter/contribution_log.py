@@ -30,7 +30,6 @@ from shardwell.specs.formats import CONTRIBUTIONS
 
 _LOG = logging.getLogger("shardwell_server")
 _BEGIN = f'{{"format": {CONTRIBUTIONS.newest}, "parameter": "'.encode()
-"""Beginning of each line."""
 _BEGIN_UNNUMBERED = b'{"parameter": "'
 """Beginning of a line of 0.2.0."""
 _FORMAT = re.compile(rb'{"format": ([0-9]{1,9}), ')
@@ -48,19 +47,14 @@ class ClosedSet(NamedTuple):
     worker_ids: tuple[str, ...]
     """In the order of the sum."""
     is_restored: bool
-    """Whether an earlier process may have noted it."""
+    """True if an earlier process may have noted it."""
 
 
 class ContributionLog:
-    """Any thread may use it. What can't be written is left out, and counted: training goes on.
+    """The contribution log of one shard. Any thread may use it.
 
-    Args:
-        path: Its file, which goes on where it is a contribution log.
-        shard_index: Index of the shard that writes.
-
-    Raises:
-        ArgumentError: it can't be written, or is something else; that stays as it is.
-        StorageError: it is a log of another format, and stays as it is.
+    Lines that can't be written are left out, and counted: training goes on. A file that is
+    something else, or a log of another format, is refused and stays as it is.
     """
 
     def __init__(self, path: Path, shard_index: int) -> None:
@@ -83,12 +77,7 @@ class ContributionLog:
             raise
 
     def _ends_torn(self) -> bool:
-        """Whether the last line is cut off.
-
-        Raises:
-            ArgumentError: the file is no contribution log.
-            StorageError: it is one of another format.
-        """
+        """Returns True if the last line is cut off; refuses a file that is no log."""
         if not self._path.is_file():
             return False  # pipes and devices are only written to
         size = self._file.seek(0, os.SEEK_END)
@@ -145,7 +134,7 @@ class ContributionLog:
 
     @property
     def trouble(self) -> str:
-        """What it lacks, for people; empty: nothing."""
+        """The reason why the log lacks sets, for people; empty: it lacks none."""
         if not self._left_out:
             return ""
         return (
@@ -160,6 +149,6 @@ class ContributionLog:
 
 
 def _opened(path: Path) -> io.FileIO:
-    """The file, of which each write is one of the system's."""
+    """Opens the file without a buffer: each write is one of the system's."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
     return io.FileIO(path, "ab+", opener=lambda name, _: os.open(name, flags, 0o600))

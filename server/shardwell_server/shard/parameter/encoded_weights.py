@@ -25,11 +25,9 @@ from shardwell_server.shard.parameter.image import ChunkImage
 
 
 class _Form(NamedTuple):
-    """How a chunk's weights are written."""
-
     form: pb.ImageForm
     base_version: int = 0
-    """Of a change: from which version."""
+    """The version that a change goes on from."""
 
 
 _PLAIN = _Form(pb.IMAGE_FORM_UNSPECIFIED)
@@ -38,13 +36,7 @@ _WHOLE = _Form(pb.IMAGE_FORM_WHOLE)
 
 
 class EncodedWeights:
-    """The messages of the chunks that were asked for last. Any thread may call it.
-
-    Args:
-        spec: The parameter.
-        spans: What the shard did last.
-        count_max: Messages that are kept.
-    """
+    """The messages of the chunks that were asked for last. Any thread may call it."""
 
     def __init__(self, spec: ParameterSpec, spans: Spans, *, count_max: int) -> None:
         self._spec = spec
@@ -57,7 +49,7 @@ class EncodedWeights:
         """Version and message, by chunk and form."""
 
     def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
-        """A chunk's message in the version that it is about to leave, kept here no more.
+        """Returns a chunk's message in the version that it is about to leave, and forgets it.
 
         The chunk's lock is held. None: the weights are not finite, and no reader may have them.
         """
@@ -71,7 +63,7 @@ class EncodedWeights:
         return None
 
     def fits(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bool:
-        """Whether bytes that an earlier process left are the message of a chunk in a version."""
+        """Returns True if bytes of an earlier process are the message of a chunk in a version."""
         try:
             header, payload = framing.parse(pb.ExchangeResponse, message)
             image = header.image if header.HasField("image") else None
@@ -88,13 +80,9 @@ class EncodedWeights:
     def message(
         self, chunk: Chunk, chunk_index: int, version: int, held_version: int | None = None
     ) -> bytes:
-        """A chunk's message in its version, kept for the next; the chunk's lock is held.
+        """Returns a chunk's message in its version, kept for the next; the chunk's lock is held.
 
         With an image, it goes on from the version that the receiver holds, if it can.
-
-        Raises:
-            DivergedError: training diverged; the weights are not finite.
-            StorageError: an earlier process left a damaged chunk.
         """
         image = chunk.state.image
         form = _PLAIN if image is None else _form(image, version, held_version)
@@ -118,7 +106,7 @@ class EncodedWeights:
         return message
 
     def forget(self) -> None:
-        """Encodings of other weights are not to be answered."""
+        """Forgets all messages, which are of other weights."""
         with self._lock:
             self._kept.clear()
 
@@ -150,7 +138,6 @@ class EncodedWeights:
 
 
 def _form(image: ChunkImage, version: int, held_version: int | None) -> _Form:
-    """How a chunk's weights are written for a reader that holds a version, or none."""
     if image.is_mean:
         has_mean = image.changes(version - 1, version)
         return _Form(pb.IMAGE_FORM_MEAN) if has_mean else _WHOLE
@@ -164,7 +151,6 @@ def _form(image: ChunkImage, version: int, held_version: int | None) -> _Form:
 
 
 def _changed(image: ChunkImage, version: int, form: _Form) -> tuple[Bytes, pb.Image]:
-    """The payload of a form that is not whole, and what is said of it."""
     if form.form == pb.IMAGE_FORM_MEAN:
         (payload,) = image.changes(version - 1, version)
         return payload, pb.Image(form=form.form)

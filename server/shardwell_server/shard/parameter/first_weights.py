@@ -1,4 +1,4 @@
-"""Whose first weights are committed: the state of one shard in docs/adr/0005-steps.md. Pure.
+"""The first weights that are committed: the state of a shard in docs/adr/0005-steps.md. Pure.
 
 States: empty -> staged(epoch) -> committed(epoch). Shard 0 grants epochs and commits when its
 values are complete; the others stage any epoch that is not older than what they have seen, and
@@ -29,11 +29,10 @@ _AHEAD_COUNT_MAX = 2**20
 
 
 class FirstWeightsState:
-    """One parameter's, on one shard."""
+    """The state of one parameter's first weights on one shard."""
 
     def __init__(self, parameter: str, *, is_first_shard: bool, claim_s: float) -> None:
         self.is_committed = False
-        """Whether there are first weights, so that gradients are taken."""
         self.epoch = 0
         """The newest that was granted or seen; when committed, that of the weights."""
         self.learning_rate: float | None = None
@@ -52,7 +51,7 @@ class FirstWeightsState:
         return self.epoch if self.is_committed else 0
 
     def facts(self) -> dict[str, Any]:
-        """What must outlive the process: all but the claim, which is made again."""
+        """Returns the facts that outlive the process: all but the claim, which is made again."""
         return {
             "epoch": self.epoch,
             "staged_epoch": self._staged_epoch,
@@ -70,7 +69,6 @@ class FirstWeightsState:
         learning_rate: float | None = None,
         load_id: int = 0,
     ) -> None:
-        """Goes on from facts."""
         self.epoch, self._staged_epoch, self.is_committed = epoch, staged_epoch, is_committed
         self.learning_rate, self.load_id = learning_rate, load_id
 
@@ -81,14 +79,8 @@ class FirstWeightsState:
     def claim(self, worker_id: str, *, now_s: float, drawn: int, above: int = 0) -> int | None:
         """Grants the right to set them: the epoch, or None while another worker has it.
 
-        Args:
-            worker_id: The worker that asks.
-            now_s: A clock that never goes back, of this process alone.
-            drawn: A random number from 0 to 2^32 - 1.
-            above: The newest epoch that another shard has seen, if the caller knows.
-
-        Raises:
-            ArgumentError: no epoch is above `above`.
+        `now_s` is a monotonic clock of this process, `drawn` is below 2^32, and `above` is the
+        newest epoch that another shard has seen, if the caller knows.
         """
         count = (max(self.epoch, above) >> _DRAWN_BITS) + 1
         epoch = count << _DRAWN_BITS | drawn
@@ -104,12 +96,7 @@ class FirstWeightsState:
         return epoch
 
     def take(self, epoch: int) -> bool:
-        """Whether values of an epoch are to be written; a repeat of what is committed is not.
-
-        Raises:
-            InitSupersededError: a later epoch came in between.
-            OtherIncarnationError: other weights are committed, or shard 0 did not grant the epoch.
-        """
+        """Returns True if values of an epoch are to be written, not a repeat of committed ones."""
         if epoch < self.epoch or epoch < 1:
             raise InitSupersededError(
                 f"first weights of {self._parameter!r}: epoch {epoch} came after epoch "
@@ -129,17 +116,13 @@ class FirstWeightsState:
         return True
 
     def finish(self, epoch: int, learning_rate: float | None, load_id: int = 0) -> None:
-        """All values of an epoch are here, `take` having said that they are to be written."""
+        """Stages an epoch's values, all written after `take`; shard 0 commits them at once."""
         self._staged_epoch = epoch
         self.learning_rate, self.load_id = learning_rate, load_id
         self.is_committed = self._is_first_shard
 
     def confirm(self, epoch: int) -> None:
-        """Shard 0 has committed that epoch.
-
-        Raises:
-            OtherIncarnationError: this shard has no complete values of it.
-        """
+        """Commits the staged epoch that shard 0 has committed."""
         if self.is_committed and epoch == self.epoch:
             return
         if self.is_committed or self._is_first_shard or epoch != self._staged_epoch:

@@ -1,9 +1,9 @@
-"""What a shard keeps of a chunk's weights with a codec of blocks, so that rounding loses nothing.
+"""The image of a chunk's weights in a codec of blocks, kept so that rounding loses nothing.
 
-Of weights: the image, which all hold who have taken a version. An update brings it as near to
-the weights as its codec can; the next one starts from there, so what rounding took off one
-change is in the next. Of an Average: what rounding took off its means, which is added to the
-next one; the weights are then what all decode. A step without samples gives zeros, and no rest.
+Of weights: the values that all readers of a version hold. An update brings them as near to the
+weights as its codec can; the next one starts from there, so what rounding took off one change is
+in the next. Of an Average: what rounding took off its means, which is added to the next one; the
+weights are then what all decode. A step without samples gives zeros, and no rest.
 
 The array lies in the storage beside the optimizer's, is changed by the same transition, and so is
 whole after a kill. The last changes are in memory alone: after a restart the image is sent whole.
@@ -25,14 +25,7 @@ image of finite weights is finite."""
 
 
 class ChunkImage:
-    """The image of one chunk; callers hold the chunk's lock.
-
-    Args:
-        values: (n,), the array in the storage.
-        weights: (n,), the chunk's.
-        codec: In which changes are sent.
-        is_mean: Whether the parameter is an Average.
-    """
+    """The image of one chunk, whose values are in the storage; callers hold the chunk's lock."""
 
     def __init__(
         self, values: Float32, weights: Float32, codec: BlockCodec, *, is_mean: bool
@@ -41,7 +34,7 @@ class ChunkImage:
         self._codec = codec
         self.is_mean = is_mean
         self._changes: deque[tuple[int, Bytes]] = deque(maxlen=CHANGE_COUNT_MAX)
-        """What led to the last versions, in order."""
+        """Versions and the payloads that led to them, in order."""
         self._weights = weights
         self._crc: tuple[int, int] | None = None
         """A version, and its CRC."""
@@ -55,18 +48,18 @@ class ChunkImage:
         return self._weights if self.is_mean else self.values
 
     def crc(self, version: int) -> int:
-        """CRC32C of what is sent whole in the version that it has now."""
+        """Returns the CRC32C of `sent` in the version that it has now."""
         if self._crc is None or self._crc[0] != version:
             self._crc = version, crc32.iscsi(self.sent.view(np.uint8).data)
         return self._crc[1]
 
     def changes(self, base_version: int, version: int) -> list[Bytes]:
-        """What leads from one version to another, in order; nothing where it is not all here."""
+        """Returns the payloads from one version to another, in order; none if one is missing."""
         found = [payload for each, payload in self._changes if base_version < each <= version]
         return found if len(found) == version - base_version else []
 
     def begin_first(self) -> None:
-        """Follows first weights, exactly."""
+        """Begins with the first weights, exactly."""
         self.values[:] = 0 if self.is_mean else self._weights
         self._changes.clear()
         self._crc = None
@@ -74,13 +67,13 @@ class ChunkImage:
     # An update: begin, block by block, end.
 
     def begin(self, *, has_samples: bool = True) -> None:
-        """The weights are about to change; without samples a mean is 0."""
+        """Begins an update of the weights; without samples a mean is 0."""
         self._crc, self._has_samples = None, has_samples
         self._payload = np.empty(self._codec.encoded_bytes(self.values.size), np.uint8)
         self._is_finite = True
 
     def follow(self, start: int, stop: int) -> None:
-        """Elements [start, stop) of the weights have changed: whole blocks of the codec."""
+        """Follows changed weights, elements [start, stop): whole blocks of the codec."""
         assert self._payload is not None
         weights, values = self._weights[start:stop], self.values[start:stop]
         arithmetic, payload = self._codec.arithmetic, self._payload
@@ -104,7 +97,7 @@ class ChunkImage:
                     values[:] = weights
 
     def end(self, version: int) -> None:
-        """The weights are those of a version."""
+        """Ends the update that led to a version."""
         assert self._payload is not None
         if self._is_finite:
             while self._changes and self._changes[-1][0] >= version:  # it was not committed

@@ -25,13 +25,7 @@ _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 
 class ParameterLoading:
-    """Fills one parameter's slice. Any thread may call it.
-
-    Args:
-        state: The slice.
-        where: Its place in the parameter.
-        images: Writes its images.
-    """
+    """Fills one parameter's slice. Any thread may call it."""
 
     def __init__(self, state: ParameterState, where: Slice, images: ImageWriter) -> None:
         self.spec = state.spec
@@ -48,13 +42,7 @@ class ParameterLoading:
         """Weights and the arrays of optimizer state."""
 
     def set(self, epoch: int, where: Slice, values: Float32, *, array_index: int = 0) -> None:
-        """Writes one range of first weights, or of the optimizer's array `array_index` - 1.
-
-        Raises:
-            ArgumentError: the range is not in the slice, or the optimizer has no weights.
-            InitSupersededError: a claim with a higher epoch came in between.
-            OtherIncarnationError: first weights stand, or shard 0 did not grant the epoch.
-        """
+        """Writes one range of first weights, or of the optimizer's array `array_index` - 1."""
         if isinstance(self.spec.optimizer, Average):
             raise ArgumentError(f"parameter {self.spec.name!r} averages; it has no first weights")
         if not self.where.offset <= where.offset <= where.stop <= self.where.stop:
@@ -78,14 +66,9 @@ class ParameterLoading:
         load_id: int = 0,
         with_slots: bool = False,
     ) -> int:
-        """Notes that all first weights of an epoch are here; on shard 0 they stand now.
+        """Notes that all first weights of an epoch are here; shard 0 commits them at once.
 
         Without `with_slots` optimizer state begins anew. Returns the version.
-
-        Raises:
-            ArgumentError: the version is none, or is without its optimizer state; or there is a
-                rate for an optimizer without one.
-            InitSupersededError, OtherIncarnationError: see `set`.
         """
         if not 0 <= version <= STEP_MAX or (version and self._storage.slots and not with_slots):
             raise ArgumentError(
@@ -109,10 +92,9 @@ class ParameterLoading:
             return self._tracker.version_min()
 
     def _begin_slots(self, chunk: Chunk) -> None:
-        """Sets the optimizer's first state, bit for bit, whatever the arrays hold.
+        """Sets the optimizer's first state, bit for bit, over what a cut-off restore or disk left.
 
-        A restore that did not come to its end may have left something, or a disk. The image is
-        that of the first weights, which have come.
+        The image is that of the first weights, which have come.
         """
         if chunk.state.image is not None:
             chunk.state.image.begin_first()
@@ -123,11 +105,7 @@ class ParameterLoading:
                 slot[:] = first
 
     def confirm(self, epoch: int) -> int:
-        """Makes first weights stand that shard 0 has accepted; returns the version.
-
-        Raises:
-            OtherIncarnationError: this shard has no complete values of that epoch.
-        """
+        """Commits first weights that shard 0 has accepted; returns the version."""
         with self._register.lock:
             self._encoded.forget()
             self._register.confirm_first(epoch)
@@ -135,12 +113,7 @@ class ParameterLoading:
 
 
 class ParameterLoad:
-    """The messages of one InitWeights stream: ranges that follow one another, array by array.
-
-    Args:
-        loading: The slice that they fill.
-        opening: The first message.
-    """
+    """The messages of one InitWeights stream: ranges that follow one another, array by array."""
 
     def __init__(self, loading: ParameterLoading, opening: pb.InitWeightsRequest) -> None:
         self._loading = loading
@@ -153,12 +126,7 @@ class ParameterLoad:
         self._has_ranges = False
 
     def take(self, request: pb.InitWeightsRequest, payload: Bytes) -> None:
-        """Writes the range of a message, if it has one.
-
-        Raises:
-            ArgumentError, CorruptChunkError, NonFiniteError: the message is refused.
-            InitSupersededError, OtherIncarnationError: see `ParameterLoading.set`.
-        """
+        """Writes the range of a message, if it has one."""
         if not request.HasField("chunk"):
             if payload.size:
                 raise CorruptChunkError("a message has a payload and no `chunk`; send it again")
@@ -192,12 +160,7 @@ class ParameterLoad:
         self._expected = where.stop
 
     def end(self) -> int:
-        """Ends the load, of which all has come; returns the version.
-
-        Raises:
-            ArgumentError: something is missing, or a number is out of range.
-            InitSupersededError, OtherIncarnationError: see `ParameterLoading.set`.
-        """
+        """Ends the load, of which all has come; returns the version."""
         loading, opening = self._loading, self._opening
         if not self._has_ranges:
             raise ArgumentError(

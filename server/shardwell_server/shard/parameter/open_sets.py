@@ -25,16 +25,7 @@ Contributors = tuple[str, ...]
 
 
 class OpenSets:
-    """The sets of one slice. Any thread may call it, with the lock of the chunk that it names.
-
-    Args:
-        spec: The parameter.
-        storage: Its storage, which keeps open sets.
-        tracker: Its tracker, which has the open sets.
-        register: Its register.
-        chunks: Its chunks.
-        log: Takes each closed set besides; None: nothing does.
-    """
+    """The sets of one slice. Any thread may call it, with the lock of the chunk that it names."""
 
     def __init__(
         self,
@@ -70,7 +61,7 @@ class OpenSets:
             self._storage.keep(index, version, array("H", seats).tobytes())
 
     def closed(self, index: int, step: int) -> None:
-        """A chunk's step has closed with the open set that it has."""
+        """Closes a chunk's step with the open set that it has."""
         seats = self._tracker.close(index)
         self._note(step, index, tuple(seat.worker_id for seat in seats))
 
@@ -91,12 +82,11 @@ class OpenSets:
             self._log(ClosedSet(name, incarnation, index, where, step, found, again))
 
     def of_step(self, step: int) -> dict[int, Contributors]:
-        """The contributors to each chunk that has closed a step; empty: no longer known."""
+        """Returns the contributors to each chunk that has closed a step; empty: no longer known."""
         with self._lock:
             return dict(self._by_step.get(step, {}))
 
     def _workers(self, step: int) -> list[str]:
-        """All who contributed to any chunk that has closed a step, sorted."""
         with self._lock:
             chunks = self._by_step.get(step, {})
             known_step, count, found = self._known
@@ -107,7 +97,7 @@ class OpenSets:
             return found
 
     def workers(self, step: int) -> list[str]:
-        """Workers whose gradients a step has in any chunk, closed or open, sorted."""
+        """Returns the sorted workers whose gradients a step has in any chunk, closed or open."""
         closed = self._workers(step)
         if self._tracker.version_min() > step:
             return closed
@@ -130,11 +120,7 @@ class OpenSets:
                     self._storage.keep(index, closed, b"")
 
     def restore(self) -> None:
-        """Goes on from the open sets that were kept, and notes the last closed ones again.
-
-        Raises:
-            StorageError: an open set is not that of those who have contributed.
-        """
+        """Goes on from the open sets that were kept, and notes the last closed ones again."""
         if not self._tracker.has_open_sets:
             return
         seats, tracker = self._tracker.crew.seats, self._tracker

@@ -1,4 +1,4 @@
-"""What changes rarely about a parameter's slice: beside its members, whose first weights it has.
+"""The facts about a parameter's slice that change rarely: its members, and its first weights.
 
 Events beside those of ../register.py:
 
@@ -30,11 +30,11 @@ from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store import Event, ParameterStorage
 
 _CLAIM_LOOK_S = 0.2
-"""How soon a client that waits for first weights sees that their sender has had his time."""
+"""A client that waits for first weights looks so often for a sender whose time is over."""
 
 
 class Register(SliceRegister[ParameterSeat]):
-    """See the module. Any thread may call it; never with a chunk's lock held."""
+    """The register of one slice. Any thread may call it; never with a chunk's lock held."""
 
     def __init__(
         self,
@@ -69,12 +69,7 @@ class Register(SliceRegister[ParameterSeat]):
     # Taking part. The lock is held.
 
     def seat(self, contributor: Contributor[ParameterSeat]) -> ParameterSeat | None:
-        """As of any member, once there are first weights.
-
-        Raises:
-            NotInitializedError: there are none.
-            ShardwellError: see `SliceRegister.seat`.
-        """
+        """Finds a contributor's seat, which needs first weights."""
         self.check_initialized()
         return super().seat(contributor)
 
@@ -82,7 +77,7 @@ class Register(SliceRegister[ParameterSeat]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are first weights, or a gradient was counted where none are needed."""
+        """True if there are first weights, or a gradient was counted where none are needed."""
         if isinstance(self._spec.optimizer, Average):
             return self._tracker.has_counted
         return self._first.is_committed
@@ -90,14 +85,7 @@ class Register(SliceRegister[ParameterSeat]):
     def meet_incarnation(self, incarnation: int) -> int:
         """Takes over an incarnation before anything has begun; returns the parameter's own.
 
-        The lock is held. Shard 0 draws it at the first call.
-
-        Args:
-            incarnation: The incarnation on shard 0; 0: unknown.
-
-        Raises:
-            OtherIncarnationError: it has begun with another one.
-            StorageError: it can't be noted.
+        The lock is held. Shard 0 draws it at the first call; elsewhere 0 means unknown.
         """
         if self._is_first_shard and not self.incarnation:
             incarnation = incarnation or secrets.randbits(63) + 1
@@ -116,7 +104,7 @@ class Register(SliceRegister[ParameterSeat]):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether first weights are committed, so that gradients are taken."""
+        """True if first weights are committed, so that gradients are taken."""
         return self._first.is_committed
 
     @property
@@ -129,11 +117,7 @@ class Register(SliceRegister[ParameterSeat]):
         return self._first.load_id if self._first.is_committed else 0
 
     def check_initialized(self) -> None:
-        """Refuses to go on without first weights.
-
-        Raises:
-            NotInitializedError: there are none.
-        """
+        """Refuses a call that needs first weights while there are none."""
         if not self._first.is_committed:
             raise NotInitializedError(
                 f"parameter {self._spec.name!r} has no first weights; call init() in one worker",
@@ -143,11 +127,7 @@ class Register(SliceRegister[ParameterSeat]):
     def claim(
         self, worker_id: str, deadline: RequestDeadline, above_epoch: int = 0
     ) -> pb.ClaimInitResponse:
-        """Grants the right to set the first weights, or waits until another has set them.
-
-        Raises:
-            ArgumentError: no epoch is above `above_epoch`.
-        """
+        """Grants the right to set the first weights, or waits until another has set them."""
         with self.lock:
             if not self._first.is_committed:
                 with self._changing_first() as first:
@@ -167,33 +147,25 @@ class Register(SliceRegister[ParameterSeat]):
             )
 
     def take_first(self, epoch: int) -> bool:
-        """Whether first weights of an epoch are to be written; the lock is held.
-
-        Raises:
-            InitSupersededError, OtherIncarnationError: see FirstWeightsState.take.
-        """
+        """Returns True if first weights of an epoch are to be written; the lock is held."""
         with self._changing_first() as first:
             return first.take(epoch)
 
     def finish_first(self, epoch: int, learning_rate: float | None, load_id: int = 0) -> None:
-        """All of them are written, and the tracker has their version; the lock is held."""
+        """Notes that all are written, and the tracker has their version; the lock is held."""
         with self._changing_first() as first:
             first.finish(epoch, learning_rate, load_id)
         self._init_changed.notify_all()
 
     def confirm_first(self, epoch: int) -> None:
-        """Shard 0 has committed that epoch; the lock is held.
-
-        Raises:
-            OtherIncarnationError: this shard has no complete values of that epoch.
-        """
+        """Commits the epoch that shard 0 has committed; the lock is held."""
         with self._changing_first() as first:
             first.confirm(epoch)
         self._init_changed.notify_all()
 
     @contextlib.contextmanager
     def _changing_first(self) -> Iterator[FirstWeightsState]:
-        """A copy to change, which takes effect when it is logged."""
+        """Yields a copy to change, which takes effect when it is logged."""
         changed = copy.copy(self._first)
         yield changed
         if changed.facts() != self._first.facts():
@@ -210,13 +182,7 @@ class Register(SliceRegister[ParameterSeat]):
     # Learning rates.
 
     def change_learning_rate(self, from_step: int | None, learning_rate: float) -> None:
-        """Sets the rate from a step on; None: from the first that no chunk has reached.
-
-        Raises:
-            ArgumentError: the optimizer has no rate.
-            StepOrderError: a chunk has passed `from_step`.
-            LimitError: too many changes are scheduled.
-        """
+        """Sets the rate from a step on; None: from the first that no chunk has reached."""
         self._spec.check_has_rate()
         with self.lock:
             newest = self._tracker.version_max()
@@ -232,11 +198,6 @@ class Register(SliceRegister[ParameterSeat]):
 
         All workers bring the same, so all but the first change nothing; nor do gradients that come
         again after their step has closed.
-
-        Raises:
-            StepOrderError: the step has another rate by then.
-            WorkerIdInUseError, SessionUnknownError: the seat is not the contributor's.
-            LimitError: too many changes are scheduled.
         """
         if self._brought.get(step, (None, ""))[0] == learning_rate:  # nearly always
             return
@@ -277,11 +238,7 @@ class Register(SliceRegister[ParameterSeat]):
     # Norms; see steps.py.
 
     def agree_on_norm(self, step: int, norm: float) -> float | None:
-        """Returns the norm that a step closes with, the first it gets; None: it is long over.
-
-        Raises:
-            StorageError: it can't be noted.
-        """
+        """Returns the norm that a step closes with, the first it gets; None: it is long over."""
         with self.lock:
             if step > max(self._norms, default=-1):
                 self._storage.log({"kind": "norm", "step": step, "norm": norm.hex()})
@@ -299,7 +256,7 @@ class Register(SliceRegister[ParameterSeat]):
         self._kept_norm_step = max(self._norms, default=-1)
 
     def restore_norm(self, step: int, norm: float) -> None:
-        """Goes on from what a journal has."""
+        """Takes over a norm that a journal has."""
         self._norms[step] = norm
 
     def forget_norms(self, is_too_early: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What workers report of their steps, such as a loss: for who looks, not for training."""
+"""The figures that workers report of their steps, such as a loss: for people, not for training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ class Reports:
         """By worker, with when it came; the last one last."""
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        """Adds what one worker reports of a step.
-
-        Raises:
-            ArgumentError: there is none, or a name is none.
-            LimitError: the parameter would have too many.
-        """
+        """Adds the figures that one worker reports of a step."""
         if not figures:
             raise ArgumentError("a report has a figure at least; got none")
         for name in figures:
@@ -54,7 +49,7 @@ class Reports:
                     del kept[min(kept)]
 
     def means(self) -> dict[str, list[tuple[int, float]]]:
-        """By figure: steps, in order, with the mean of what was reported of each."""
+        """Returns by figure: steps, in order, with the mean of the reports of each."""
         with self._lock:
             return {
                 name: [(step, total / count) for step, (total, count) in sorted(kept.items())]
@@ -62,13 +57,13 @@ class Reports:
             }
 
     def newest(self) -> dict[str, float]:
-        """By figure: the mean of what was reported of the last step that has it."""
+        """Returns by figure the mean of the reports of the last step that has it."""
         with self._lock:
             last = {name: kept[max(kept)] for name, kept in self._sums.items()}
         return {name: total / count for name, (total, count) in last.items()}
 
     def note_learner(self, worker_id: str, progress: LearnerProgress) -> None:
-        """Keeps what a learner in outer training says of itself, instead of what it said before."""
+        """Keeps a learner's progress in outer training, instead of its last one."""
         with self._lock:
             self._learners.pop(worker_id, None)
             self._learners[worker_id] = progress, time.monotonic()
@@ -76,7 +71,7 @@ class Reports:
                 del self._learners[next(iter(self._learners))]
 
     def learners(self, count_max: int) -> list[pb.LearnerStatus]:
-        """What learners said last, by worker; of more than `count_max`, those that did so last."""
+        """Returns the last reports of learners, by worker; of more than `count_max`, the latest."""
         now_s = time.monotonic()
         with self._lock:
             found = list(self._learners.items())[-count_max:]

@@ -64,7 +64,7 @@ from shardwell_server.store import (
 
 
 class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.ParameterStatus]):
-    """See the module. All methods may be called from any thread."""
+    """The slice of one parameter. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             has_grace=spec.grace_s > 0,
         )
         self.has_open_sets = spec.has_open_sets
-        """Whether a step may close without a worker, so that each gradient has an outcome."""
+        """True if a step may close without a worker, so that each gradient has an outcome."""
         self._register = Register(
             spec,
             storage,
@@ -122,7 +122,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             limits=limits,
         )
         self.sets = OpenSets(spec, storage, self._tracker, self._register, self._chunks, log)
-        """The contributors to its steps, where sets are open."""
         self.snapshots = Snapshots(
             spec,
             self._chunks,
@@ -131,7 +130,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             spool_dir=spool_dir,
             count_max=limits.snapshot_count_max,
         )
-        """Snapshots of this slice, under way."""
         self._encoded = EncodedWeights(spec, spans, count_max=limits.encoded_chunk_count_max)
         state = ParameterState(
             spec=spec,
@@ -149,12 +147,9 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         )
         super().__init__(spec.name, state, limits.abandoned_after_s, timer)
         self.steps = (StepsByNorm if spec.closes_by_norm else Steps)(state)
-        """Counts contributions, and closes steps."""
         self._images = ImageWriter(storage, self._chunks, self.steps.imaged)
         self.loading = ParameterLoading(state, where, self._images)
-        """How first weights come in."""
         self.reports = Reports()
-        """What workers report of its steps."""
         self.sets.restore()
         self.steps.replay()
         self.sets.is_restoring = False
@@ -188,7 +183,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         response.version_max = self._tracker.version_max()
 
     def _taken_over(self, seat: ParameterSeat) -> None:
-        """All that the last owner was counting is counted on return."""
+        """Returns once all that the last owner was counting is counted."""
         self._wake_all()  # its last owner may wait there
         seat.forget_checksums()
 
@@ -207,11 +202,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             self._images.write(is_stopping)
 
     def verify(self, chunk_index: int) -> None:
-        """Checks a chunk that an earlier process left, ahead of its first use.
-
-        Raises:
-            StorageError: it was damaged.
-        """
+        """Checks a chunk that an earlier process left, ahead of its first use."""
         if self._register.is_initialized:
             chunk = self._chunks[chunk_index]
             with chunk.changed.lock:
@@ -229,17 +220,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         """Counts a gradient chunk, once; blocks while an earlier step is open.
 
         Everything is checked before anything is changed; the worker's seat is taken only then.
-
-        Returns:
-            False if it had been counted before; `contributor.superseded` has those of which another
-            gradient was.
-
-        Raises:
-            ArgumentError, CorruptChunkError, NonFiniteError: the chunk is refused.
-            NotInitializedError, SeatsTakenError, LimitError: see `Crew.seat`.
-            WorkerIdInUseError, SessionUnknownError: the seat is another session's, or free.
-            StepOrderError: see the tracker.
-            WorkersMissingError: the earlier step did not close in time.
+        Returns False if it had been counted before; `contributor.superseded` has those of which
+        another gradient was.
         """
         begin_ns = now_ns()
         header = gradient.chunk
@@ -354,7 +336,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
     def _late(
         self, contributor: Contributor[ParameterSeat], index: int, step: int, begin_ns: int
     ) -> bool:
-        """Notes that a chunk of a worker's does not count, and is to be answered all the same."""
         contributor.late.add(index)
         if contributor.seat is not None:
             contributor.seat.late_count += 1
@@ -364,11 +345,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         return False
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
-        """The learning rate that came with a gradient.
-
-        Raises:
-            ArgumentError: it can't be one, or the optimizer has none.
-        """
         if not gradient.HasField("learning_rate"):
             raise ArgumentError("a gradient has rate_factors, and no learning_rate")
         return self.spec.check_rate(rate_of(gradient.learning_rate, gradient.rate_factors))
@@ -383,8 +359,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
     # Steps that may close without a worker.
 
     def _begin_grace(self, index: int, version: int) -> None:
-        """Closes a chunk's step once its grace is over, if it is open then."""
-
         def end() -> None:
             if self._tracker.records[index].version == version:
                 self.sets.grace_over[index] = version
@@ -416,7 +390,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
     # Weights out.
 
     def is_ready(self, chunk_index: int, min_version: int) -> bool:
-        """Whether `weights_message` would not wait."""
+        """Returns True if `weights_message` would not wait."""
         return self._tracker.records[chunk_index].version >= min_version
 
     def weights_message(
@@ -427,15 +401,10 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         max_version: int | None = None,
         held_version: int | None = None,
     ) -> bytes:
-        """A chunk's weights as a sealed message, once it has seen `min_version` updates.
+        """Returns a chunk's weights as a sealed message, once it has seen `min_version` updates.
 
         GetWeightsResponse and ExchangeResponse have the same fields, so it serves both.
-        `max_version`: see GetWeightsRequest; `held_version`: see GradientChunk.
-
-        Raises:
-            NotInitializedError, WorkersMissingError.
-            DivergedError: training diverged; the weights are not finite.
-            StorageError: an earlier process left a damaged chunk.
+        GetWeightsRequest has `max_version`, GradientChunk `held_version`.
         """
         self._register.check_initialized()
         chunk = self._chunks[chunk_index]

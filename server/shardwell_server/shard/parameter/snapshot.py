@@ -31,14 +31,7 @@ from shardwell_server.shard.step_tracker import StepTracker
 
 
 class Snapshot(snapshots.Snapshot):
-    """One of them, under way; its learning rate is that of the chunk that was taken last.
-
-    Args:
-        version: The version that every chunk is taken at.
-        chunk_count: Chunks of the slice.
-        spool_dir: See `snapshots.Snapshot`.
-        is_wanted: See `snapshots.Snapshot`.
-    """
+    """A snapshot under way; its learning rate is that of the chunk that was taken last."""
 
     def __init__(
         self,
@@ -53,7 +46,6 @@ class Snapshot(snapshots.Snapshot):
         self._kept: dict[int, Copied] = {}
 
     def is_kept(self, chunk_index: int) -> bool:
-        """Whether a chunk is in the spool."""
         return chunk_index in self._kept
 
     def keep(self, chunk_index: int, arrays: Sequence[Float32], learning_rate: float) -> None:
@@ -71,16 +63,12 @@ class Snapshot(snapshots.Snapshot):
         self.learning_rate = learning_rate
 
     def read(self, chunk_index: int, into: Sequence[Float32]) -> None:
-        """Reads a kept chunk.
-
-        Raises:
-            StorageError: the spool can't be read, or was damaged.
-        """
+        """Reads a kept chunk from the spool."""
         self._read(f"chunk {chunk_index}", self._kept[chunk_index], into)
 
 
 class Snapshots(snapshots.Snapshots[Snapshot]):
-    """The snapshots of one slice that are under way, and how chunks are captured for them."""
+    """The snapshots of one slice that are under way; captures chunks for them."""
 
     def __init__(
         self,
@@ -100,10 +88,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
         self._spool_dir = spool_dir
 
     def before_close(self, chunk_index: int, learning_rate: float) -> None:
-        """Keeps a chunk for whom it matters; its lock is held, and its open step about to close.
-
-        With that rate: see `Snapshot.learning_rate`.
-        """
+        """Keeps a chunk for snapshots of its version; its lock is held, its step about to close."""
         version = self._tracker.records[chunk_index].version
         for snapshot in self.pending:
             if snapshot.version == version:
@@ -111,16 +96,9 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
 
     @contextlib.contextmanager
     def under_way(self, version: int, is_wanted: Callable[[], bool]) -> Iterator[Snapshot | None]:
-        """While it lasts, every chunk can be captured at `version`; None in asynchronous mode.
+        """Yields a snapshot that has every chunk at `version`; asynchronous: None.
 
-        Args:
-            version: Version of every chunk.
-            is_wanted: Whether the client still reads it; any thread calls it.
-
-        Raises:
-            NotInitializedError: there are no weights.
-            StepOrderError: a chunk has left the version already.
-            LimitError: too many are under way.
+        Any thread calls `is_wanted`, which is True while the client still reads.
         """
         self._register.check_initialized()
         if not self._tracker.is_sync:
@@ -147,18 +125,8 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
     ) -> tuple[int, float]:
         """Copies a chunk's arrays as the snapshot wants them, waiting until it is so far.
 
-        Args:
-            chunk_index: The chunk.
-            snapshot: The snapshot under way.
-            deadline: Bounds the wait.
-            into: One array for each of the chunk's, overwritten.
-
-        Returns:
-            Its version, and the learning rate of the update that follows.
-
-        Raises:
-            WorkersMissingError: the snapshot's version was not reached in time.
-            StorageError: see `Snapshot.read`; or an earlier process left a damaged chunk.
+        `into` has one array for each of the chunk's. Returns the version, and the learning rate of
+        the update that follows.
         """
         chunk, records = self._chunks[chunk_index], self._tracker.records
         with chunk.changed.lock:
@@ -183,7 +151,7 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
         return snapshot.version, snapshot.learning_rate
 
     def _check_reachable(self, snapshot: Snapshot, chunk_index: int) -> None:
-        """Refuses what is too late for a chunk; its lock is held."""
+        """Refuses a snapshot that is too late for a chunk; its lock is held."""
         if snapshot.failure is not None:
             raise snapshot.failure
         found = self._tracker.records[chunk_index].version

@@ -1,4 +1,4 @@
-"""What the slice of a parameter is made of."""
+"""The parts of a parameter's slice."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ class ParameterState(SliceState[ParameterSeat]):
     register: Register
     chunks: Sequence[Chunk]
     rules: TensorRules
-    """The optimizer."""
     encoded: EncodedWeights
-    """The chunks as they travel."""
     snapshots: Snapshots
-    """Snapshots under way."""
     sets: OpenSets
     """The contributors to its steps, where sets are open."""

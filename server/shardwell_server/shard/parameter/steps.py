@@ -255,17 +255,12 @@ class Steps:
             self.count(chunk, index, contribution, seat, step, entry.learning_rate, closes=closes)
 
     def _counts(self, seat: ParameterSeat, index: int, step: int) -> bool:
-        """Returns True if a contribution that a journal has counted goes on from what is here."""
         if self._tracker.has_open_sets:  # its tenure may be over by now
             return seat.last_step[index] < step == self._tracker.records[index].version
         return self._tracker.decide(seat, index, step) is Decision.COUNT
 
     def settle(self, index: int) -> None:
-        """Decides a chunk's open set without another contribution, if it is complete now.
-
-        Raises:
-            StorageError: it can't be journaled; the step is open still.
-        """
+        """Decides a chunk's open set without another contribution, if it is complete now."""
         chunk, tracker = self._chunks[index], self._tracker
         with chunk.changed.lock:
             record = tracker.records[index]
@@ -292,7 +287,7 @@ class Steps:
     ) -> None:
         """Closes a chunk's step with the sum that it has, times a factor; its lock is held.
 
-        What it does is in the journal, and the chunk is verified.
+        The journal has the step's end, and the chunk is verified.
         """
         record = self._tracker.records[index]
         if self._snapshots.pending:
@@ -320,27 +315,15 @@ class Steps:
         self._times.closed(record.version)
 
     def measure(self, step: int, deadline: RequestDeadline) -> Measured:
-        """A step's norm: the squares of this shard's part, as `exact_sum` has them, and all of it.
+        """Returns `exact_sum` of the squares of this shard's part of a step's mean, and the norm.
 
         The first is None once a chunk has closed the step; the second as long as the shard knows
         none, and again when the step is long over.
-
-        Raises:
-            NotInitializedError, WorkersMissingError: not all have contributed.
-            ArgumentError: the parameter is not clipped so.
         """
         raise self._refusal()
 
     def close(self, step: int, norm: float) -> float | None:
-        """Closes a step with a norm, or with the one that the shard knew before; returns which.
-
-        None if it has been closed for long.
-
-        Raises:
-            ArgumentError: the norm can't be one, or the parameter is not clipped so.
-            NotInitializedError, StepOrderError: not all have contributed.
-            StorageError: it can't be noted.
-        """
+        """Closes a step with the norm known before, else this one; returns it. None: long over."""
         raise self._refusal()
 
     def _close_again(
@@ -365,12 +348,12 @@ class Steps:
 
 
 class StepsByNorm(Steps):
-    """A step is full with its last contribution, and closes when its norm is known."""
+    """The steps in two phases: full with the last contribution, closed with the norm."""
 
     def __init__(self, state: ParameterState) -> None:
         super().__init__(state)
         self._squares: list[tuple[int, list[float]]] = [(-1, [])] * len(state.chunks)
-        """By chunk: the step, and its mean's."""
+        """By chunk: the step, and the squares of its mean."""
 
     def measure(self, step: int, deadline: RequestDeadline) -> Measured:
         self._register.check_initialized()
