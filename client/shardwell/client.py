@@ -971,12 +971,10 @@ class _Opened(Generic[OpenT]):
         self._closed = False
 
     def find(self, name: str) -> OpenT | None:
-        """Returns the open object of that name."""
         with self._lock:
             return self._open(name)
 
     def all(self) -> list[OpenT]:
-        """Returns the open objects, in the order of opening."""
         with self._lock:
             return [each for each in self._objects.values() if not each.is_closed]
 
@@ -996,7 +994,6 @@ class _Opened(Generic[OpenT]):
         return kept
 
     def close(self) -> None:
-        """Closes all, and objects that are kept later too."""
         with self._lock:
             self._closed = True
             objects = list(self._objects.values())
@@ -1004,7 +1001,6 @@ class _Opened(Generic[OpenT]):
             one.close()
 
     def _forget(self, name: str) -> None:
-        """Drops an object that was closed, unless another one has its name by now."""
         with self._lock:
             if name in self._objects and self._objects[name].is_closed:
                 del self._objects[name]

@@ -60,7 +60,6 @@ PROXY_VARIABLE = "SHARDWELL_USE_PROXY"
 """1: connections with TLS go through what $https_proxy or $grpc_proxy names."""
 _FORK_SUPPORT_VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 _HANDSHAKE_S = 10.0
-"""The longest handshake, from connecting until the two sides speak."""
 _CONNECTION_END_S = 30.0
 """The time for which calls go on over a connection that has reached its age."""
 KEEPALIVE_S = 30.0

@@ -31,7 +31,6 @@ from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
 
 JOIN_TIMEOUT_S = 3600.0
-"""The longest wait of `Group.join` for the others, by default."""
 REPLACEMENT_WAIT_S_MAX = 3600.0
 _SPREAD_ELEMENT_COUNT = 1 << 20
 _KINDS = {

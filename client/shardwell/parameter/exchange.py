@@ -73,7 +73,6 @@ class Gradient:
     step: int
     sample_count: int
     learning_rate: float | None
-    """The rate from its step on; None: no change."""
     looked_at: set[int] = field(default_factory=set)
     """Numbers of chunks that were found to be finite, over all parts in order."""
     after_refusal: bool = False

@@ -110,7 +110,6 @@ class OpenExchange(Generic[ValuesT]):
         self._under_way_count = 0
         self._is_closed = self._has_failed = False
         self._announced: queue.SimpleQueue[tuple[int, int] | Piece] = queue.SimpleQueue()
-        """Ranges of computed elements, and pieces whose calls have ended."""
         # No thread waits for it: its owner handles what others announce meanwhile.
         self._lock = threading.Lock()
 

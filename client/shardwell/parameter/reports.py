@@ -41,7 +41,6 @@ class Reports:
         self._figures: Future[None] | None = None
         self._errors: set[str] = set()
         self._progress: LearnerProgress | None = None
-        """The progress that waits to be sent."""
         self._saying: Future[None] | None = None
 
     @property

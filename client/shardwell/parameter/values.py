@@ -47,7 +47,6 @@ class Pieces:
         self._stops = list(itertools.accumulate([array.size for array in arrays]))
         self._tensors: tuple[Tensors, Found] | None = None
         self._copies: dict[tuple[int, int], Float32] = {}
-        """Copies of ranges that several arrays share, by range."""
         self._given = arrays
 
     @staticmethod
@@ -280,7 +279,6 @@ class TensorValues(Values[NamedArrays]):
         return Pieces.to_write(arrays, self._tensors, found), out
 
     def _in_order(self, values: Any) -> tuple[Any, ...] | None:
-        """Returns the tensors in the layout's order; None: that takes a closer look."""
         if type(values) not in _PLAIN or len(values) != len(self._layout):
             return None
         try:

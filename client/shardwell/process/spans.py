@@ -18,7 +18,6 @@ not."""
 NO_STEP = -1
 ALL_CHUNKS = -1
 _MESSAGE_BYTES_MAX = 900 * 1024
-"""Most bytes of spans in a message; older ones are left out."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE = "/proc/self/ns/time"
 

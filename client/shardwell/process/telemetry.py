@@ -191,7 +191,6 @@ def _end_ns(span: Span) -> int:
 
 
 def _add_children(otel: Any, parent: Any, kept: Iterable[Span]) -> None:
-    """Adds a span for each kind: from the first of it to the last, which may overlap others."""
     by_kind: dict[Any, list[Span]] = {}
     for span in kept:
         by_kind.setdefault(span.kind, []).append(span)

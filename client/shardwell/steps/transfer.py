@@ -47,7 +47,6 @@ _SPREAD_BYTES = 256 * 1024
 """The size from which on an answer is worth another thread's waking."""
 
 Answer: TypeAlias = tuple[Any, Bytes, int]
-"""Header, payload, and bytes of the message."""
 
 
 class OfShard(Protocol):
@@ -79,7 +78,6 @@ class Line(Generic[PartT]):
     work: Any = None
     """The gradient that it sends, which its answers are about; None: none."""
     is_shared: bool = False
-    """True if all payloads of the attempt have room in the arena."""
     answers: deque[Answer] = field(default_factory=deque)
     """Answers that came in one message with the last that was read."""
 

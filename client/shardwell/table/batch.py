@@ -239,7 +239,6 @@ class RowSums:
         return int(self._batch.places[self._batch.starts[number]])
 
     def _check(self, bits: int) -> None:
-        """Refuses non-finite values; `bits` are those of the largest magnitude of a sum."""
         gradients = self.gradients
         flat = gradients.reshape(-1)
         index = first_non_finite(flat)

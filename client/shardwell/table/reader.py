@@ -33,7 +33,6 @@ class Prefetched(NamedTuple):
     """The rows of a prefetch."""
 
     rows: Float32
-    """(n, dim), in the order of the ids."""
     version: int | None
     """Steps that all of them have seen; None: there are none."""
 

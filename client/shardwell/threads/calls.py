@@ -50,7 +50,6 @@ _LONG_S_MIN = 10.0
 _LOOK_S_FIRST = 2.0
 """A waiting call has its shards looked at after so long, and then each time that it has doubled."""
 CALL_COUNT_MAX = 256
-"""Calls of one client that are under way at once; each has a thread."""
 LATE_S = 0.25
 """The delay after its timeout at which a call is cancelled; before that it is to end by itself."""
 ABANDON_S = 3.0

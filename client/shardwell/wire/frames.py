@@ -34,7 +34,6 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        """The beginning of a frame."""
 
     def feed(self, piece: bytes) -> Iterator[tuple[int, bytes]]:
         """Yields kind and contents of the frames that end in a piece; to be read to its end."""

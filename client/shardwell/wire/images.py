@@ -20,7 +20,6 @@ from shardwell.wire.messages import OutgoingMessage
 
 Weights: TypeAlias = pb.ExchangeResponse | pb.GetWeightsResponse
 WHOLE = ChunkCodec(CODECS["fp32"])
-"""The codec of IMAGE_FORM_WHOLE."""
 CHANGE_COUNT_MAX = 3
 """Changes that one message has: those of int8 take fewer bytes than what is whole."""
 

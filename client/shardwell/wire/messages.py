@@ -146,7 +146,6 @@ def _own(values: Bytes) -> Bytes:
 
 
 BATCH_COUNT_MAX = 64
-"""Messages in one."""
 
 
 def parse_all(header_type: type[HeaderT], message: bytes) -> Iterator[tuple[HeaderT, Bytes, int]]:

@@ -15,7 +15,6 @@ from shardwell.errors import ArgumentError
 from shardwell.v1 import peer_pb2 as pb
 
 STANDING_COUNT_MAX = 64
-"""Generations that one message may name."""
 
 
 class Counts(NamedTuple):

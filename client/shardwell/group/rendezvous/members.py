@@ -249,7 +249,6 @@ class GroupState:
     name: str
     size: int
     generation: int
-    """0: none lives."""
     members: tuple[str, ...]
     """The members that live, or wait for the others, each with its rank and address."""
     missing_ranks: tuple[int, ...]

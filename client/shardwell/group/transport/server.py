@@ -175,7 +175,6 @@ class PeerServer:
                 f"{error.strerror}; pass listen= with a free port, or 0, of this machine"
             ) from None
         self.address = f"{host}:{port}"
-        """The HOST:PORT, with the taken port for 0."""
         self._server.start()
         # Any process on this machine may read the name of a socket.
         name = hashlib.blake2b(member_id.encode(), digest_size=16).hexdigest()
