@@ -78,7 +78,6 @@ _JOINED_NAME = "joined"
 @dataclass(frozen=True, kw_only=True)
 class _ShardState:
     process: str
-    """Drawn by the process: tells it from the one before."""
     address: str
     life: int
     """One more than the cluster's returns to a checkpoint."""

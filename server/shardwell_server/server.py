@@ -69,7 +69,6 @@ _TOKEN_LOOK_INTERVAL_S = 0.5
 """The time for which an ended or revoked token may still be used."""
 _IMAGE_LOOK_INTERVAL_S = 0.5
 _IMAGE_RETRY_INTERVAL_S = 10.0
-"""The pause after an image could not be written: mostly a full disk."""
 _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 _ALIVE_S = 5.0
@@ -111,16 +110,13 @@ class ShardServer:
         self._is_stuck = False
         self._has_files = data_dir is not None
         self._origin = {"data_dir": "", "begins_anew": True}
-        """Its files for the log: whether there were none when it began."""
         if data_dir is not None:
             self._origin = {"data_dir": str(data_dir.path), "begins_anew": data_dir.is_new}
         self._audit: AuditLog | None = None
         self._lookers: list[Future[None]] = []
-        """What the loop does again and again."""
         config.durability.check_files(data_dir is not None)
         # It tells from here on that files are being read.
         self.admin = AdminPort(config) if config.admin_listen else None
-        """Its admin port, if there is one."""
         try:
             self.shard = _recovered(config, data_dir)
         except BaseException:

@@ -57,7 +57,6 @@ class Access:
         self._now_s = now_s
         self._same = same
         self._tokens: ChangingFiles[dict[bytes, Principal]] | None = None
-        """The principals by the digest of the secret."""
         self._keys: ChangingFiles[list[Key]] | None = None
         self._signed_by: list[Key] = []
         self._believed: dict[bytes, Principal] = {}

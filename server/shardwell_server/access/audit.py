@@ -26,12 +26,10 @@ from shardwell.errors import ArgumentError
 
 _LOG = logging.getLogger("shardwell_server")
 FILE_BYTES_MAX = 16 * 2**20
-"""Most bytes of one file, after which another is begun."""
 FILE_COUNT_MAX = 8
 """The files that are kept beside the one that is written, FILE.1 being the newest."""
 _WAITING_COUNT_MAX = 10_000
 _BEGIN = b'{"time": "'
-"""The beginning of each line, and so of each file."""
 _VALUE_LENGTH_MAX = 400
 _FOLDED = ("opened", "refused", "ended")
 """Events that are one line a while, as far as token, host, method, name and right are equal."""
@@ -42,7 +40,6 @@ _FOLD_S = 60.0
 _KIND_COUNT_MAX = 4096
 
 Note: TypeAlias = Callable[..., None]
-"""Takes the kind of event and its fields."""
 
 
 @dataclass
@@ -69,7 +66,6 @@ class AuditLog:
         self._left_out = 0
         self._lock = threading.Lock()
         self._seen: dict[tuple[Any, ...], _Seen] = {}
-        """Events written lately, the oldest first."""
         self._counts: dict[tuple[Any, ...], tuple[float, int]] = {}
         """The time of the first line, and the number of lines, by event, host and token."""
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING_COUNT_MAX)
@@ -94,7 +90,6 @@ class AuditLog:
         self._put(event, given)
 
     def _folded(self, event: str, given: dict[str, Any]) -> int | None:
-        """Counts left-out lines like this one; None: this one is left out, too."""
         host = str(given.get("remote", "")).rpartition(":")[0]
         whose = (event, host, given.get("token"))
         alike = [given.get(name) for name in ("method", "right", "kind", "name")]

@@ -32,9 +32,7 @@ class End(NamedTuple):
     ends_s: float
     """Seconds since 1970."""
     kind: str
-    """One of "certificate", "authority", "token", "certificate of worker"."""
     name: str
-    """The path of the file; the name of the token or worker."""
     lead_s: float = WARNED_DAYS[0] * DAY_S
     """The time before its end at which it is to be made anew."""
 

@@ -31,7 +31,6 @@ LEEWAY_S = 60.0
 and iat, and after its exp."""
 _KEY_COUNT_MAX = 64
 _TRIED_COUNT_MAX = 4
-"""Keys without a name that a token is looked at with."""
 PREFIX = "jwt:"
 """A prefix of names in JWTs, which no name in the file has."""
 _ALGORITHMS = {
@@ -53,10 +52,8 @@ class Key:
     """A key that signs tokens."""
 
     name: str | None
-    """Its `kid`, by which tokens name it; None: it has none."""
     algorithm: str
     value: Any = field(repr=False)
-    """The library's form of it."""
     proof: bytes = field(repr=False)
 
 

@@ -20,7 +20,6 @@ from shardwell_server.shard.table.slice import TableSlice
 _TENSOR_COUNT_MAX = 2000
 _STEP_COUNT_MAX = 20
 _SPAN_S = 600.0
-"""Steps that began earlier are left out."""
 
 _SHOWN_ELSEWHERE = ("name", "size", "layout", "fragment")
 """Fields of a spec that are no settings, or that the page has beside."""

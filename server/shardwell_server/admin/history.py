@@ -25,15 +25,12 @@ _FIRST_PERIOD_S = 1.0
 """Between the first ones: a page that is opened with a cluster soon has lines to draw."""
 _FIRST_COUNT = 5
 SAMPLE_COUNT = 720
-"""The samples of an hour."""
 NAME_COUNT_MAX = 256
 """Parameters and tables with a history; of more, those whose version changed last."""
 _SHARD_SERIES = ("cores", "memory_bytes", "disk_free_bytes", "in_bytes_s", "out_bytes_s")
 _NAME_SERIES = ("steps_s", "wait_s")
 BYTES_MAX = SAMPLE_COUNT * (8 + 4 * (len(_SHARD_SERIES) + len(_NAME_SERIES) * NAME_COUNT_MAX))
-"""1.5 MB."""
 _SHOWN_COUNT_MAX = 8
-"""Names in an answer for all: those that made most steps."""
 _DIGITS = 4
 
 _Part: TypeAlias = ParameterSlice | TableSlice
@@ -58,8 +55,6 @@ class _Series:
 
 
 class _Counts(NamedTuple):
-    """The counters of a parameter or table, since its shard's process began."""
-
     version: int
     wait_count: int
     wait_s: float
@@ -69,7 +64,6 @@ class _Name:
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts
         self.changed_at = 0
-        """The sample that saw its version change last."""
         self.series = {name: _Series() for name in _NAME_SERIES}
 
 
@@ -85,7 +79,6 @@ class History:
         self._shard = {name: _Series() for name in _SHARD_SERIES}
         self._names: dict[Key, _Name] = {}
         self._left_out: dict[Key, int] = {}
-        """Versions of names that have no history for want of room."""
         self._before = self._totals()
         self._before_s = now_s()
         self._names_before()

@@ -30,7 +30,6 @@ from shardwell.errors import ArgumentError, ShardUnavailableError
 _LOG = logging.getLogger("shardwell_server")
 _CONNECTION_COUNT_MAX = 32
 _SILENCE_S = 10.0
-"""The longest silence of a connection."""
 _LOOK_S = 0.1
 """The pause between two looks for the end: for so long a shard that stops waits for it."""
 _PORT = re.compile(r":[0-9]*\Z")
@@ -175,7 +174,6 @@ class _Server(ThreadingMixIn, TCPServer):
             _LOG.exception("a connection for administration has failed")
 
     def _secure(self, tls: TlsFiles) -> ssl.SSLContext:
-        """Returns a context with the current certificate, or with the last usable one."""
         contents, known = tls.contents(), self._context
         if known is not None and known[0] is contents:
             return known[1]

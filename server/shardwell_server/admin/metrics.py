@@ -37,7 +37,6 @@ from shardwell_server.shard.table.slice import TableSlice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WORKER_COUNT_MAX = 256
-"""Workers of a parameter or table whose lag is a metric."""
 
 
 _Part: TypeAlias = ParameterSlice | TableSlice
@@ -59,16 +58,13 @@ class Vitals(NamedTuple):
     shard: Shard
     stream_count: Callable[[], int]
     arena_bytes: Callable[[], int]
-    """Bytes of memory that clients share with it."""
     refusals: Callable[[], dict[str, int]]
-    """Refused calls, by the name of the error."""
     turned_away_s: Callable[[], float | None]
     """The last refusal for want of a token or right, on time.monotonic's clock."""
     damages: Callable[[], list[str]]
     ends: Ends
     data_dir: Path | None
     groups: Callable[[], list[GroupState]]
-    """Groups that meet at it."""
     resources: Callable[[], parameter_server_pb2.Resources]
 
     def settings(self) -> parameter_server_pb2.ShardSettings:

@@ -55,9 +55,7 @@ _PAGE_FILES = {
     "/uplot.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
     "/uplot.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
 }
-"""By path, a file of the page beside this one, and its type."""
 _ANSWER_S = 1.0
-"""The time of another shard to say how it is."""
 _KEPT_S = 0.5
 """For so long all readers see one state: shards are asked twice a second at the most."""
 _STARTING = "starting: files are being read"
@@ -84,7 +82,6 @@ class AdminPort:
         tls = None if config.tls is None else TlsFiles(config.tls)
         self._http = HttpServer(config.admin_listen, self.respond, tls, _hosts_of(config))
         self.url = f"{'http' if tls is None else 'https'}://{self._http.address}/"
-        """The address of the page."""
 
     def attach(
         self, vitals: Vitals, access: Access, address: str, is_alive: Callable[[], bool]
@@ -202,8 +199,6 @@ def _hosts_of(config: ShardConfig) -> set[str] | None:
 
 
 class _OtherShards:
-    """The shards of the cluster beside this one, and their connections."""
-
     def __init__(self, own_index: int, addresses: Sequence[str]) -> None:
         self._own_index = own_index
         credentials = Credentials.of()

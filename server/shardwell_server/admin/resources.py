@@ -60,7 +60,6 @@ class ResourceMeter:
 
 
 def _occupied(directory: str) -> Iterator[int]:
-    """Yields the bytes of each file; one that goes meanwhile is left out."""
     try:
         entries = list(os.scandir(directory))
     except OSError:

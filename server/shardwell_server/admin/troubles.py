@@ -13,9 +13,7 @@ from shardwell_server.admin.metrics import Vitals
 from shardwell_server.operations.cluster_status import LONG_WAIT_S, duration, size
 
 _FULL_PART, _FULL_BYTES = 0.01, 1_000_000_000
-"""A disk with less room than both counts as full."""
 _RECENT_S = 300.0
-"""For so long a refused client is a trouble."""
 _WORDS_LENGTH_MAX = 1000
 """A character takes up to 4 bytes."""
 _RANK_COUNT_MAX = 100

@@ -34,7 +34,6 @@ from shardwell_server.operations.cluster_status import (
 )
 
 _NAME_COUNT_MAX = 100
-"""Workers or ranks that are listed for each parameter, table or group."""
 _WORKER_COUNT_MAX = 300
 
 
@@ -116,7 +115,6 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
-    """Returns by figure steps with means; None: not finite."""
     parameter = vitals.shard.parameters.find(name)
     if parameter is None:
         return {}
@@ -136,7 +134,6 @@ def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
 
 
 def _endings(statuses: Sequence[ShardStatus]) -> list[dict[str, Any]]:
-    """Returns certificates and tokens, each once with its shards; the first end first."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for status in statuses:
         for each in status.settings.endings:

@@ -32,7 +32,6 @@ _COMMANDS = {
     "trace": ("trace", "trace"),
     "train-digits": ("digits", "train_digits"),
 }
-"""A name's module here, and the attribute where its code is."""
 _HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")
 """Commands that ask for signals where they can stop; the others are broken off."""
 

@@ -43,9 +43,7 @@ MEGABYTES_MAX = 1024
 _CALL_COUNT = 50
 _WARM_UP_COUNT = 5
 _DELETE_S = 10.0
-"""The time for each deletion at the end, whatever is left of the command's."""
 _ROUND_COUNT_MAX = 50
-"""Rounds of transfers, of which medians are taken; short ones need no more."""
 _CODEC_S = 0.1
 _CODECS: tuple[CodecName, CodecName] = ("fp16", "fp32")
 """Two that differ in bytes, which separates the cost of bytes from that of elements."""
@@ -63,14 +61,11 @@ class ShardFigures:
     shard_index: int
     address: str
     transport: str
-    """The way of an exchange's payloads: "memory", "gRPC", or "both"."""
     round_trip_s: float
-    """Round trip of a small call: the median."""
     slice_size: int
     out_s: dict[str, float] = field(default_factory=dict)
     """The median time of a counted gradient of the slice, by codec."""
     in_s: dict[str, float] = field(default_factory=dict)
-    """The median time of the slice's weights, by codec."""
 
     @property
     def link_out_bytes_per_s(self) -> float | None:
@@ -89,7 +84,6 @@ class StepFigures:
 
     exchange_s: float
     link_s: float
-    """The bytes' time on the links; 0 where they do not show."""
     fill_s: float
     """The time of the first chunks, while the other direction has nothing to carry yet."""
     codec_s: float
@@ -314,7 +308,6 @@ class LockSamples:
         self._rest: list[float] = []
         self._busy: list[float] = []
         self._into: list[float] | None = None
-        """The list where the thread notes how late it wakes."""
         self._is_over = False
         self._thread = threading.Thread(target=self._sample, name="lock-samples", daemon=True)
 

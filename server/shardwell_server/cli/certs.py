@@ -12,7 +12,6 @@ from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from shardwell_server.cli.options import GivenPath, usage_errors
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""The names of this machine that always count."""
 
 
 @click.command()

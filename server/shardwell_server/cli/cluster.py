@@ -39,12 +39,10 @@ _LOCALHOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
 _SHARD_COUNT = 2
 _RECORD_NAME = "cluster.json"
-"""The file in the data directory with the shards' last addresses."""
 _LOOK_INTERVAL_S = 0.1
 _CERTIFICATE_DAYS = 365
 """Each start makes new ones."""
 _RESTART_COUNT_MAX = 1000
-"""Restarts of one shard after which something else must be wrong."""
 _UNREADY_COUNT_MAX = 3
 """Starts, one after another, that a shard ended by itself: its files are damaged, say."""
 
@@ -169,7 +167,6 @@ def cluster(
 
 
 def _addresses(data_dir: Path | None, shard_count: int) -> list[str] | None:
-    """Returns the addresses to listen on; None: on any free ports."""
     if data_dir is None:
         return None
     path = data_dir / _RECORD_NAME
@@ -212,7 +209,6 @@ def _lasting_addresses(count: int) -> list[str]:
 
 
 def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tuple[Tls, str]:
-    """Returns the shards' TLS, and its part of the line that workers need."""
     from shardwell_server.operations.certificates import make_certificates  # a tenth of a second
 
     directory = (

@@ -42,7 +42,6 @@ _LINE_INTERVAL_S = 2.0
 
 
 def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
-    """Makes an option whose variable has its name: --codec and $SHARDWELL_CODEC."""
     variable = f"SHARDWELL_{flag.strip('-').upper().replace('-', '_')}"
     names = (flag, more.pop("name")) if "name" in more else (flag,)
     more = {"envvar": variable, "show_default": "default" in more, **more}

@@ -76,7 +76,6 @@ shards_option: Decorator = click.option(
     metavar="HOST:PORT[,...]",
     help=f"The cluster's shards, in their order; default: ${TARGET_VARIABLE}.",
 )
-"""The addresses of a cluster that must run."""
 running_shards_option: Decorator = click.option(
     "--shards",
     "target",
@@ -84,7 +83,6 @@ running_shards_option: Decorator = click.option(
     metavar="HOST:PORT[,...]",
     help="Train on a cluster that runs already instead of starting one.",
 )
-"""The addresses of a cluster that may run."""
 
 
 def shard_count_option(what: str) -> Decorator:

@@ -50,7 +50,6 @@ _OUTER_LEGEND = (
 )
 _LINK_BYTES_PER_S = 125e6
 _SLOW_LINKS = (125e6, 12.5e6, 6.25e6, 1.25e6)
-"""Links that `--outer` compares, in bytes a second: 1000, 100, 50 and 10 Mbit/s."""
 _CODEC = "fp16"
 _WORTH = 1.1
 """A layout that takes more machines, or gives up the server, is to be so many times as fast."""

@@ -132,7 +132,6 @@ class Duration(click.ParamType[float]):
 
 
 def _split(value: str) -> tuple[float, str]:
-    """Returns (0, "?") for no number."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z/]*)\s*", str(value))
     return (float(found[1]), found[2]) if found else (0.0, "?")
 

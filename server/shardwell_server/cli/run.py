@@ -55,15 +55,12 @@ _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
 _STDOUT_FD, _STDERR_FD = 1, 2
 _LOOK_INTERVAL_S = 0.05
-"""The pause between two looks at the processes while they print nothing."""
 _LAST_WORDS_S = 1.0
 """The wait for output that a process holds open which has left its group."""
 _GRACE_S = 5.0
-"""The grace of workers whose run has failed, or that Ctrl-C ends."""
 _LEAVE_GRACE_S = 120.0
 """The grace after SIGTERM: that of a spot instance, in which workers end the step under way."""
 RESTART_VARIABLE = "SHARDWELL_RESTART"
-"""The number of restarts of an elastic worker."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _LEFT_CODES = (0, signals.EXIT_CODE_BASE + signal.SIGTERM, -signal.SIGTERM)
 """Codes of workers that are done, as subprocess has them: with their work, or asked by SIGTERM."""
@@ -73,7 +70,6 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _NOT_HIDDEN = ("__main__", "test")
 """Names that programs give their own files, and that nothing needs from Python."""
 _CODES = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126}
-"""Exit codes of shells for commands that can't be started."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -260,7 +256,6 @@ def _environments(worker_count: int, given: dict[str, str]) -> list[dict[str, st
 
 
 def _find_program(name: str) -> str:
-    """Exits as a shell does if there is none."""
     program = shutil.which(name)
     if program is not None:
         return program
@@ -350,7 +345,6 @@ class LocalRun:
         )
         self._parent_pid = os.getppid()
         self._failed_code: int | None = None
-        """The exit code for the first that failed for good: a worker or a shard."""
         self._signal: int | None = None
         self._passed_on: set[int] = set()
         """Signals that the guard has sent, and that have not come yet."""

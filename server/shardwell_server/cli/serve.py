@@ -44,7 +44,6 @@ _LIMITS = {
     "snapshot_count_max": "Snapshots of one parameter, for checkpoints, under way at once.",
     "learning_rate_change_count_max": "Changes of a learning rate scheduled for steps to come.",
 }
-"""The texts of Limits' documentation, in a line each."""
 _LOG = logging.getLogger("shardwell_server")
 
 

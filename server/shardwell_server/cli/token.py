@@ -32,7 +32,6 @@ _QUOTAS = {
     "calls": "Calls of any kind that it may have open, streams among them.",
     "bytes_per_s": "Bytes a second that its calls move; what comes faster is delayed.",
 }
-"""The texts of Quota's documentation, in a line each; all are for each shard by itself."""
 
 
 def _quota_type(name: str) -> click.ParamType[int]:

@@ -41,9 +41,7 @@ from shardwell_server.operations.cluster_status import (
 from shardwell_server.terminal import console, legend, table
 
 _RATE_S = 5.0
-"""Seconds of which rates are taken."""
 _NAME_COUNT = 4
-"""Workers that are named in a line."""
 _LAG_COUNT = 2
 _LAG_S_MIN = 0.001
 _SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"

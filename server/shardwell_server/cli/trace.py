@@ -37,7 +37,6 @@ _LEGEND = (
 )
 _SHOWN_NAME_COUNT = 20
 _REST_S = 5.0
-"""The time for a shard's own answers, beside that of workers."""
 
 
 @click.command()
@@ -123,11 +122,9 @@ def trace(
 
 
 _Recorded = tuple[list[timeline.Process], list[str]]
-"""A shard and its clients, and workers that gave nothing."""
 
 
 def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Recorded | ShardwellError:
-    """Collects the spans of a shard and, of shard 0, its clients; on this process's clock."""
     try:
         status = ask_status(channel, _REST_S)
         channel.identity = types_pb2.ShardIdentity(
@@ -162,7 +159,6 @@ def _recorded(channel: ShardChannel, *, wait_s: float, since_ns: int) -> _Record
 def _joined(
     answers: Sequence[_Recorded | ShardwellError],
 ) -> tuple[list[timeline.Process], list[str], list[str]]:
-    """Returns processes, shards first; workers that gave nothing; and shards' faults."""
     processes: list[timeline.Process] = []
     silent: list[str] = []
     faults: list[str] = []

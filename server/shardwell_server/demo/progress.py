@@ -40,7 +40,6 @@ class TrainingState:
     """Bytes that float32 would have taken for the sent values."""
     bytes_per_s: float
     training_s: float
-    """From the first step that was reported to the latest."""
     outer: Mapping[str, float] = field(default_factory=dict)
     """Outer training's counts, the least of workers, and seconds, their mean."""
 
@@ -101,7 +100,6 @@ def _outer(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _mean(*choices: Sequence[float | None]) -> float | None:
-    """Takes the first choice in which a value is known."""
     for choice in choices:
         known = [value for value in choice if value is not None]
         if known:

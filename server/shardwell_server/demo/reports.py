@@ -21,7 +21,6 @@ class Report:
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_value_bytes: int = 0
-    """Bytes that float32 would have taken for the sent values."""
     contributors: Sequence[str] = ()
     """Workers whose gradients its last step has, where steps may close without a worker."""
     outer: Mapping[str, float] = field(default_factory=dict)

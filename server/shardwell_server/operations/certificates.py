@@ -176,7 +176,6 @@ def _issue(
     ca: x509.Certificate,
     ca_key: ec.EllipticCurvePrivateKey,
 ) -> None:
-    """A server's certificate has names."""
     key = ec.generate_private_key(ec.SECP256R1())
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if names:

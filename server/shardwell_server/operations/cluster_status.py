@@ -25,7 +25,6 @@ from shardwell.specs.initializers import Initializer
 from shardwell.specs.optimizers import Optimizer
 
 Answer = tuple[str, ShardStatus | ShardwellError]
-"""An address, and its answer."""
 ENDED = "ended, all workers have left"
 LONG_WAIT_S = 1.0
 """A step that is open for less is one of many, and waits for no worker in particular."""
@@ -41,7 +40,6 @@ def ask(channel: ShardChannel, timeout_s: float) -> Answer:
 
 
 def _reason(channel: ShardChannel, error: ShardwellError, timeout_s: float) -> ShardwellError:
-    """Finds the reason why a shard gives no answer: TLS, a host, a port, or else the error."""
     if not isinstance(error, ShardUnavailableError):
         return error
     try:
@@ -91,11 +89,9 @@ class Blocker:
     """The workers for which an open step waits, on all shards together."""
 
     kind: str
-    """One of "parameter" and "table"."""
     name: str
     step: int
     open_for_s: float
-    """Seconds since the first contribution to it on any shard."""
     workers: tuple[MissingWorker, ...]
     """Known workers that are missing on some shard; of very many, some."""
     unknown_count: int

@@ -39,13 +39,11 @@ class OuterJob:
     """The model, learners (its workers), shards and links; `compute_s` is the time of an inner
     step, the codec that of synchronous steps."""
     sync_every: int
-    """Inner steps of an outer step: H."""
     fragment_count: int = FRAGMENT_COUNT
     """Parts that the model is sent in: F. Divides `sync_every`."""
     overlap: int = 0
     """Inner steps between a fragment's offer and the taking of its result."""
     codec: str = CODEC
-    """The codec of fragments, both ways."""
 
     def __post_init__(self) -> None:
         if self.fragment_count < 1:
@@ -98,12 +96,9 @@ class OuterTime:
 
     link_bytes_per_s: float
     fragment_s: float
-    """The time from a fragment that leaves to its new weights."""
     waited_s: float
-    """A learner's wait for a fragment, beyond its overlap."""
     outer_step_s: float
     inner_step_s: float
-    """The mean of an inner step, waits included."""
     synchronous_step_s: float
     """A step that exchanges gradients for weights each time, overlapped with the backward pass."""
     mean_bytes_per_s: float

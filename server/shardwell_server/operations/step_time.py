@@ -79,15 +79,12 @@ class Job:
     link_bytes_per_s: float
     """Bytes a second of a machine's link in each direction, headers included."""
     codec: str = "fp16"
-    """The codec: fp32, fp16, bf16; or int8, which groups lack. Default: parameters'."""
     compute_s: float = 0.0
-    """Forward and backward pass of a step. 0: communication alone."""
     latency_s: float = LATENCY_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
     """Bytes of float32 that a worker and a shard beside it push and pull a second without a link;
     `shardwell bench` measures yours."""
     optimizer: Optimizer = field(default_factory=Average)
-    """The optimizer whose state the shards hold; in a ring or tree, each worker."""
 
     def __post_init__(self) -> None:
         _check("element_count", self.element_count, 1)
@@ -117,18 +114,14 @@ class StepTime:
     """A layout of a job, and the times of a step in it, in seconds."""
 
     layout: str
-    """One of "co-located", "dedicated", "ring" and "tree(arity=2)", say."""
     machine_count: int
     link_bytes: float
     """Payload over the fullest direction of the fullest link."""
     link_s: float
-    """The time of these bytes there, with headers."""
     work_s: float
-    """The slowest machine's time to convert, check and sum."""
     lag_s: float
     """The answers' wait, on the whole, for the worker whose chunk is last."""
     fill_s: float
-    """The time of the first chunks, which nothing overlaps."""
     latency_s: float
     compute_s: float
     shard_bytes: int

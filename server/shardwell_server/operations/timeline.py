@@ -18,7 +18,6 @@ from shardwell.v1 import trace_pb2 as pb
 MADE_BY = {"made_by": "shardwell trace"}
 """The first field of a timeline, which distinguishes one from other files."""
 _LANE_COUNT_MAX = 64
-"""Lanes of one label: more calls at once than a client makes."""
 _FRAGMENT = re.compile(r"\.fragment-[0-9]+\Z")
 _CALLS = (pb.SPAN_KIND_EXCHANGE, pb.SPAN_KIND_PUT, pb.SPAN_KIND_GET)
 _TO_SHARD = (pb.SPAN_KIND_ENCODE, pb.SPAN_KIND_SEND)
@@ -136,7 +135,6 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
 
 
 _Shown = tuple[str, str, int, int, dict[str, Any]]
-"""Lane, name, begin, end, and its arguments."""
 
 
 def _lane(span: Span) -> str:
@@ -176,7 +174,6 @@ def _told_wait(wait: Wait) -> _Shown:
 
 def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[dict[str, Any]]:
     lanes: dict[str, list[list[int]]] = {}
-    """By label: of each of its lanes, the ends of open events."""
     numbers: dict[tuple[str, int], int] = {}
     for label, name, from_ns, to_ns, told in sorted(shown, key=lambda s: (s[2], -s[3])):
         place = _place(lanes.setdefault(label, []), from_ns, to_ns)
@@ -222,7 +219,6 @@ class ClosedStep(NamedTuple):
     subject: str
     step: int
     end_ns: int
-    """The time at which its last contribution was counted."""
     took_s: float
     """The time from the begin of its first contribution until then."""
     last: str
@@ -272,7 +268,6 @@ class Spent:
     worker_id: str
     step_count: int
     call_s: float
-    """The time in its calls, from begin to end."""
     encode_s: float
     wait_s: float
     decode_s: float
@@ -314,7 +309,6 @@ class Last(NamedTuple):
     worker_id: str
     step_count: int
     of_count: int
-    """Steps that any worker waited in."""
     median_s: float
     """The first one's wait for it, in the median of these steps."""
 

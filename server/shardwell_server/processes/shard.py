@@ -15,14 +15,12 @@ NOT_READY = f"it was not ready within {START_TIMEOUT_S:g} s"
 SERVING_LINE = "serving on "
 """The beginning of `shardwell serve`'s line, followed by HOST:PORT."""
 STOP_MARGIN_S = 5.0
-"""The time beyond its grace that a shard may take to stop."""
 _END_S = 5.0
 _FLAGS = (
     "shard_index", "shard_count", "cluster_id", "listen", "chunk_size_bytes", "grace_s",
     "session_lease_s", "connection_age_s", "same_host", "tokens", "jwt_keys", "same_token",
     "audit_log", "contribution_log",
 )  # fmt: skip
-"""Fields of `ShardConfig` of which `shardwell serve` has flags of equal names."""
 
 
 class ShardProcess(Child):
@@ -79,5 +77,4 @@ def not_started(shard_index: int, end: str) -> ShardUnavailableError:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Leaves out settings that are meant for shards started by hand."""
     return {name: v for name, v in os.environ.items() if not name.startswith("SHARDWELL_")}

@@ -135,7 +135,6 @@ class Change(NamedTuple, Generic[ChildT]):
     place: Place[ChildT]
     was: State
     words: str
-    """The end of its process, for a message; empty: it did not end."""
 
 
 class Supervisor(Closing, Generic[ChildT]):

@@ -54,14 +54,12 @@ from shardwell_server.shard.quotas import CALL_BYTES, Usage
 
 _LOG = logging.getLogger("shardwell_server")
 UNIX_PEER = "unix:"
-"""The client's address of calls over the Unix socket of unix_stream.proto."""
 _BATCH_BYTES = 256 * 1024
 _BATCH_COUNT = 4
 """Answers made before they are written; of so many bytes in all, or one larger one."""
 SHORT_BYTES_MAX = 257 * 1024
 """A payload of 128 Ki elements in 2 bytes each, and its frame: see `Call.is_short`."""
 _ROOM_WAIT_S = 10.0
-"""A call's wait for others' answers to be read, before it is refused."""
 _REQUEST_S = 10.0
 _END_S = 5.0
 _GRANTED_COUNT_MAX = 4096
@@ -75,7 +73,6 @@ class Needs(enum.Enum):
     NEXT_STEP = enum.auto()
     HELD = enum.auto()
     LONG = enum.auto()
-    """A thread: the next part takes long, though the call `is_short`."""
 
 
 Handling: TypeAlias = Generator["bytes | NotYet | Needs", "bytes | None", Any]
@@ -86,7 +83,6 @@ class Rpc(NamedTuple):
 
     name: str
     begin: Callable[..., Any]
-    """The handler, given the call; before it the request, if it has one."""
     has_request: bool
     is_stream: bool
     is_urgent: bool
@@ -104,7 +100,6 @@ class Call:
         self.usage: Usage | None = None
         """None: it has no token."""
         self.session = 0
-        """The session by which it contributes, or attends; 0: none, so far."""
         self.is_counted = False
         # On the loop's thread, while the call lives: gRPC reads memory that it has freed, and the
         # process may die, where a context is asked for these once its call is over.
@@ -113,11 +108,9 @@ class Call:
         shown = context.auth_context() if note is not no_audit or rpc.name == "Attend" else {}
         self._certificate = _common_name(shown)
         self.certificate_pem = next(iter(shown.get("x509_pem_cert", ())), None)
-        """The client's certificate, of a call by which it attends."""
         self._note = note
         self._granted: set[tuple[Right, str, str]] = set()
         self.unnoted: list[tuple[Right, str, str]] = []
-        """The rights granted since its handler yielded last."""
         self.asked: tuple[Right, str, str] | None = None
         """The last right that was asked for, its object, and the caller's name for that."""
         self.moved_bytes = 0
@@ -216,7 +209,6 @@ class _Step(NamedTuple):
 
 
 def _sealed_once(response: Any) -> bytes:
-    """Computes the CRC of a response here, unless its handler has, on a thread."""
     is_sealed = getattr(response, checksum.CRC_FIELD, 0)
     return bytes(response.SerializeToString()) if is_sealed else checksum.sealed(response)
 
@@ -324,7 +316,6 @@ class Calls:
         ended.wait(_END_S)
 
     def end_those_without_token(self) -> None:
-        """Ends calls whose token has ended, or changed: their client has another one."""
         for call in list(self._open):
             if (error := self._guard.expiry(call)) is not None:
                 call.end(error)
@@ -361,7 +352,6 @@ class Calls:
     def held(
         self, handler: Callable[[Any, Call], Handling], request_type: Any
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Makes a handler without an answer while the call is open; it is no counted stream."""
         return self._handler(
             handler, request_type, has_answers=True, is_stream=False, is_urgent=True
         )

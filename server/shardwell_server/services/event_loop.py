@@ -47,7 +47,6 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:
-        """Ends the thread if no other server uses it. Not to be repeated."""
         with self._lock:
             EventLoop._user_count -= 1
             if not self._user_count:

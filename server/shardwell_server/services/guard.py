@@ -22,7 +22,6 @@ class Guard:
     def __init__(self, access: Access, usages: Usages, note: Note = no_audit) -> None:
         self.note = note
         self.turned_away_s: float | None = None
-        """The time of the last refusal for want of a token or right."""
         self._access = access
         self._usages = usages
 
@@ -47,7 +46,6 @@ class Guard:
                 await asyncio.sleep(delay_s)
 
     async def pace(self, call: Call, *, free_bytes: int = 0) -> None:
-        """Counts the bytes of a call; returns when its quota allows them."""
         if call.usage is None or call.usage.quota.bytes_per_s is None:
             return
         delay_s = call.usage.delay_s(max(call.moved_bytes, CALL_BYTES) - free_bytes)

@@ -40,7 +40,6 @@ class OpenStreams:
         self._open: set[Endable] = set()
         """Streams that count; those that gave way do not."""
         self._idle: dict[Endable, float] = {}
-        """The begin of each stream's idleness, the longest first."""
         self._new: dict[Endable, float] = {}
         self._stopping = False
 
@@ -105,7 +104,6 @@ class OpenStreams:
         self._idle.pop(stream, None)
 
     def note_idle(self, stream: Endable) -> None:
-        """Notes that a stream has answered everything; ShardUnavailableError: the server stops."""
         if self._stopping:
             raise _stopping()
         self._new.pop(stream, None)
@@ -117,7 +115,6 @@ class OpenStreams:
         self._idle.pop(stream, None)
 
     def end_idle(self, idle_s: float) -> None:
-        """Ends streams that have been idle for so long; others end themselves once they are."""
         self._stopping = True
         since_s = time.monotonic() - idle_s
         for stream in [each for each, idle_since in self._idle.items() if idle_since <= since_s]:

@@ -58,7 +58,6 @@ _TROUBLE_COUNT_MAX = 16
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the parameters in one answer, except one that is larger alone."""
 STATUS_NAME_COUNT_MAX = 1500
-"""Worker ids of each kind in one answer, so that it stays below the limit of a message."""
 _CONTRIBUTIONS_SIZE_MAX_BYTES = 2**19
 _CHUNK_INDEX_SIZE_BYTES = 5
 _RANGE_ELEMENT_COUNT = PAYLOAD_SIZE_MAX_BYTES // 4

@@ -50,7 +50,6 @@ class ParameterStream(StepStream[ParameterSlice]):
         self._arena: SharedMemory | None = None
         self._step = 0
         self._counted = pb.PutGradientResponse()
-        """Chunks that are counted alone: of this step, or of a call that only does that."""
 
     # Other calls.
 

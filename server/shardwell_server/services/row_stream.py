@@ -25,7 +25,6 @@ from shardwell_server.shard.table.step_tracker import TableSeat
 _SHORT_ELEMENT_COUNT = 64 * 1024
 """Values of rows that are read or updated in less time than a thread takes to wake."""
 _SHORT_BYTES_MAX = 64 * 1024
-"""Most bytes of such a message: many ids of narrow rows cost more than their values."""
 
 
 class RowStream(StepStream[TableSlice]):
@@ -38,7 +37,6 @@ class RowStream(StepStream[TableSlice]):
         self._counted = pb.RowsCounted()
         self._counted_context = 0
         self._superseded: list[int] = []
-        """Parts of that step for which others count."""
         self._ended: _Ended | None = None
         """The last step, if it has ended and no fetch has followed it, with elastic members."""
 
@@ -116,9 +114,7 @@ class _Ended(NamedTuple):
     step: int
     late: list[int]
     may_have_counted: bool
-    """True if these may have counted when they came before."""
     superseded: list[int]
-    """Parts for which others count."""
     is_over: bool
     seat: TableSeat | None
     is_sent: bool = False

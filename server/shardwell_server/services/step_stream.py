@@ -69,9 +69,7 @@ class StepStream(ABC, Generic[SliceT]):
         self._slice: SliceT
         self._opening: Any = None
         self._contributor: Contributor[Any] | None = None
-        """The worker, once it has sent a gradient."""
         self._may_be_short = False
-        """True if the slice may take less time for a request than a thread to wake."""
         self._is_between_steps = True
         self._pending: deque[Due] = deque()
         self._batch = framing.Batch(pb.ExchangeResponse, BATCH_COUNT)
@@ -79,7 +77,6 @@ class StepStream(ABC, Generic[SliceT]):
         self._beside: dict[int, Future[bool]] = {}
         """Parts of the current message that other threads count, by index."""
         self._made: deque[Future[tuple[bytes, int]]] = deque()
-        """Answers that other threads make, those that are due first."""
 
     # What a subclass does.
 
@@ -123,7 +120,6 @@ class StepStream(ABC, Generic[SliceT]):
                 self._end_beside()
 
     def _open(self, request: Any) -> None:
-        """Binds a message's names; the caller has no right yet but to have it read."""
         self._check_between_steps("`open`")
         self._slice = opened(self._kind, self._shard, request, self._call, Right.READ)
         self._opening, self._contributor = request.open, None

@@ -236,7 +236,6 @@ class _Load:
         self._opening = opening
         self._context = checksum.rows_load_context(opening)
         self._number = 0
-        """The number of the load; 0: it has not begun."""
         self._rate: float | None = None
         self.row_count = 0
         self.is_finished = False
@@ -264,5 +263,4 @@ class _Load:
         self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
 
     def end(self) -> None:
-        """Returns when the load may be acknowledged."""
         self._table.make_durable()

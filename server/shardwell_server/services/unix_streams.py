@@ -32,7 +32,6 @@ from shardwell_server.services.calls import UNIX_PEER
 
 _LOG = logging.getLogger("shardwell_server")
 _OPEN_S = 10.0
-"""The time in which a client must name its call."""
 _READ_AHEAD_BYTES = 256 * 1024
 """Bytes of messages read ahead of the call; then nothing more is read."""
 _JOINED_BYTES_MAX = 32 * 1024
@@ -48,7 +47,6 @@ _METHODS = {
     if method.client_streaming or not method.server_streaming
 }
 Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
-"""Serves a call, given gRPC's iterator, which it does not use, and context."""
 
 Pack: TypeAlias = Callable[[Any], bytes]
 
@@ -75,7 +73,6 @@ class UnixStreams:
         self._open: set[_Connection] = set()
 
     def listen(self, same_host: str, name: str) -> None:
-        """Takes its address; `same_host` is "auto" (an abstract socket), "off", or a directory."""
         if same_host == "off" or not hasattr(socket, "SO_PEERCRED"):
             return
         address = f"@{name}" if same_host == "auto" else os.path.join(same_host, f"{name}.sock")
@@ -133,8 +130,6 @@ class UnixStreams:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and to its handler the context of its call."""
-
     def __init__(
         self,
         serve_of: Callable[[str], tuple[Serve, Pack | None]],
@@ -143,7 +138,6 @@ class _Connection(asyncio.Protocol):
     ) -> None:
         self.task: asyncio.Task[Any] | None = None
         self.answered_s: float | None = None
-        """The time since which it waits for another call; None: it does not."""
         self._serve_of = serve_of
         self._entered = entered
         self._left = left

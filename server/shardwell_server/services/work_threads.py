@@ -34,7 +34,6 @@ class WorkThreads:
         self._count_max = count_max
         self._lock = threading.Lock()
         self._waiting: deque[_Job | None] = deque()
-        """Jobs that no thread had been free for; None ends one."""
         self._idle: list[queue.SimpleQueue[_Job | None]] = []
         """Queues of threads without work; the last has worked last."""
         self._threads: list[threading.Thread] = []
@@ -61,7 +60,6 @@ class WorkThreads:
             raise
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Makes a call and drops its outcome: on one of the threads, or here if closed."""
         if not self._put(_Job(call, None, lambda result: None)):
             call()
 
@@ -76,7 +74,6 @@ class WorkThreads:
             thread.join()
 
     def _put(self, job: _Job) -> bool:
-        """Returns False if the threads were closed."""
         with self._lock:
             if self._is_closed:
                 return False

@@ -79,7 +79,6 @@ class ChunkRecord(NamedTuple):
     """A chunk's counters, beside its arrays; a transition replaces it as a whole."""
 
     version: int = 0
-    """Updates applied so far: the number of the open step."""
     contribution_count: int = 0
     sample_total: int = 0
     total_factor: float = 0.0
@@ -99,7 +98,6 @@ class Transition(enum.Enum):
     """Overwrites the sum, which had no meaning."""
     ADD = enum.auto()
     CLOSE = enum.auto()
-    """Updates weights and optimizer state; the sum loses its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,6 @@ class Layout:
     chunk_element_count: int
     with_sum: bool
     initial_slots: tuple[float, ...] = ()
-    """The first value of each array of optimizer state."""
     kept_size_bytes: int = 0
     """Room that `ParameterStorage.keep` has for a chunk; 0: nothing is kept."""
     description: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +133,6 @@ class JournalEntry(NamedTuple):
     chunk_index: int
     seat_index: int
     sequence: int
-    """The number of the transition in its chunk."""
     step: int
     sample_count: int
     learning_rate: float
@@ -169,7 +165,6 @@ class ParameterStorage(Storage, Protocol):
     gradient_sum: Float32 | None
     """(slice_size,): the open step's sum; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
-    """Optimizer state: (slice_size,) each."""
     is_in_memory: bool
     """True if no part has a file: no call waits for a disk, and `ChunkRecord.is_encoded` may
     hold."""
@@ -370,7 +365,6 @@ class TableStorage(Storage, Protocol):
     weights: Float32
     """(row_capacity, dim), C-contiguous."""
     slots: tuple[Float32, ...]
-    """Optimizer state: (row_capacity, width) each."""
     sums: Float32 | None
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]

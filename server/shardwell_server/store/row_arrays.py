@@ -70,7 +70,6 @@ class WrittenRows(NamedTuple):
     sums: Sequence[Rows]
     """Sums and has_sum; empty: none was written, or all were cleared."""
     clears: bool
-    """True if no row has a sum any more."""
     new_start: int
     new_rows: Sequence[Rows]
     """Rows of all arrays from `new_start` to below the record's row_used."""

@@ -125,7 +125,6 @@ class RowUndo:
         return n
 
     def pending(self) -> int | None:
-        """Returns the sequence number of a cut-off change before `roll_back`; None: none was."""
         valid, sequence, which, n = self._words
         if valid == 0:
             return None

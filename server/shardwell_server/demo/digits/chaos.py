@@ -26,7 +26,6 @@ class Event:
     """A worker's fate."""
 
     step: int
-    """The least step of the training for it."""
     what: Happening
     """The fate: `leaves` is SIGTERM, after its step; `dies` is kill -9."""
     worker_index: int
@@ -79,7 +78,6 @@ class Chaos:
         self._expected = {member.task.worker_id for member in pool.members}
         """Workers that began, and were in no step yet: they come, and count as those that began."""
         self._gone: dict[str, Happening] = {}
-        """Workers that steps still had when they went, and how they went."""
         self._taking_part: tuple[str, ...] = ()
         self._reached = -1
         self.counts: dict[str, int] = {"came": 0, "left": 0, "lost": 0}

@@ -67,7 +67,6 @@ class DemoConfig:
     has_chaos: bool = False
     seed: int = 0
     outer: OuterPlan | None = None
-    """Outer training: workers make steps of their own, and send once in many."""
     target: str | None = None
     """A cluster that runs already; None: start one of `shard_count`."""
 

@@ -37,7 +37,6 @@ OPTIMIZER = shardwell.Adam(learning_rate=5e-4)
 INNER_OPTIMIZER = shardwell.Adam(learning_rate=1e-3)
 """The optimizer of each worker's own steps; outer steps have the default of `shardwell.Outer`."""
 WORKER_COMMAND = "demo-worker"
-"""The hidden command that runs one worker and prints its reports."""
 BATCH_SIZE = 32
 STEP_COUNT = 500
 """Enough for one worker alone; more workers see more digits in as many steps."""
@@ -62,7 +61,6 @@ class OuterPlan:
     sync_every: int = 50
     fragment_count: int = 2
     overlap: int = 2
-    """Inner steps that a part may travel while the worker goes on."""
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(MODEL.tensors(np.empty(MODEL.size)), 1)
@@ -78,7 +76,6 @@ class Task:
     worker_id: str
     """Kept over a restart, so that the worker goes on where it was."""
     worker_index: int
-    """The worker's share of the digits, 0 to worker_count - 1."""
     worker_count: int
     parameter: str = "digits"
     step_count: int = STEP_COUNT
@@ -88,7 +85,6 @@ class Task:
     is_elastic: bool = False
     """True if workers come and go; worker_count says nothing then."""
     outer: OuterPlan | None = None
-    """None: each step is exchanged."""
     timeout_s: float = 60.0
     """A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
@@ -248,7 +244,6 @@ class Training:
         next_step: Callable[[], int],
         traffic: shardwell.Traffic,
     ) -> None:
-        """Makes all steps by `step`, which returns its loss and more to report."""
         batches = Batches(
             self.digits.training,
             worker_index=self.task.worker_index,

@@ -29,7 +29,6 @@ from shardwell_server.store.files.presence import identity_of, is_at
 _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700
 _FORMAT_NAME, _VERSION_NAME = "format_version", "shardwell_version"
-"""The fields of the format's number, and of the first version of shardwell that wrote it."""
 _IDENTITY_NAME = "shard.json"
 _NEW_IDENTITY_NAME = "shard.json.new"
 _VOLUME_NAMES = ("lost+found", ".snapshot")

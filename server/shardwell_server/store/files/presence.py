@@ -66,12 +66,10 @@ class Presence:
         self._identity = identity_of(os.stat(self._path))
 
     def check(self) -> None:
-        """Raises StorageError if `look` has found something missing."""
         if self._gone is not None:
             raise StorageError(self._gone)
 
     def look(self, names: Sequence[str], opened: Iterable[NamedFiles]) -> None:
-        """Raises StorageError if the directory, one of `names`, or an opened file is missing."""
         if self._gone is None:
             self._gone = self._missing(names, opened)
         self.check()

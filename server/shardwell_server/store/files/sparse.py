@@ -37,7 +37,6 @@ class SparseFile(MappedFile):
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> Self:
-        """Makes a file of zeros without disk space."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(file, size_bytes)

@@ -50,7 +50,6 @@ _PREFIX = "journal-"
 _IMAGE = "image-"
 _NUMBER = re.compile(r"[0-9]{6,}")
 IMAGE_AT_BYTES_MIN = 64 << 20
-"""A smaller journal is not worth an image."""
 FAILED_NAME = "failed-journal"
 """A file that exists while a segment may lack what could not be synced."""
 

@@ -72,7 +72,6 @@ class KeptRows:
         return False
 
     def read(self) -> list[tuple[int, Ids, Float32]]:
-        """Returns step, ids and rows of the last kept step; `put` goes on there."""
         if self._end < 0:
             return []
         try:

@@ -76,7 +76,6 @@ class MmapParameter(MmapStorage):
         mapped: Callable[[Path, int], MappedFile],
         reached: Callable[[str], None],
     ) -> None:
-        """Maps the files with `mapped`, which makes or opens one of a name and size."""
         chunk_count = layout.chunk_count
         super().__init__(directory, layout, chunk_count, salt, reached)
 

@@ -105,7 +105,6 @@ class RowGuard:
         return WrittenRows(places, batch, summed, sums and not summed, row_used, [])
 
     def write_new(self, start: int, stop: int) -> list[Rows]:
-        """Writes all checks of new rows at places [start, stop), as they lie; returns the rows."""
         for part, places in _passes(start, stop, self._rows_per_pass):
             batch = [array[part] for array in self._rows.of_values]
             self._row_checks[part] = self._checks.of_values(places, *batch)
@@ -118,7 +117,6 @@ class RowGuard:
         return [array[start:stop] for array in every]
 
     def check_keys(self, row_used: int) -> None:
-        """Checks keys, and places that are free and have no sum; all rows are unverified then."""
         rows = self._rows
         for part, places in _passes(0, row_used, _KEYS_PER_PASS):
             found = self._checks.of_keys(places, rows.keys[part], rows.update_counts[part])

@@ -183,7 +183,6 @@ class MmapStorage(ABC):
             self._journaling.sync()
 
     def drop_journal(self) -> None:
-        """Makes an earlier process's image and journal superfluous, and removes them."""
         forget_journal(self.directory, self._reached, self._sync_all)
 
     # The disk.

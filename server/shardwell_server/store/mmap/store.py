@@ -110,7 +110,6 @@ class _Kind(Generic[LayoutT, StorageT]):
     def create(
         self, layout: LayoutT, presence: Presence, doing: str, start: Callable[[StorageT], None]
     ) -> StorageT:
-        """Makes one; `start` takes it over, and where that fails it was never made."""
         if layout.name in self.open:
             raise ValueError(f"storage of {self._what} {layout.name!r} exists")
         salt = secrets.randbits(32)
@@ -134,7 +133,6 @@ class _Kind(Generic[LayoutT, StorageT]):
         return storage
 
     def remove(self, name: str) -> None:
-        """Removes one with its files; its arrays stay mapped while they are used."""
         self._directories.remove(self.open[name].directory)
         del self.open[name]
 

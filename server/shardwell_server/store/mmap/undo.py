@@ -95,7 +95,6 @@ class UndoEntry:
         self._reached("undo's progress")
 
     def roll_back(self, arrays: Arrays) -> None:
-        """Takes back what was written, then is void; StorageError: the entry was damaged."""
         progress = self._words[0]
         if progress > arrays[0].size:
             raise self._damaged()
@@ -110,7 +109,6 @@ class UndoEntry:
         self._reached("undo voided")
 
     def pending(self, chunk_count: int) -> tuple[int, int, Transition] | None:
-        """Returns chunk, sequence number and kind of a change that may have been cut off."""
         progress, chunk_index, sequence, kind, check = self._words
         if progress == 0:
             return None

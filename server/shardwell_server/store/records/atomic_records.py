@@ -34,7 +34,6 @@ PACKED_BYTES_MAX = 108
 # chunk_index; then CRC32C of weights, sum, and two slots or as many as there are.
 _CHUNK = struct.Struct("<QqqqdiiiI")
 _SLOT_COUNT_MIN = 2
-"""Each record has room for the CRCs of so many slots."""
 # sequence, row_used, version, sample_total, step; contribution_count, shift, seat_index, part_count
 _TABLE = struct.Struct("<Qqqqqiiii")
 

@@ -30,7 +30,6 @@ _MAGIC = f"shardwell events {EVENTS.newest}"
 _FORMAT = re.compile(rb"shardwell events ([0-9]{1,9}) ")
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
-"""Files are compacted when they exceed that, and twice their last compacted size."""
 _GROWTH_BYTES = 4096
 
 
@@ -68,7 +67,6 @@ class EventLog:
         self._end, self._reserved = end, end + _GROWTH_BYTES
 
     def read(self) -> list[Event]:
-        """Returns the committed events in order; StorageError: the file was damaged."""
         try:
             data = self._path.read_bytes()
         except OSError as error:
@@ -95,7 +93,6 @@ class EventLog:
         return events
 
     def append(self, event: Event) -> None:
-        """Adds an event, committed when the call returns; StorageError: nothing changed."""
         line = self._line(event)
         with self._lock:
             end = self._end + len(line)
@@ -121,7 +118,6 @@ class EventLog:
             self._end = end
 
     def compact(self, events: Sequence[Event]) -> None:
-        """Replaces a large file by fewer events that say as much, where the disk has room."""
         with self._lock:
             if self._end < self._compact_at:
                 return

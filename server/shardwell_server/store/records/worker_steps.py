@@ -108,7 +108,6 @@ class WorkerSteps:
         return self._words[(seat_index * self._row_bytes + chunk_index * _ENTRY_BYTES) // 8] - 1
 
     def row(self, seat_index: int) -> list[int]:
-        """Returns a seat's last step for each chunk, -1 for none; StorageError: one was damaged."""
         entries = self._row(seat_index)
         found, checks = entries[:, 0], entries[:, 1]
         bad = np.flatnonzero(checks != self._checks(seat_index, found))
@@ -120,7 +119,6 @@ class WorkerSteps:
         return [int(step) - 1 for step in found]
 
     def is_blank(self, seat_index: int) -> bool:
-        """True if a seat has given nothing, or does not exist yet."""
         return not self._row(seat_index)[:, 0].any()
 
     def sync(self) -> None:
