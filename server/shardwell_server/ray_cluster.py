@@ -185,10 +185,7 @@ class _ShardActor:
 
 
 class _Coordinator:
-    """Says where the shards are, once they belong together.
-
-    Its knowledge comes from the shards, so it may be lost at any time.
-    """
+    """Says where the shards are, once they belong together; it may be lost at any time."""
 
     def __init__(self, names: Sequence[str], checkpoint: str | None) -> None:
         # Handles as arguments would be kept in the memory of a node, with which they are lost.

@@ -73,8 +73,7 @@ _LAST_ANSWERS_S = 0.5
 """The end of the grace, in which streams that wait for other workers are answered."""
 _ALIVE_S = 5.0
 _ABANDON_S = 10.0
-"""The time after the grace for gRPC to end; where the system had no thread for it, it never
-does."""
+"""The time after the grace for gRPC, which never ends where it got no thread."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name

@@ -39,10 +39,7 @@ def wall_clock_s() -> float:
 
 
 class Access:
-    """The tokens of a shard, and the principals of its calls. Any thread may use it.
-
-    `same` is a token whose callers may do everything; `now_s` is a clock that people set.
-    """
+    """The tokens of a shard, and the principals of its calls. Any thread may use it."""
 
     def __init__(
         self,

@@ -67,10 +67,7 @@ class Ends:
         ]
 
     def soon(self) -> list[End]:
-        """Returns the ends within 30 days, or in the last third of a life.
-
-        A certificate that lives for a day, and is replaced in time, is none of them.
-        """
+        """Returns the ends within 30 days, or, for shorter lives, in the last third of one."""
         now_s = self.now_s()
         return [each for each in self.all() if each.ends_s <= now_s + each.lead_s]
 
@@ -112,10 +109,7 @@ class Ends:
 
 
 def first_end(pem: bytes) -> tuple[float, float] | None:
-    """Returns the first end among certificates, since 1970, and the time before it, in seconds.
-
-    None: they can't be read.
-    """
+    """Returns certificates' first end, since 1970, and the time to warn before it; None: unread."""
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError:  # what OpenSSL reads may have forms that this does not

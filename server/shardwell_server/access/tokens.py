@@ -167,10 +167,7 @@ def json_of(path: Path) -> Any:
 
 @contextlib.contextmanager
 def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
-    """Yields a file's tokens by name, to change in the block, after which the file is written.
-
-    All or nothing, for its owner alone, and by one process at a time. There need be no file yet.
-    """
+    """Yields a file's tokens by name, and replaces it after the block; locks out others."""
     path = path.resolve()  # what a link leads to is changed, not the link
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -196,10 +193,7 @@ def private_file(
     keeps_owner: bool = False,
     is_ours: Callable[[Path], bool] = lambda path: False,
 ) -> Iterator[None]:
-    """Puts a file for its owner alone in place, whole, when the block has ended well.
-
-    With `keeps_owner` an existing file keeps owner and mode, as shards may be another user's.
-    """
+    """Puts a private file in place after the block; `keeps_owner` keeps owner and mode."""
     _check_replaceable(path, is_ours)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -133,10 +133,7 @@ class _Server(ThreadingMixIn, TCPServer):
             self._forget(request)
 
     def refusal(self, given: Sequence[str]) -> Response | None:
-        """Returns the answer to a request for another host; None: it is for this one.
-
-        No `Host`, as probes may send, is no browser's.
-        """
+        """Returns a refusal of a request for another host; probes may leave `Host` out."""
         if self._hosts is None:
             return None
         for each in given:

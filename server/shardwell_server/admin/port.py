@@ -62,10 +62,7 @@ _STARTING = "starting: files are being read"
 
 
 class AdminPort:
-    """Listens from its construction on; `attach` gives it a shard.
-
-    ArgumentError, ShardUnavailableError: it can't listen.
-    """
+    """Listens from its construction on, or raises an error; `attach` gives it a shard."""
 
     def __init__(self, config: ShardConfig) -> None:
         self._config = config

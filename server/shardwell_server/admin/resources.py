@@ -45,11 +45,7 @@ class ResourceMeter:
         return found
 
     def _files(self, data_dir: Path) -> int | None:
-        """Returns the bytes of files below a directory, without holes; None: not known yet.
-
-        One caller at a time looks at the files, and the others get the last result: a disk that
-        hangs keeps no more than one.
-        """
+        """Returns the files' bytes; one caller looks at a time, as a disk may hang."""
         if time.monotonic() - self._measured_s >= _KEPT_S and self._lock.acquire(blocking=False):
             try:
                 self._disk_used_bytes = sum(_occupied(os.fspath(data_dir)))

@@ -463,10 +463,7 @@ class LocalRun:
         return self._signal is not None
 
     def _reap_orphans(self) -> None:
-        """Waits for orphans that `adopt_orphans` made ours, except started processes.
-
-        The object that started one asks for its exit code, which only the first wait gets.
-        """
+        """Waits for orphans, except started processes, whose exit codes their objects ask for."""
         started: dict[int, Callable[[], object]] = {
             process.pid: process.poll for process in (*self._ranks, *self._shards)
         }

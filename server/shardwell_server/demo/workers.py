@@ -152,10 +152,7 @@ def _imports_from(folder: Path | None) -> dict[str, str]:
 
 
 class WorkerPool(Closing):
-    """All workers. A context manager that leaves none behind.
-
-    A child does not import from its working directory, but from `folder`.
-    """
+    """All workers, which import from `folder`. A context manager that leaves none behind."""
 
     def __init__(self, tasks: Sequence[WorkerTask], folder: Path | None = None) -> None:
         self.members: list[Member] = []

@@ -234,10 +234,7 @@ def told_troubles(
 
 
 def workers(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Returns each worker once, over all rows, except ended and abandoned ones.
-
-    Workers that are not connected come first, then by name as people count.
-    """
+    """Returns each worker once, except ended and abandoned ones; disconnected ones first."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.ended or row.abandoned_for_s is not None:

@@ -141,11 +141,7 @@ class StepTime:
 
     @property
     def overlapped_s(self) -> float:
-        """A step whose gradients leave during the backward pass, and whose forward pass waits.
-
-        The most that `begin_exchange`, `ServerOptimizer` and DDP can hide: it takes a core that
-        computing leaves free.
-        """
+        """A step whose gradients leave during the backward pass: the most that overlap can hide."""
         backward_s = BACKWARD_SHARE * self.compute_s
         return self.compute_s - backward_s + max(backward_s, self.communication_s)
 
@@ -162,10 +158,7 @@ class StepTime:
 
 
 def co_located(job: Job) -> StepTime:
-    """Computes shards beside workers, dealt out evenly; more shards than workers share machines.
-
-    A worker and its shard share memory: their exchange uses no link.
-    """
+    """Computes shards beside workers, dealt out evenly; a pair on one machine uses no link."""
     n, s = job.worker_count, job.shard_count
     held = math.ceil(s / n) / s
     with_shards = (1 - held) + (n - 1) * held
@@ -235,10 +228,7 @@ def tree_share(worker_count: int, arity: int) -> int:
 
 
 def least_share(worker_count: int, spare_count: int) -> float:
-    """Returns the least bytes of a gradient on the fullest link, wherever sums are taken (BytePS).
-
-    More spare machines than workers are of no use: a worker's own gradient is the bound.
-    """
+    """Returns the least bytes of a gradient on the fullest link (BytePS)."""
     n, k = worker_count, min(spare_count, worker_count)
     return 0.0 if n == 1 else 2 * n * (n - 1) / (n * n + k * n - 2 * k)
 

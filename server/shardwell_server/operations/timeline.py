@@ -194,10 +194,7 @@ def _laid_out(process: int, shown: Iterable[_Shown], begin_ns: int) -> Iterator[
 
 
 def _place(lanes: list[list[int]], from_ns: int, to_ns: int) -> int:
-    """Takes the first lane with room for a span, or a new one.
-
-    Of very many the last one takes spans without room: only a hostile client makes such.
-    """
+    """Takes the first lane with room, or a new one; beyond the limit, the last."""
     for place, ends in enumerate(lanes):
         while ends and ends[-1] <= from_ns:
             ends.pop()

@@ -300,10 +300,7 @@ class Calls:
             call.changed.set()
 
     def end_those_with_name(self, kind: str, name: str, message: str) -> None:
-        """Ends calls that were granted a name. From any thread but the loop's.
-
-        Their clients call again; later results of their handlers are dropped.
-        """
+        """Ends calls that were granted a name, and are made again. Not from the loop's thread."""
         ended = threading.Event()
 
         def end() -> None:

@@ -16,10 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 class EventLoop:
-    """A user's hold on the loop. Any thread may call it, except the loop's own.
-
-    The thread starts with the first that is made, and ends when all are closed.
-    """
+    """A user's hold on the loop, which ends with the last. For all threads but the loop's."""
 
     _lock = threading.Lock()
     _shared: _LoopThread | None = None

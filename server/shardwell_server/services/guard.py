@@ -26,10 +26,7 @@ class Guard:
         self._usages = usages
 
     async def enter(self, call: Call) -> None:
-        """Finds and counts a call's principal; returns when it may begin.
-
-        AuthenticationError: its token is not let in. LimitError: the token's quota is used up.
-        """
+        """Finds a call's principal, or refuses it; LimitError: the token's quota is used up."""
         if not self._access.asks:
             return
         metadata: Any = call.context.invocation_metadata()

@@ -228,10 +228,7 @@ class _Connection(asyncio.Protocol):
         return message
 
     async def write(self, answer: bytes) -> None:
-        """Returns when another answer has room; asyncio.CancelledError: the line is lost.
-
-        The task learns of that only when it waits; asyncio logs what is written to such a line.
-        """
+        """Returns when another answer has room; asyncio.CancelledError: the line is lost."""
         if self._transport.is_closing():
             raise asyncio.CancelledError
         start = head(FrameKind.MESSAGE, len(answer))

@@ -44,11 +44,7 @@ class WorkThreads:
     async def run(
         self, call: Callable[[], Any], abandoned: Callable[[Any], object] = lambda result: None
     ) -> Any:
-        """Makes a call on one of the threads.
-
-        If this is cancelled meanwhile, `abandoned` gets the result on the loop, or None after an
-        error.
-        """
+        """Makes a call on a thread; if cancelled, `abandoned` gets its result on the loop."""
         outcome = self._loop.create_future()
         if not self._put(_Job(call, outcome, abandoned)):
             raise asyncio.CancelledError

@@ -35,8 +35,7 @@ class Named(Protocol):
     """A thing stored under a name, which may be given up."""
 
     is_retired: bool
-    """True once given up: calls that would change its files raise StorageError; reads may go on.
-    The shard sets it."""
+    """True once given up: calls that would change its files raise StorageError; reads go on."""
 
     @property
     def layout(self) -> Any:
@@ -56,10 +55,7 @@ class Storage(Named, Protocol):
         """Replaces the log by fewer events that say as much, where that saves a lot."""
 
     def add_seat(self) -> None:
-        """Makes room for another seat's marks, before its event is logged.
-
-        StorageError: the disk has none; nothing changed.
-        """
+        """Makes room for another seat's marks before its event is logged, or raises an error."""
 
     def make_durable(self) -> None:
         """Returns when commits may be acknowledged; StorageError: they must not be.
@@ -85,8 +81,7 @@ class ChunkRecord(NamedTuple):
     """The open step's sum is total_factor * 2^shift * gradient_sum; 0: it has none."""
     shift: int = 0
     is_encoded: bool = False
-    """True if gradient_sum holds the first contribution as it was written; only where
-    `ParameterStorage.is_in_memory`."""
+    """True if gradient_sum holds the first contribution as written; only without files."""
     is_full: bool = False
     """True if the open step's set is decided: it closes when its norm is known."""
 
@@ -148,10 +143,7 @@ class ChunkChange(Protocol):
     """A transition of one chunk under way. The caller holds the chunk's lock."""
 
     def blocks(self, count: int) -> Iterable[tuple[int, int]]:
-        """Yields (start, stop) of blocks of `count` elements, ascending, without gaps.
-
-        A block may be written while the loop has it. Arrays of a change without blocks stay.
-        """
+        """Yields (start, stop) of blocks, ascending; each may be written while the loop has it."""
 
     def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         """Commits arrays, `record` and a seat's `step`; NO_SEAT: no step."""
@@ -166,8 +158,7 @@ class ParameterStorage(Storage, Protocol):
     """(slice_size,): the open step's sum; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
     is_in_memory: bool
-    """True if no part has a file: no call waits for a disk, and `ChunkRecord.is_encoded` may
-    hold."""
+    """True if no part has a file: no call waits for a disk, and a chunk may be `is_encoded`."""
 
     def records(self) -> list[ChunkRecord]:
         """Returns the record of each chunk."""
@@ -191,10 +182,7 @@ class ParameterStorage(Storage, Protocol):
         *,
         closes: bool = False,
     ) -> None:
-        """Notes a transition before it is made, under the chunk's lock.
-
-        StorageError: it can't be written; the contribution must not be counted.
-        """
+        """Notes a transition, under the chunk's lock; after StorageError it must not be made."""
 
     def replay(self) -> Iterable[JournalEntry]:
         """Yields contributions that the arrays lack, in order, to be counted first of all."""
@@ -208,10 +196,7 @@ class ParameterStorage(Storage, Protocol):
         """True if an image is due."""
 
     def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Makes an image on disk: the block calls the result with every chunk, under its lock.
-
-        It is in force when the block ends. StorageError: the one before stays in force.
-        """
+        """Makes an image of chunks that the block passes, locked; in force after the block."""
 
     def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
         """Keeps a chunk's encoded weights of a version, in place of another; survives the process.
@@ -225,10 +210,7 @@ class ParameterStorage(Storage, Protocol):
         """Returns the kept bytes of a version, unchecked; None: it has none."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
-        """Takes a chunk's weights and optimizer state as they lie: first weights, all of them set.
-
-        Otherwise damaged old values would look like new ones.
-        """
+        """Takes first weights as they lie; otherwise damaged old values would look new."""
 
     def verify(self, chunk_index: int) -> None:
         """Checks a chunk of an earlier process; StorageError names the damaged file."""
@@ -325,10 +307,7 @@ class RowChange(Protocol):
 
     @property
     def weights_before(self) -> Float32:
-        """Returns the rows before the change, (n, dim), read-only until `commit`; no new rows.
-
-        To be asked after `write` or `update`, of a change of `values`.
-        """
+        """Returns the old rows, (n, dim), until `commit`, after `write` or `update` of `values`."""
 
     def write(
         self,
@@ -337,17 +316,10 @@ class RowChange(Protocol):
         slots: Sequence[Float32] = (),
         sums: Float32 | None = None,
     ) -> None:
-        """Writes all rows of the change, new ones too; None: written directly, or not at all.
-
-        The copies may be given. Given arrays serve the checks, too, and must not change before
-        `commit`.
-        """
+        """Writes all rows of the change; given arrays must not change until `commit`."""
 
     def update(self, operations: Operations, gradients: Float32) -> None:
-        """Runs an optimizer's operations on the rows where they lie, of a change `in_place`.
-
-        `gradients` is (n, dim), C-contiguous, and overwritten.
-        """
+        """Runs operations on rows `in_place`; overwrites `gradients`, (n, dim), C-contiguous."""
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         """Commits rows, `record` and a worker's position; StorageError: the change never began."""
@@ -380,20 +352,14 @@ class TableStorage(Storage, Protocol):
         """Returns the position of each seat."""
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
-        """Makes room for `row_count` places, and up to `at_most` where space allows.
-
-        LimitError: more than `row_capacity`. StorageError: the disk is full. Nothing changed.
-        """
+        """Makes room for `row_count` places or more, up to `at_most`; or changes nothing."""
 
     @property
     def reserved_row_count(self) -> int:
         """The number of places with room."""
 
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
-        """Keeps rows as they were before a step; called before the change is committed.
-
-        They survive the process where files do; False: the disk is full or failed, they do not.
-        """
+        """Keeps rows as before a step, before its commit; False: they don't survive the process."""
 
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
         """Returns step, ids and rows that an earlier process kept; StorageError: unreadable."""
@@ -418,11 +384,7 @@ class TableStorage(Storage, Protocol):
         """Checks rows of an earlier process; StorageError names the file and the row."""
 
     def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        """Writes an image that keeps the journal short, if one is due, while changes go on.
-
-        Takes long for many rows, on a thread of its own. StorageError: the one before stays in
-        force.
-        """
+        """Writes an image, if due, while changes go on; StorageError: the old one holds."""
 
 
 # Both.
@@ -447,10 +409,7 @@ class Store(Protocol):
     """The storage of one shard. Calls come from one thread at a time."""
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        """Recovers an earlier process's parameters; called first, once.
-
-        StorageError names what can't be believed, and what to do.
-        """
+        """Recovers an earlier process's parameters, first, once; StorageError names the fault."""
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
         """Recovers an earlier process's tables; called after `recover`, once."""
@@ -459,10 +418,7 @@ class Store(Protocol):
         """Raises StorageError if `look` has found something missing."""
 
     def look(self) -> None:
-        """Looks for the files' names, on any thread, one at a time; StorageError: one is gone.
-
-        From then on `check_present` and each `make_durable` raise it, too: nothing is acknowledged.
-        """
+        """Looks for files' names, one thread at a time; once one is gone, `make_durable` raises."""
 
     def recovered(self) -> None:
         """Ends recovery: the caller has taken over all parameters and tables."""
@@ -485,10 +441,7 @@ class Store(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Removes a parameter's storage and files, whole or not at all; StorageError: not at all.
-
-        Its arrays stay valid for their users; what they write is kept nowhere.
-        """
+        """Removes storage and files, or none of it; its arrays stay valid for their users."""
 
     def remove_table(self, name: str) -> None:
         """Removes a table's storage, as `remove` does."""

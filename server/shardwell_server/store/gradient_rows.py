@@ -54,10 +54,7 @@ def add_rows(
 
 
 def merge_repeats(rows: Rows, gradients: Float32) -> tuple[Rows, Float32]:
-    """Returns each row once, ascending, its gradients added up as a worker does.
-
-    The result is `gradients` itself where rows ascend without repeats.
-    """
+    """Returns each row once, ascending, its gradients added up as a worker does."""
     if rows.size < 2 or bool((rows[1:] > rows[:-1]).all()):
         return rows, gradients
     order = stable_order(rows)

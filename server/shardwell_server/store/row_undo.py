@@ -91,10 +91,7 @@ class RowUndo:
         return parts
 
     def save(self, sequence: int, places: Places, numbers: Sequence[int]) -> list[Rows]:
-        """Saves rows, which may then be written, over what it saved before.
-
-        Returns read-only views of the saved rows, by array, which hold until the next call.
-        """
+        """Saves rows, which may then be written; returns read-only views until the next call."""
         words, n = self._words, places.size
         self.void()
         which = sum(1 << number for number in numbers)

@@ -137,10 +137,7 @@ class Training:
     report_interval_s: float
 
     def run(self) -> Float32:
-        """Trains until this worker has made its steps; returns the weights after its last.
-
-        Where workers come and go, steps are the cluster's, and SIGTERM ends this one after one.
-        """
+        """Trains until its steps, or the cluster's, are made; returns the last weights."""
         task = self.task
         if task.sync == "threads":
             sync = shardwell.ThreadedSync(task.worker_count, timeout_s=task.timeout_s)

@@ -52,10 +52,7 @@ class AtomicDirectories:
 
     @contextlib.contextmanager
     def making(self, fill: Callable[[Path], None], doing: str) -> Iterator[Path]:
-        """Yields a directory that `fill` has filled under another name; a failed block leaves none.
-
-        Remains that can't be removed at once go with the next call.
-        """
+        """Yields a directory that `fill` filled under another name; none after an error."""
         directory = self._path / f"{self._next_number:06d}"
         at = making = directory.with_suffix(".new")
         try:

@@ -73,10 +73,7 @@ def kept_shard_count(path: Path) -> int | None:
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns a file's fields, and the format's number, which is checked first.
-
-    ValueError: it is damaged. DataDirError: it is another version's.
-    """
+    """Returns a file's fields, and the format; ValueError: damaged; DataDirError: other format."""
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or _FORMAT_NAME not in found:
         raise ValueError(f"it holds no JSON object with a {_FORMAT_NAME}")

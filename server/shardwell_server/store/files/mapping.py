@@ -48,10 +48,7 @@ class _Pages:
 
 
 class Mapping:
-    """A file's bytes in memory; unmapped with the last view.
-
-    `file` may be closed then. `size_bytes` is at least 1, and the file has as many.
-    """
+    """A file's bytes in memory; unmapped with the last view. `file` may be closed then."""
 
     def __init__(self, file: int, size_bytes: int) -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE

@@ -25,10 +25,7 @@ class NamedFiles:
         self._trusted: tuple[int, int] | None = None
 
     def missing(self) -> str | None:
-        """Returns the path of a file that has lost its name; None if all have theirs.
-
-        An unchanged directory is trusted at its second look: its time of change is coarse.
-        """
+        """Returns a file that lost its name; an equal directory is trusted at the second look."""
         try:
             found = os.stat(self._directory)
             stamp = (found.st_ino, found.st_mtime_ns)
@@ -48,10 +45,7 @@ class NamedFiles:
 
 
 class Presence:
-    """The presence of a store's directory and files; what is gone once is gone for good.
-
-    `check` may be called from any thread, `look` from one at a time.
-    """
+    """The presence of a store's files. Any thread may `check`, one at a time may `look`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

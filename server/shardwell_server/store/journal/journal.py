@@ -119,10 +119,7 @@ def cut_off(path: Path, end: int) -> None:
 
 
 def sync_segments(directory: Path) -> None:
-    """Syncs and notes all that an earlier process wrote; a killed one may have cut the last entry.
-
-    OSError: the disk failed. StorageError: a segment was damaged.
-    """
+    """Syncs and notes all that an earlier process wrote; StorageError: a segment was damaged."""
     for path in segments(directory).values():
         sync_file(path)
         size_bytes = path.stat().st_size

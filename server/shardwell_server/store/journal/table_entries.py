@@ -120,10 +120,7 @@ class TableJournal:
         self._salt = salt
 
     def entries(self, first_segment: int, at_least: int) -> Iterator[TableEntry]:
-        """Yields the committed changes in order, from the beginning of a segment on.
-
-        StorageError: the journal does not begin there, has a gap, or ends before change `at_least`.
-        """
+        """Yields committed changes in order; StorageError: a gap, or an end before `at_least`."""
         found: list[_Found] = []
         for number, path in segments(self._directory).items():
             if number >= first_segment:
@@ -200,10 +197,7 @@ class TableJournal:
 
 
 def _committed(found: list[_Found]) -> list[_Found]:
-    """Drops an entry whose process was killed before the record: it was never committed.
-
-    The next process's mark then has a lower sequence number, or its next change an equal one.
-    """
+    """Drops an entry without a record: the next has a lower sequence number, or an equal one."""
     committed: list[_Found] = []
     limit = 2**64
     for each in reversed(found):

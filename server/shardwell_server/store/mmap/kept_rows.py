@@ -43,11 +43,7 @@ class KeptRows:
         self._end = 0
 
     def put(self, step: int, ids: Ids, rows: Float32) -> bool:
-        """Writes an entry; False: the disk is full or failed, and the file has no rows of the step.
-
-        Kept rows help only a worker that restarts together with the shard: the step goes on
-        without.
-        """
+        """Writes an entry; False: the disk is full, which is no reason to fail the step."""
         if step != self._step:
             self._step, self._end = step, 0
         elif self._end < 0:

@@ -278,10 +278,7 @@ class MmapStore:
         self._has_names = True
 
     def close(self) -> None:
-        """Closes the journals; files stay mapped until the last reference to the arrays is gone.
-
-        StorageError: the disk failed; unwritten changes survive the process, but no loss of power.
-        """
+        """Closes the journals; files stay mapped until the last reference to the arrays is gone."""
         opened = self._all()
         self._parameters.open, self._tables.open = {}, {}
         if self._presence.is_gone:  # nothing may be written where others' files may be now

@@ -44,10 +44,7 @@ def file_size(count: int) -> int:
 
 
 class AtomicRecords:
-    """The records of one file, by index. Different ones may be put at once.
-
-    `what` names an index in messages, as "chunk 3"; no other owner's records fit `salt`.
-    """
+    """The records of one file, with the owner's `salt`. Different ones may be put at once."""
 
     def __init__(
         self,
