@@ -237,11 +237,14 @@ def _docstring_lines(node: ast.Module | Definition, public: set[str]) -> int:
 
 
 def _hidden_lines(node: Definition) -> int:
-    """Of what a listed name has inside that starts with an underscore."""
+    """Counts those inside of a listed name that start with an underscore.
+
+    Attributes that `__init__` assigns are on the reference's pages, too.
+    """
     return sum(
         _docstring_lines(each, set())
         for each in node.body
-        if isinstance(each, Definition) and each.name.startswith("_")
+        if isinstance(each, Definition) and each.name.startswith("_") and each.name != "__init__"
     )
 
 
