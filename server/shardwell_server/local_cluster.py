@@ -209,8 +209,10 @@ class LocalCluster(Closing):
         In a process that was forked from the one that started them, it does nothing.
         """
         if self._owner.is_here:
-            self.supervisor.close()
-            self._stack.close()
+            try:
+                self.supervisor.close()
+            finally:
+                self._stack.close()
 
     def _start_servers(self) -> None:
         for config in self._configs:

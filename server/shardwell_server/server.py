@@ -219,7 +219,9 @@ class ShardServer:
                 thread.join()
         if not self._is_closed:
             self._is_closed = True
+            self._exporter.is_interrupted = True  # one of its threads may wait for a receiver
             self._endpoint.threads.close()
+            self._exporter.is_interrupted = False
             telemetry.bounded(partial(self._exporter.export, 0.0))
             if not self._is_stuck:
                 self._loop.close()

@@ -162,13 +162,16 @@ def _check_names_free(entries: Sequence[Entry], contents: Sequence[Contents]) ->
     held: dict[str, str] = {}
     for shard in contents:
         for each in shard.parameters.values():
-            family = each.spec.fragment.family
-            held |= {family: "family"} if family else {each.spec.name: "parameter"}
+            held[each.spec.name] = "parameter"
+            if each.spec.fragment.family:
+                held[each.spec.fragment.family] = "family"
         held |= dict.fromkeys(shard.tables, "table")
     for entry in entries:
-        kind, name = _called(entry)
-        if held.get(name, kind) != kind:
-            where: dict[str, Any] = {"table" if kind == "table" else "parameter": entry.name}
+        own_kind = "parameter" if isinstance(entry, CheckpointParameter) else "table"
+        for kind, name in (_called(entry), (own_kind, entry.name)):
+            if held.get(name, kind) == kind:
+                continue
+            where: dict[str, Any] = {own_kind: entry.name}
             raise SpecMismatchError(
                 f"{name!r} is a {held[name]} on this cluster, and the checkpoint has a {kind} for "
                 f"that name; nothing was restored; {_OTHERWISE}",

@@ -71,7 +71,22 @@ def known_launcher(environ: Mapping[str, str]) -> Launcher | None:
         return _by_name(given, *by_name)
     if by_mpi := _place(given, f"{_OPEN_MPI}RANK", f"{_OPEN_MPI}SIZE"):
         return _open_mpi(given, *by_mpi)
-    return _slurm(given)
+    found = _slurm(given)
+    _check_other_mpi(given, found)
+    return found
+
+
+def _check_other_mpi(given: Mapping[str, str], found: Launcher | None) -> None:
+    """Refuses a worker of an MPI that is not read: each would be alone, or one of Slurm's."""
+    size = 1 if found is None else found.size
+    for prefix in ("PMI_", "MV2_COMM_WORLD_"):
+        other = given.get(f"{prefix}SIZE", "1" if given.get(f"{prefix}RANK", "0") == "0" else "?")
+        if other not in ("1", str(size)):
+            rest = "" if found is None else f", which contradicts {size} of {found.source}"
+            raise ArgumentError(
+                f"{prefix}SIZE={other:.20} is of an MPI whose variables are not read{rest}; set "
+                f"RANK=${prefix}RANK and WORLD_SIZE=${prefix}SIZE for each worker, {_BY_HAND}"
+            )
 
 
 def _by_name(given: Mapping[str, str], rank: int, size: int) -> Launcher:
@@ -121,12 +136,6 @@ def _slurm(given: Mapping[str, str]) -> Launcher | None:
     # A batch script is a task where it is its job's only one.
     if place is None or not (any(name in given for name in _STEP_VARIABLES) or place[1] == 1):
         return None
-    if given.get("PMI_SIZE", str(place[1])) != str(place[1]):
-        raise ArgumentError(
-            f"{sizes[0]}={place[1]} contradicts PMI_SIZE={given['PMI_SIZE']:.20} of another MPI "
-            "inside Slurm's step; set RANK=$PMI_RANK and WORLD_SIZE=$PMI_SIZE for each worker, "
-            f"start it with srun, {_BY_HAND}"
-        )
     job = _slurm_id(given, "SLURM_JOB_ID", "SLURM_JOBID")
     step = _slurm_id(given, "SLURM_STEP_ID", "SLURM_STEPID") or 0
     hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")

@@ -779,7 +779,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self.version,
             has_effect=has_values and (sample_count > 0 or self.spec.mode == "async"),
             is_clipped=not (has_values and self._tools.clips),
-            is_first=not tried.is_sent
+            is_first=not (tried.is_sent or self._is_in_step)
             and self.outcome is not None
             and self.outcome.step == tried.step - 1,
         )

@@ -84,7 +84,7 @@ class StepCall:
     """True if the values are within their largest norm, or the worker does not clip."""
     is_first: bool = False
     """True if nothing of the step can have left the worker before: this process has given the step
-    before, and no call for this one has failed."""
+    before, and this is its first call for this one."""
     own: Pieces | None = None
     """The gradient without carried values; None: the work has nothing else."""
     is_again: bool = False

@@ -122,6 +122,8 @@ class StepExporter:
         self._is_table = is_table
         self._done: set[tuple[str, int, str]] = set()
         """Name, step and worker of exported steps that are still recorded."""
+        self.is_interrupted = False
+        """Set, by any thread, to end an export behind the step that is under way."""
 
     def export(self, quiet_s: float = QUIET_S) -> None:
         """Exports steps that have closed, and that nothing was recorded of for so long.
@@ -141,6 +143,8 @@ class StepExporter:
         self._done &= workers
         until_ns = now_ns() - round(quiet_s * 1e9)
         for subject, step, worker_id in sorted(workers - self._done):
+            if self.is_interrupted:
+                return
             spans = recorded[subject, step]
             is_closed = any(each.kind in _CLOSING for each in spans)
             if is_closed and max(map(_end_ns, spans)) <= until_ns:

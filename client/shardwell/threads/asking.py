@@ -45,7 +45,12 @@ def done_at_once(
                 failures.append(error)
                 stop()
 
-    together(name, work, min(len(given), _THREAD_COUNT_MAX) - 1)
+    try:
+        together(name, work, min(len(given), _THREAD_COUNT_MAX) - 1)
+    except BaseException:  # of a signal: those of `act` are failures
+        left.clear()
+        stop()
+        raise
     try:
         if failures:
             raise failures[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+_LOG = logging.getLogger("shardwell")
 IDLE_NAME, TIMER_NAME = "shardwell-idle", "shardwell-timer"
 _IDLE_S = 10.0
 _Task: TypeAlias = tuple[str, Callable[[], object]]
@@ -55,18 +57,22 @@ class _Pool:
         try:
             tasks = self._idle.pop()
         except IndexError:
-            threading.Thread(target=self._work, args=(name, body), name=name, daemon=True).start()
+            # By the queue: a thread keeps the arguments that it was started with.
+            tasks = queue.SimpleQueue[_Task]()
+            tasks.put((name, body))
+            threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True).start()
         else:
             tasks.put((name, body))
 
-    def _work(self, name: str, body: Callable[[], object]) -> None:
-        thread, tasks = threading.current_thread(), queue.SimpleQueue[_Task]()
+    def _work(self, tasks: queue.SimpleQueue[_Task]) -> None:
+        thread = threading.current_thread()
+        name, body = tasks.get()
         while True:
             thread.name = name
             body()
             del body  # while the thread waits, it holds nothing
-            thread.name = IDLE_NAME
             self._idle.append(tasks)
+            thread.name = IDLE_NAME
             try:
                 name, body = tasks.get(timeout=_IDLE_S)
             except queue.Empty:
@@ -108,7 +114,10 @@ class _Pool:
             try:
                 self.begin(later.name, act)
             except (RuntimeError, MemoryError):  # without a further thread, on this one
-                act()
+                try:
+                    act()
+                except Exception:  # or no act of this process would come any more
+                    _LOG.exception("%s has failed, without a thread of its own", later.name)
 
 
 _pool = _Pool()

@@ -249,11 +249,12 @@ def _say(index: int, change: Change[ShardProcess], data_dir: Path | None) -> Non
             else ", and its part of the weights is lost: with --data-dir it is started again on "
             "its files"
         )
-        raise click.ClickException(
-            f"shard {index} has ended with {code}; the others are stopped{words}"
-        )
+        ended = change.words if was is State.PAUSING else f"has ended with {code}"
+        raise click.ClickException(f"shard {index} {ended}; the others are stopped{words}")
     if place.state is State.PAUSING and was is State.STARTING:
         words = f"ended with {code} before it served, and is started once more"
+    elif place.state is was is State.PAUSING:
+        words = f"{change.words}; it is tried again"
     elif place.state is State.RUNNING and place.restart_count:
         assert data_dir is not None
         words = f"had ended with {code}, and goes on from {data_dir / f'shard-{index}'}"

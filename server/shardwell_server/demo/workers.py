@@ -182,6 +182,8 @@ class WorkerPool(Closing):
 
     def close(self) -> None:
         """Stops all workers and waits for their end. Safe to repeat."""
-        self._supervisor.close()
-        for member in self.members:
-            member.close()
+        try:
+            self._supervisor.close()
+        finally:
+            for member in self.members:
+                member.close()

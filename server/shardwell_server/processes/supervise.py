@@ -19,6 +19,7 @@ and what does not end within the grace is killed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import signal
@@ -31,6 +32,8 @@ from shardwell.process.connected import Closing
 from shardwell_server.processes.child import Child, describe_exit
 
 ChildT = TypeVar("ChildT", bound=Child)
+_NOT_STARTED_PAUSE_S = 1.0
+"""Until a process is started again that the system had no room for."""
 _BY_OTHERS = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Codes of a process that ended in order, or by a signal from outside, before it was ready."""
 
@@ -110,7 +113,8 @@ class Place(Generic[ChildT]):
                 self.begin()
             except OSError as error:
                 words = f"can't be started: {error}"
-                self._end(1, is_stopping=is_stopping)
+                self._end(self.code or 1, is_stopping=is_stopping)
+                self._due_s = max(self._due_s, time.monotonic() + _NOT_STARTED_PAUSE_S)
         return Change(self, was, words) if words or self.state is not was else None
 
     def _end(self, code: int, *, is_stopping: bool) -> None:
@@ -181,6 +185,7 @@ class Supervisor(Closing, Generic[ChildT]):
 
     def close(self) -> None:
         """Asks all to stop, waits for their ends and kills after the grace. Safe to repeat."""
-        self.ask_to_stop()
-        for place in self.places:
-            place.process.close(max(self.rest_s, 0.0))
+        with contextlib.ExitStack() as stack:  # goes on with the others if one is interrupted
+            for place in self.places:
+                stack.callback(lambda child: child.close(max(self.rest_s, 0.0)), place.process)
+            self.ask_to_stop()

@@ -140,6 +140,7 @@ def test_names_that_can_t_be_given(
         ({"net": "a-family"}, "'a-family' is a family on this cluster"),
         ({"model": "a-table"}, "'a-table' is a table on this cluster, and the .* a family for"),
         ({"net": "a-parameter"}, "'a-parameter' exists with another spec .*names="),
+        ({"model": "q"}, "'q.fragment-1' is a table on this cluster"),
         ({"rows": "a-table"}, "'a-table' exists with another spec .*names="),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
@@ -149,7 +150,8 @@ def test_a_name_that_something_has_is_refused_before_anything_is_made(
 ) -> None:
     client = connect(cluster(2), "w0")
     client.parameter("a-parameter", size=3, optimizer=ADAM)
-    client.table("a-table", row_count=9, dim=3, optimizer=ADAM)
+    for name in ("a-table", "q.fragment-1"):
+        client.table(name, row_count=9, dim=3, optimizer=ADAM)
     outer(client, "a-family").init({name: np.zeros(shape) for name, shape in SHAPES.items()})
     before = held(client)
     with pytest.raises(shardwell.SpecMismatchError, match=words):

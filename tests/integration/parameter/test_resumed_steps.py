@@ -237,6 +237,32 @@ def test_a_step_that_was_refused_in_part_ends_with_another_gradient(
     assert net.outcome.counted == "all"
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_step_whose_pieces_have_left_is_abandoned(cluster, connect, is_finished: bool) -> None:
+    """They stay counted, and the outcome says so."""
+    size = 4_000_000
+    running = cluster(2, chunk_size_bytes=1 << 20)
+    net = connect(running, "w0").parameter(
+        "net", size=size, codec="fp32", optimizer=shardwell.SGD(learning_rate=1.0)
+    )
+    net.init(np.zeros(size))
+    net.exchange(np.ones(size, np.float32))
+    reader = connect(running, "reader").parameter("net")
+    gradient = np.full(size, 3.0, np.float32)
+    begun = net.begin_exchange(gradient)
+    begun.ready(0, size - 100)
+    eventually("pieces have left", lambda: (reader.get_weights()[: size // 8] == -4).all())
+    gradient[-1] = np.nan
+    if is_finished:
+        with pytest.raises(shardwell.NonFiniteError):
+            begun.finish()
+    net.abandon_step()
+    weights = net.get_weights(min_version=2)
+    for each in net.outcome.superseded:
+        assert (weights[each.offset : each.stop] == -4).all()
+    assert sum(each.size for each in net.outcome.superseded) == (weights == -4).sum() > 0
+
+
 def test_a_step_is_abandoned(cluster, connect) -> None:
     running = cluster(2, chunk_size_bytes=256)
     nets = [opened(connect(running, f"w{index}"), worker_count=2, codec="fp32") for index in (0, 1)]

@@ -243,10 +243,16 @@ def test_which_launcher_comes_before_which(environ, place) -> None:
         ({**TORCHRUN, "WORLD_SIZE": ""}, ["RANK is set to '1'", "WORLD_SIZE is not"]),
         ({**TORCHRUN, "RANK": ""}, ["WORLD_SIZE is set to '2'", "RANK is not"]),
         # Other MPIs: nothing takes their variables, and none of their ranks is Slurm's by mistake.
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["no launcher", "set RANK and WORLD_SIZE from"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_SIZE=2", "not read", "RANK=$PMI_RANK"]),
+        ({"PMI_RANK": "2"}, ["PMI_SIZE=?", "not read", "RANK=$PMI_RANK"]),
+        (
+            {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+            | {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4"},
+            ["MV2_COMM_WORLD_SIZE=4", "1 of Slurm", "RANK=$MV2_COMM_WORLD_RANK"],
+        ),
         (
             {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "3"},
-            ["contradicts PMI_SIZE=3", "RANK=$PMI_RANK"],
+            ["PMI_SIZE=3", "contradicts 1 of Slurm", "RANK=$PMI_RANK"],
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE is set", "RANK is not"]),
         ({**TORCHRUN, "RANK": "one"}, ["RANK must be a number", "'one'"]),

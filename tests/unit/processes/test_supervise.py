@@ -11,6 +11,7 @@ from itertools import repeat
 import pytest
 
 from harness.polling import eventually
+from shardwell_server.processes import supervise
 from shardwell_server.processes.child import Child, describe_exit, python
 from shardwell_server.processes.supervise import Restarts, State, Supervisor
 
@@ -148,7 +149,10 @@ def test_one_that_is_never_ready_fails() -> None:
     assert (change.was, change.words, place.state) == (State.STARTING, "", State.FAILED)
 
 
-def test_one_that_can_not_be_started_again_is_tried_again() -> None:
+def test_one_that_can_not_be_started_again_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervise, "_NOT_STARTED_PAUSE_S", 0.0)
     supervisor: Supervisor = Supervisor(grace_s=1.0)
     made = iter((Scripted(), OSError("no memory"), Scripted()))
 
@@ -162,6 +166,7 @@ def test_one_that_can_not_be_started_again_is_tried_again() -> None:
     _ended(supervisor, place, 1)
     (change,) = supervisor.look()
     assert (change.words, place.state) == ("can't be started: no memory", State.PAUSING)
+    assert place.code == 1  # of the process that ended
     supervisor.look()
     assert (place.state, place.restart_count) == (State.RUNNING, 2)
 

@@ -10,6 +10,7 @@ import queue
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 
 import pytest
@@ -55,6 +56,49 @@ def test_the_thread_that_worked_last_has_the_next_task_under_its_name() -> None:
     eventually("it is idle", lambda: first.name == pool.IDLE_NAME)
     pool.begin("shardwell-two", tell)
     assert told.get(timeout=PATIENCE_S) == (first, "shardwell-two")
+
+
+def test_an_idle_thread_holds_nothing_of_its_tasks() -> None:
+    class Held:
+        def __call__(self) -> None:
+            done.put(threading.current_thread())
+
+    done: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    first = Held()
+    gone = weakref.ref(first)
+    pool.begin("shardwell-one", first)
+    del first
+    thread = done.get(timeout=PATIENCE_S)
+    eventually("it is idle", lambda: thread.name == pool.IDLE_NAME)
+    eventually("its task is gone", lambda: gone() is None)
+
+
+def test_the_timer_goes_on_behind_an_act_that_fails_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system has no further thread for the act, nor has it for what the act begins."""
+    come = threading.Event()
+    own = pool._Pool()
+    monkeypatch.setattr(own, "begin", refuse := _Refusing(own.begin))
+    own.after(pool.Later(0.0, "shardwell-test", refuse.fail))
+    eventually("it has failed", lambda: refuse.failed)
+    own.after(pool.Later(0.0, "shardwell-test", come.set))
+    assert come.wait(PATIENCE_S)
+
+
+class _Refusing:
+    def __init__(self, begin) -> None:
+        self._begin = begin
+        self.failed = False
+
+    def __call__(self, name: str, body) -> None:
+        if name != pool.TIMER_NAME:
+            raise RuntimeError("can't start new thread")
+        self._begin(name, body)
+
+    def fail(self) -> None:
+        self.failed = True
+        raise RuntimeError("can't start new thread")
 
 
 def test_no_task_is_lost_to_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
