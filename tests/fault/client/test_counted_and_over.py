@@ -156,7 +156,7 @@ def test_a_counted_offer_is_not_kept(cut_off: CutOff, connect) -> None:
         theirs = fast.init({"w": full(0.0)})
         mine = slow.init({"w": full(0.0)})
         ops.parameter("net.fragment-0")
-        fast._parameters[0].join()
+        fast._fragments[0].parameter.join()
         mine["w"] = mine["w"] + np.float32(1000.0)
         given = in_background(lambda: slow.after_step(mine))
         cut_off.await_counted(ops, "net")

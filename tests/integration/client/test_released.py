@@ -75,7 +75,7 @@ def _objects() -> dict[int, object]:
     """Those that hold a parameter's or table's arrays, of clients and of shards."""
     gc.collect()
     kinds = (Handle, Image, Outer, ShardSlice)
-    return {id(each): each for each in gc.get_objects() if isinstance(each, kinds)}
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), kinds)}
 
 
 @pytest.mark.sampled(6)
