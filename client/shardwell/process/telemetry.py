@@ -47,6 +47,7 @@ def _apart() -> Iterator[None]:
         _LOG.debug("OpenTelemetry failed", exc_info=error)
 
 
+@_apart()
 def export_call(
     verb: str,
     spans: Spans,
@@ -56,18 +57,6 @@ def export_call(
     failed: BaseException | None,
 ) -> None:
     """Exports the span of a call, in the caller's context, with the kinds of work in it."""
-    with _apart():
-        _export_call(verb, spans, worker_id, where, begin_ns, failed)
-
-
-def _export_call(
-    verb: str,
-    spans: Spans,
-    worker_id: str,
-    where: dict[str, str],
-    begin_ns: int,
-    failed: BaseException | None,
-) -> None:
     otel: Any = sys.modules[MODULE]
     (kind, name), *_ = where.items()
     span = otel.get_tracer("shardwell").start_span(

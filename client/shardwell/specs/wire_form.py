@@ -38,7 +38,8 @@ class Record(Generic[MessageT]):
     def to_proto(self) -> MessageT:
         """The wire's form."""
         found: dict[str, Any] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        kind: Any = type(self)
+        for field in dataclasses.fields(kind):
             form, value = self.FORMS.get(field.name), getattr(self, field.name)
             if isinstance(form, Form):
                 assert form.write is not None
@@ -90,10 +91,8 @@ class Alternative(Generic[MessageT]):
 
     def to_proto(self) -> MessageT:
         """The wire's form."""
-        own = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-        }
+        kind: Any = type(self)
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(kind)}
         shared = {name: own.pop(name) for name in self.SHARED}
         message: MessageT = self.MESSAGE(**{self.field_name: own}, **shared)
         return message
