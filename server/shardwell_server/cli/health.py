@@ -23,6 +23,9 @@ def health(*, address: str | None, timeout_s: float) -> None:
     """
     if not address:
         raise click.UsageError("no address was given: add HOST:PORT, or set $SHARDWELL_LISTEN")
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and int(port) >= 2**16:  # which gRPC takes modulo 2**16
+        raise _no_address(address)
     with _channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
@@ -34,7 +37,7 @@ def health(*, address: str | None, timeout_s: float) -> None:
             from shardwell.specs.names import is_address
 
             if not is_address(address):
-                raise click.UsageError(f"a shard's address is HOST:PORT; got {address!r}") from None
+                raise _no_address(address) from None
             reason = why_absent(address, speaks_tls=_is_secure())
             raise click.ClickException(
                 f"{address} does not answer ({error.code().name}): {reason}; if it "
@@ -44,6 +47,10 @@ def health(*, address: str | None, timeout_s: float) -> None:
     click.echo(f"{address} is {name}")
     if response.status != health_pb2.HealthCheckResponse.SERVING:
         raise click.exceptions.Exit(1)
+
+
+def _no_address(address: str) -> click.UsageError:
+    return click.UsageError(f"a shard's address is HOST:PORT; got {address!r}")
 
 
 def _is_secure() -> bool:

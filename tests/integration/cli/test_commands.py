@@ -20,6 +20,7 @@ from harness.leaks import child_pids, is_running
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import Program, ServingShard, run_command
 from harness.programs.ports import free_port
+from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
 from shardwell_server.store.files.data_dir import write_record
 
@@ -325,6 +326,13 @@ def test_an_unknown_export_format_is_refused_before_shards_are_asked() -> None:
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:1,127.0.0.1:2"])
 def test_health_of_no_address(address) -> None:
     _check_usage(f"HOST:PORT; got {address!r}", "health", address)
+
+
+def test_health_asks_no_port_beyond_the_last() -> None:
+    with LocalCluster(1) as running:
+        port = int(running.target.rpartition(":")[2])
+        address = f"127.0.0.1:{port + 2**16}"  # gRPC alone would ask the shard
+        _check_usage(f"HOST:PORT; got {address!r}", "health", address)
 
 
 @pytest.mark.parametrize("arguments", [(), ("",)])
