@@ -2,7 +2,6 @@
 
 python tools/words.py              all; fails where it finds something
 python tools/words.py PATH...      what lies below these paths, also below those of NOT_YET
-python tools/words.py --shrink     takes files off tools/first_lines.txt that have become clean
 
 It reads Markdown (without code), docstrings, comments of Python and .proto files, and strings of
 Python that have a space: messages and help. Of tests it reads docstrings and comments alone.
@@ -16,9 +15,6 @@ long lines       of Markdown: over 120 characters, without links, code and table
 first lines      of the product's docstrings: "The rows that one answer holds." or "Returns the norm
                  of a step's mean gradient.", never a clause that begins with what, which or how;
                  a module may begin with a title without an article
-
-Files that tools/first_lines.txt names may still have other first lines. The list only shrinks: a
-file of it that is clean is an error, too.
 """
 
 from __future__ import annotations
@@ -39,8 +35,6 @@ NOT_YET: tuple[str, ...] = ()
 """Files below these paths still have such words. It only shrinks."""
 PRODUCT = ("client/shardwell/", "server/shardwell_server/")
 """Folders of which docstrings are checked by their first lines, without the generated v1."""
-FIRST_LINES = Path("tools/first_lines.txt")
-"""The files whose first lines are not all as they should be yet."""
 LINE_MAX = 120
 """Characters of a line of Markdown."""
 RULES = {
@@ -175,41 +169,21 @@ def _first_lines(source: str) -> Iterator[tuple[int, str, str]]:
             yield node.body[0].lineno, " ".join(line.split()[:3]), advice
 
 
-def _excepted(root: Path) -> set[str]:
-    """The files of FIRST_LINES."""
-    path = root / FIRST_LINES
-    return set(path.read_text().split()) if path.exists() else set()
-
-
 def first_line_findings(root: Path, paths: tuple[str, ...] = ()) -> list[Finding]:
-    """Returns wrong first lines, and entries of FIRST_LINES that are not needed any more.
+    """Returns wrong first lines.
 
     Args:
         root: The repository's folder.
         paths: Beginnings of files' paths; none: all files.
     """
-    found, excepted = [], _excepted(root)
-    used = set()
-    for path in sorted(each for folder in PRODUCT for each in (root / folder).rglob("*.py")):
-        file = path.relative_to(root).as_posix()
-        if "v1" in path.parts or not file.startswith(paths or ""):
-            continue
-        wrong = [Finding(file, *each) for each in _first_lines(path.read_text())]
-        if wrong:
-            used.add(file)
-        if file not in excepted:
-            found += sorted(wrong)
-    if not paths:
-        advice = "is clean: `python tools/words.py --shrink` takes it off the list"
-        found += [Finding(str(FIRST_LINES), 0, each, advice) for each in sorted(excepted - used)]
-    return found
-
-
-def shrink(root: Path) -> None:
-    """Takes files off FIRST_LINES that have become clean."""
-    clean = {each.found for each in first_line_findings(root) if each.file == str(FIRST_LINES)}
-    kept = sorted(_excepted(root) - clean)
-    (root / FIRST_LINES).write_text("".join(f"{file}\n" for file in kept))
+    return [
+        found
+        for path in sorted(each for folder in PRODUCT for each in (root / folder).rglob("*.py"))
+        if "v1" not in path.parts
+        for file in [path.relative_to(root).as_posix()]
+        if file.startswith(paths or "")
+        for found in sorted(Finding(file, *each) for each in _first_lines(path.read_text()))
+    ]
 
 
 def _is_string(node: ast.AST) -> bool:
@@ -300,9 +274,6 @@ def findings(root: Path, paths: tuple[str, ...] = ()) -> list[Finding]:
 
 def main() -> int:
     """Prints what it finds; 1 if it finds something."""
-    if sys.argv[1:] == ["--shrink"]:
-        shrink(ROOT)
-        return 0
     paths = tuple(sys.argv[1:])
     found = findings(ROOT, paths) + first_line_findings(ROOT, paths)
     for each in found:

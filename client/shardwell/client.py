@@ -162,7 +162,7 @@ def connect(
 
 
 class Client(Connected, Closing):
-    """Made by `connect`. A context manager; any thread may use it.
+    """A connection to all shards, made by `connect`: a context manager that any thread may use.
 
     Examples:
         >>> net = client.parameter("net", size=3, optimizer=shardwell.SGD(lr=0.5))
@@ -218,17 +218,17 @@ class Client(Connected, Closing):
 
     @property
     def shard_count(self) -> int:
-        """Shards of the cluster."""
+        """The number of shards in the cluster."""
         return len(self._shards.channels)
 
     @property
     def timeout_s(self) -> float:
-        """Bound of each call that is given none."""
+        """The bound of each call that is given none."""
         return self._timeout_s
 
     @property
     def cluster_id(self) -> str:
-        """Name of the cluster."""
+        """The name of the cluster."""
         return self._shards.channels[0].identity.cluster_id
 
     @property
@@ -258,7 +258,7 @@ class Client(Connected, Closing):
 
     @property
     def worker_count(self) -> int:
-        """How many workers have a rank: WORLD_SIZE, `worker_count`, or the elastic members of now.
+        """The number of workers: WORLD_SIZE, `worker_count`, or the elastic members of now.
 
         Raises:
             ShardwellError: see `rank`.
@@ -853,7 +853,7 @@ class Client(Connected, Closing):
         return self._calls.run(body, timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> list[ShardStatus]:
-        """What each shard says of itself and holds, in order; one that is away is not waited for.
+        """Returns what each shard says of itself and holds, in order; waits for no lost shard.
 
         Raises:
             ShardUnavailableError, DeadlineError: a shard does not answer; it is named.

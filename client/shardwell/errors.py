@@ -45,7 +45,7 @@ from typing import Any
 
 
 class ShardwellError(Exception):
-    """Base of all errors of Shardwell.
+    """The base of all errors of Shardwell.
 
     Examples:
         >>> try:
@@ -234,7 +234,7 @@ class DeadlineError(ShardwellError, TimeoutError):
 
 
 class WorkersMissingError(DeadlineError):
-    """Other workers did not contribute before the deadline, or have ended and can't any more.
+    """A step lacks workers that did not contribute before the deadline, or that have ended.
 
     A worker that has closed its client is not waited for: the error comes 1 s after that.
     `missing_worker_ids` are those that the shard knows by name; of very many, the first. In a

@@ -195,25 +195,3 @@ def test_commands_and_generated_code_have_other_first_lines(
     assert [each.file for each in words.first_line_findings(tmp_path)] == [
         "client/shardwell/rows.py"
     ]
-
-
-def test_the_list_of_files_with_other_first_lines_only_shrinks(
-    words: ModuleType, tmp_path: Path
-) -> None:
-    for name in ("clean", "old", "new"):
-        path = tmp_path / f"client/shardwell/{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'"""{"Rows" if name == "clean" else "What rows are"}."""\n')
-    listed = tmp_path / words.FIRST_LINES
-    listed.parent.mkdir()
-    listed.write_text(
-        "client/shardwell/clean.py\nclient/shardwell/gone.py\nclient/shardwell/old.py\n"
-    )
-    found = [(each.file, each.found) for each in words.first_line_findings(tmp_path)]
-    assert found == [
-        ("client/shardwell/new.py", "What rows are."),
-        ("tools/first_lines.txt", "client/shardwell/clean.py"),
-        ("tools/first_lines.txt", "client/shardwell/gone.py"),
-    ]
-    words.shrink(tmp_path)
-    assert listed.read_text() == "client/shardwell/old.py\n"

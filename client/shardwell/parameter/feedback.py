@@ -48,7 +48,7 @@ ends the step, it is unknown which was counted."""
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the shards counted of the gradient that this worker gave last.
+    """The part that the shards counted of the gradient that this worker gave last.
 
     Examples:
         >>> net = client.parameter("counted", size=3, optimizer=shardwell.SGD(lr=0.5))
@@ -90,13 +90,13 @@ class Outcome:
 
     @property
     def counted(self) -> str:
-        """How much of the gradient counted: "all", a "part" or "none"."""
+        """Returns "all", "part" or "none", as of the gradient all, a part or nothing counted."""
         counted = self.counted_elements
         return "all" if counted == self.size else "part" if counted else "none"
 
     @property
     def counted_elements(self) -> int:
-        """Elements of the gradient that counted."""
+        """The number of elements of the gradient that counted."""
         ranges = (*self.superseded, *self.late, *self.unknown)
         return self.size - sum(where.size for where in ranges)
 

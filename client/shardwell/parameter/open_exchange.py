@@ -68,7 +68,7 @@ class Piece:
 
 
 class OpenExchange(Generic[ValuesT]):
-    """Made by `Parameter.begin_exchange`.
+    """An exchange whose gradient is still being computed, made by `Parameter.begin_exchange`.
 
     Args:
         call: The call that ends the step.
@@ -118,7 +118,7 @@ class OpenExchange(Generic[ValuesT]):
         return f"OpenExchange({ready_count} of {count} chunks ready)"
 
     def ready(self, start: int, stop: int) -> None:
-        """Announces that elements [start, stop) are computed. Any thread; never blocks.
+        """Makes known that the elements [start, stop) are computed. Any thread; never blocks.
 
         Args:
             start: First element; each is announced once.
@@ -147,7 +147,7 @@ class OpenExchange(Generic[ValuesT]):
 
     @property
     def has_left(self) -> bool:
-        """Whether a part of the gradient has left, or is about to."""
+        """Returns True when a part of the gradient has left, or is about to."""
         return any(self._chunks.begun)
 
     def forget(self) -> None:

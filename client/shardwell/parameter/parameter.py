@@ -56,7 +56,7 @@ def checked_late(late: Any) -> LateName:
 
 
 class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
-    """Made by `Client.parameter`. A context manager, which closes the parameter in this worker.
+    """A vector on the shards, made by `Client.parameter`; leaving the context closes it here.
 
     "Values", below, are one (size,) array; or, opened with `tensors`, a dict of arrays by name,
     each of its shape. Arrays are read and written in place; tensors that lie one behind the other
@@ -152,7 +152,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     @property
     def size(self) -> int:
-        """Number of float32 elements."""
+        """The number of float32 elements."""
         return self.spec.size
 
     @property
@@ -194,7 +194,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def restore(
         self, *arrays: Any, version: int, load_id: int, timeout_s: float | None = None
     ) -> int:
-        """`init` with the update rule's arrays, as a checkpoint has them.
+        """Does what `init` does, with the update rule's arrays, as a checkpoint has them.
 
         Args:
             arrays: Values, as of `init`: the weights, then the update rule's arrays in the order of
@@ -278,7 +278,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     def get_weights_async(
         self, *, out: ValuesT | None = None, min_version: int = 0, timeout_s: float | None = None
     ) -> Future[ValuesT]:
-        """`get_weights` without waiting: its result or error comes in the future.
+        """Begins `get_weights` without waiting: its result or error comes in the future.
 
         `out` belongs to the call until then. A call that waits does not delay others; a client may
         have 256 of them.
@@ -345,7 +345,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         out: ValuesT | None = None,
         timeout_s: float | None = None,
     ) -> ValuesT:
-        """`put_gradient` and `get_weights` of its result at once, chunk by chunk.
+        """Gives a gradient and gets the weights that come of it, chunk by chunk.
 
         While later chunks of the gradient leave, updated weights of earlier ones arrive, so that
         both directions of the wire are busy. Synchronous mode: waits for the other workers.
@@ -382,7 +382,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         timeout_s: float | None = None,
         began: Callable[[Future[ValuesT]], None] | None = None,
     ) -> Future[ValuesT]:
-        """`exchange` without waiting: its result or error comes in the future.
+        """Begins `exchange` without waiting: its result or error comes in the future.
 
         `gradient` and `out` belong to the call until then. Other calls of this parameter wait for
         their turn meanwhile, except `get_weights`. An elastic member that joins with the gradient
@@ -621,7 +621,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._calls.run(reopened, in_turn=True)
 
     def advise_on_non_finite(self, remedy: str) -> None:
-        """What NonFiniteError is to advise; for what opens a parameter on its caller's behalf."""
+        """Sets what NonFiniteError advises; for code that opens a parameter for its caller."""
         self._transfer.non_finite_remedy = self._transfer.refusal_remedy = remedy
 
     @property

@@ -38,7 +38,7 @@ _LOG = logging.getLogger("shardwell")
 
 @dataclass(frozen=True, kw_only=True)
 class RowOutcome:
-    """What the shards counted of the rows that this worker gave last.
+    """The part that the shards counted of the rows that this worker gave last.
 
     Examples:
         >>> crew, rule = shardwell.Elastic(), shardwell.Adagrad(lr=0.1)

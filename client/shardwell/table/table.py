@@ -37,7 +37,7 @@ from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 
 class Table(Handle[TableSpec]):
-    """Made by `Client.table`. A context manager; leaving it closes the table in this worker.
+    """A table of rows on the shards, made by `Client.table`; leaving the context closes it here.
 
     Examples:
         >>> rule = shardwell.Adagrad(lr=0.1)
@@ -98,7 +98,7 @@ class Table(Handle[TableSpec]):
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
+        """The number of values of a row."""
         return self.spec.dim
 
     @property
@@ -113,7 +113,7 @@ class Table(Handle[TableSpec]):
 
     @property
     def version(self) -> int:
-        """Steps that all rows of the last answer have seen, wherever they came from.
+        """The number of steps that all rows of the last answer have seen.
 
         Asynchronous mode: steps, of all workers, that had been counted on the shards when the rows
         were fetched; the fewest of them. Where threads share a Table, it is of the call that ended
@@ -123,7 +123,7 @@ class Table(Handle[TableSpec]):
 
     @property
     def is_step_begun(self) -> bool:
-        """Whether shards may have counted some of `next_step`.
+        """Returns True when shards may have counted some of `next_step`.
 
         True after a call that failed, or when an earlier process of this worker has begun the step.
         Then send the same rows again, of which each counts once, or call `abandon_step`: with other
@@ -133,7 +133,7 @@ class Table(Handle[TableSpec]):
 
     @property
     def outcome(self) -> RowOutcome | None:
-        """What the shards counted of the rows that this elastic member gave last.
+        """The part that the shards counted of the rows that this elastic member gave last.
 
         None: it gave none; or the table has a fixed crew, whose gradients all count.
         """
@@ -141,12 +141,12 @@ class Table(Handle[TableSpec]):
 
     @property
     def is_draining(self) -> bool:
-        """Whether an operator wants this elastic member to leave after its step."""
+        """Returns True when an operator wants this elastic member to leave after its step."""
         return self._steps.is_draining
 
     @property
     def cache_hit_rate(self) -> float:
-        """Part of the rows, each once a call, that were in the worker's cache; 0 without one."""
+        """The part of the rows, each once a call, that the worker's cache had; 0 without one."""
         return self._view.cache_hit_rate
 
     def get_rows(
@@ -285,7 +285,7 @@ class Table(Handle[TableSpec]):
         out: Float32 | None = None,
         timeout_s: float | None = None,
     ) -> Float32:
-        """`put_row_gradients`, and `get_rows` of what comes of it, in one round trip.
+        """Gives gradients of rows and gets the rows that come of them, in one round trip.
 
         Synchronous mode: waits for the other workers. The cache is filled, but not asked.
 
@@ -354,7 +354,7 @@ class Table(Handle[TableSpec]):
         return self._calls.run(abandon, timeout_s, in_turn=True)
 
     def row_ids(self, *, timeout_s: float | None = None) -> Ids:
-        """Ids of the rows that have had a gradient, of all shards: (n,) int64, ascending.
+        """Returns the ids of rows that have had a gradient, of all shards: (n,) int64, ascending.
 
         Not of one moment where gradients come in meanwhile.
         """
@@ -376,7 +376,7 @@ class Table(Handle[TableSpec]):
             self._reading.forget()
 
     def status(self, *, timeout_s: float | None = None) -> list[TableStatus]:
-        """What each shard holds of the table, in the order of the shards."""
+        """Returns what each shard holds of the table, in the order of the shards."""
         return self._calls.run(self._opening.status, timeout_s)
 
     @override
