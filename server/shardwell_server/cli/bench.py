@@ -33,7 +33,13 @@ from shardwell.specs.names import parse_target
 from shardwell.specs.parameter import CodecName
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
-from shardwell_server.cli.options import connected, shards_option
+from shardwell_server.cli.options import (
+    connected,
+    json_option,
+    option,
+    shards_option,
+    timeout_option,
+)
 from shardwell_server.cli.quantities import Duration, Rate, bytes_words, digits, seconds_words
 from shardwell_server.operations.step_time import HEADER_FACTOR
 from shardwell_server.terminal import console, table
@@ -120,29 +126,25 @@ def _settled(times: Sequence[float]) -> float:
 
 @click.command()
 @shards_option
-@click.option(
+@option(
     "--megabytes",
-    type=click.IntRange(1, MEGABYTES_MAX),
+    "Float32 of the parameter that is moved; over slow links, give less.",
+    click.IntRange(1, MEGABYTES_MAX),
     default=32,
-    show_default=True,
-    help="Float32 of the parameter that is moved; over slow links, give less.",
 )
-@click.option(
+@option(
     "--seconds",
-    type=Duration(),
+    "How long to move it; each kind of transfer at least once.",
+    Duration(),
     default=5.0,
-    show_default=True,
-    help="How long to move it; each kind of transfer at least once.",
 )
-@click.option(
+@option(
     "--link",
-    type=Rate(),
-    help="What this machine's link carries, as 1Gbit/s, to compare with; default: what is seen.",
+    "What this machine's link carries, as 1Gbit/s, to compare with; default: what is seen.",
+    Rate(),
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
-@click.option(
-    "--timeout-s", type=Duration(), default=120.0, show_default=True, help="For all of it."
-)
+@json_option
+@timeout_option(120.0)
 def bench(
     *,
     target: str,

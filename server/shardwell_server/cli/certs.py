@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from shardwell_server.cli.options import GivenPath, usage_errors
+from shardwell_server.cli.options import GivenPath, option, usage_errors
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -24,12 +24,11 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
     help="Of a shard or a member of a group, as others reach it; repeat it for more. Default: "
     "those of the certificate that is replaced, else this machine's name.",
 )
-@click.option(
+@option(
     "--days",
-    type=click.IntRange(1, 3650),
+    "How long the certificates are good; their authority is for 10 years.",
+    click.IntRange(1, 3650),
     default=365,
-    show_default=True,
-    help="How long the certificates are good; their authority is for 10 years.",
 )
 def certs(*, directory: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make certificates in DIRECTORY, and an authority where there is none yet.

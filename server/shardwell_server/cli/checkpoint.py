@@ -11,8 +11,14 @@ import click
 import shardwell
 from shardwell.specs.fragments import versions_words
 from shardwell_server.cli import SuggestingGroup
-from shardwell_server.cli.options import GivenPath, connected, shards_option
-from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.options import (
+    Decorator,
+    GivenPath,
+    connected,
+    option,
+    shards_option,
+    timeout_option,
+)
 from shardwell_server.terminal import console, table
 
 
@@ -22,29 +28,25 @@ def checkpoint() -> None:
 
 
 def _cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option(
-            "--timeout-s", type=Duration(), default=600.0, show_default=True, help="For all of it."
-        ),
-        click.option(
+    for option_of in (
+        timeout_option(600.0),
+        _names_option(
             "--parameter",
-            "parameters",
-            multiple=True,
-            metavar="NAME",
-            help="Only this parameter or family; may be given several times. Default: all, if no "
+            "Only this parameter or family; may be given several times. Default: all, if no "
             "--table.",
         ),
-        click.option(
+        _names_option(
             "--table",
-            "tables",
-            multiple=True,
-            metavar="NAME",
-            help="Only this table; may be given several times. Default: all, if no --parameter.",
+            "Only this table; may be given several times. Default: all, if no --parameter.",
         ),
         shards_option,
     ):
-        command = option(command)
+        command = option_of(command)
     return command
+
+
+def _names_option(flag: str, what: str) -> Decorator:
+    return option(flag, what, name=f"{flag.strip('-')}s", multiple=True, metavar="NAME")
 
 
 _DIRECTORY = click.argument("directory", type=GivenPath())
@@ -52,11 +54,11 @@ _DIRECTORY = click.argument("directory", type=GivenPath())
 
 @checkpoint.command()
 @_DIRECTORY
-@click.option(
+@option(
     "--keep",
-    type=click.IntRange(1),
+    "With {step} in DIRECTORY: remove all but the newest N whole ones. Default: keep all.",
+    click.IntRange(1),
     metavar="N",
-    help="With {step} in DIRECTORY: remove all but the newest N whole ones. Default: keep all.",
 )
 @_cluster_options
 def save(
@@ -95,13 +97,13 @@ def _names(
 
 @checkpoint.command()
 @_DIRECTORY
-@click.option(
+@option(
     "--name",
-    "names",
+    "Another name for a parameter, table or family; may be given several times.",
+    name="names",
     multiple=True,
     metavar="OLD=NEW",
     callback=_names,
-    help="Another name for a parameter, table or family; may be given several times.",
 )
 @_cluster_options
 def restore(
@@ -146,9 +148,7 @@ def restore(
 @checkpoint.command()
 @_DIRECTORY
 @click.argument("file", type=GivenPath())
-@click.option(
-    "--parameter", metavar="NAME", help="Or of a family; may be left out if there is one."
-)
+@option("--parameter", "Or of a family; may be left out if there is one.", metavar="NAME")
 def export(*, directory: Path, file: Path, parameter: str | None) -> None:
     """Write weights of a parameter or family to FILE, a .safetensors; needs no cluster.
 
@@ -165,7 +165,7 @@ def export(*, directory: Path, file: Path, parameter: str | None) -> None:
 
 @checkpoint.command()
 @_DIRECTORY
-@click.option("--verify", is_flag=True, help="Read all files and compare their CRCs.")
+@option("--verify", "Read all files and compare their CRCs.", is_flag=True)
 def inspect(*, directory: Path, verify: bool) -> None:
     """Show what DIRECTORY holds; needs no cluster.
 

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,8 +18,17 @@ from shardwell.errors import ShardwellError
 from shardwell.specs.names import parse_target
 from shardwell_server.access.access import Access
 from shardwell_server.cli.certs import LOCAL_HOSTS
-from shardwell_server.cli.options import GivenPath, usage_errors
-from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
+from shardwell_server.cli.options import (
+    GivenPath,
+    durability_option,
+    log_level_option,
+    option,
+    setting,
+    shard_count_option,
+    tokens_option,
+    usage_errors,
+)
+from shardwell_server.config import Durability
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes import signals
 from shardwell_server.processes.shard import (
@@ -48,73 +58,41 @@ _UNREADY_COUNT_MAX = 3
 
 
 @click.command()
-@click.option(
-    "--shard-count",
-    type=click.IntRange(1, LOCAL_SHARD_COUNT_MAX),
-    envvar="SHARDWELL_SHARD_COUNT",
-    help=f"Number of shards, each a process; default: that of DATA_DIR, or {_SHARD_COUNT}.",
+@shard_count_option(
+    f"Number of shards, each a process; default: that of DATA_DIR, or {_SHARD_COUNT}.", None
 )
-@click.option(
+@setting(
     "--data-dir",
-    type=GivenPath(file_okay=False),
-    envvar="SHARDWELL_DATA_DIR",
-    help="Each shard gets a directory shard-I in it, goes on from it, and is started again when it "
+    "Each shard gets a directory shard-I in it, goes on from it, and is started again when it "
     "dies.",
+    GivenPath(file_okay=False),
 )
-@click.option(
-    "--durability",
-    default="process",
-    show_default=True,
-    envvar="SHARDWELL_DURABILITY",
-    metavar="process|step|SECONDS",
-    help="What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
-)
-@click.option(
+@durability_option
+@option(
     "--tls",
-    "with_tls",
-    is_flag=True,
-    help="TLS on both sides, with certificates that are made for it, in DATA_DIR/certs if there is "
+    "TLS on both sides, with certificates that are made for it, in DATA_DIR/certs if there is "
     "a data directory.",
+    name="with_tls",
+    is_flag=True,
 )
-@click.option(
-    "--tokens",
-    type=GivenPath(),
-    envvar="SHARDWELL_TOKENS",
-    help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
-)
-@click.option(
+@tokens_option
+@setting(
     "--contribution-dir",
-    type=GivenPath(file_okay=False),
-    envvar="SHARDWELL_CONTRIBUTION_DIR",
-    help="Each shard writes shard-I.jsonl in it: the contributors of each chunk's steps, where "
+    "Each shard writes shard-I.jsonl in it: the contributors of each chunk's steps, where "
     "steps may close without a worker.",
+    GivenPath(file_okay=False),
 )
-@click.option(
+@setting(
     "--admin-listen",
-    default="",
-    envvar="SHARDWELL_ADMIN_LISTEN",
-    metavar="HOST:PORT",
-    help="Probes, metrics and a status page, of shard 0; the others' are on the ports after it. "
+    "Probes, metrics and a status page, of shard 0; the others' are on the ports after it. "
     "Port 0 takes free ones. Without: none.",
+    default="",
+    show_default=False,
+    metavar="HOST:PORT",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="warning",
-    show_default=True,
-    envvar="SHARDWELL_LOG_LEVEL",
-    help="The least that the shards log.",
-)
+@log_level_option("warning", "The least that the shards log.")
 def cluster(
-    *,
-    shard_count: int | None,
-    data_dir: Path | None,
-    durability: str,
-    with_tls: bool,
-    tokens: Path | None,
-    contribution_dir: Path | None,
-    admin_listen: str,
-    log_level: str,
+    *, shard_count: int | None, data_dir: Path | None, with_tls: bool, **settings: Any
 ) -> None:
     """Run a whole cluster on this machine until Ctrl-C.
 
@@ -124,8 +102,8 @@ def cluster(
     if shard_count is None:
         shard_count = (data_dir and kept_shard_count(data_dir)) or _SHARD_COUNT
     with usage_errors():
-        Durability(durability).check_files(data_dir is not None)
-        Access(tokens=tokens)
+        Durability(settings["durability"]).check_files(data_dir is not None)
+        Access(tokens=settings["tokens"])
     with contextlib.ExitStack() as stack:
         tls: Tls | None = None
         variables = ""
@@ -138,12 +116,8 @@ def cluster(
                     data_dir,
                     processes=True,
                     addresses=_addresses(data_dir, shard_count),
-                    durability=durability,
                     tls=tls,
-                    tokens=tokens,
-                    contribution_dir=contribution_dir,
-                    admin_listen=admin_listen,
-                    log_level=log_level,
+                    **settings,
                 )
             )
         if data_dir is not None:

@@ -13,7 +13,9 @@ from shardwell.outer.outer import DEFAULT_CODEC
 from shardwell.specs.parameter import CodecName, ModeName
 from shardwell_server.cli.options import (
     Decorator,
+    option,
     running_shards_option,
+    setting,
     shard_count_option,
     shards_option,
     usage_errors,
@@ -41,34 +43,27 @@ _REPORT_INTERVAL_S = 0.1
 _LINE_INTERVAL_S = 2.0
 
 
-def _setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
-    variable = f"SHARDWELL_{flag.strip('-').upper().replace('-', '_')}"
-    names = (flag, more.pop("name")) if "name" in more else (flag,)
-    more = {"envvar": variable, "show_default": "default" in more, **more}
-    return click.option(*names, type=kind, help=what, **more)
-
-
 def steps_option(default: int | None, what: str) -> Decorator:
     """Makes an option --steps, as `step_count`."""
-    return _setting("--steps", what, click.IntRange(min=1), default=default, name="step_count")
+    return setting("--steps", what, click.IntRange(min=1), default=default, name="step_count")
 
 
 def codec_option_of(default: CodecName | None, shown: str) -> Decorator:
     """Makes an option --codec, with a default and its text."""
     kind = click.Choice(get_args(CodecName))
-    return _setting(
+    return setting(
         "--codec", "How gradients and weights travel.", kind, default=default, show_default=shown
     )
 
 
 codec_option: Decorator = codec_option_of("fp16", "fp16")
-_mode_option = _setting(
+_mode_option = setting(
     "--mode",
     "sync: a step is the mean of all workers' gradients; async: each as it arrives.",
     click.Choice(get_args(ModeName)),
     default="sync",
 )
-_sync_option = _setting(
+_sync_option = setting(
     "--sync",
     "Who averages: the shards; the workers among themselves, in a ring, a tree or around one "
     "of them; or threads of one process.",
@@ -78,13 +73,9 @@ _sync_option = _setting(
 
 
 def _outer_option(flag: str, name: str, least: int, what: str) -> Decorator:
-    return click.option(
-        flag,
-        name,
-        type=click.IntRange(min=least),
-        show_default=str(getattr(OuterPlan(), name)),
-        help=f"With --outer: {what}",
-    )
+    shown = str(getattr(OuterPlan(), name))
+    kind = click.IntRange(min=least)
+    return option(flag, f"With --outer: {what}", kind, name=name, show_default=shown)
 
 
 def _exit_by_accuracy(accuracy: float) -> NoReturn:
@@ -107,7 +98,7 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 
 @click.command()
 @shard_count_option("Shards to start, each a process.")
-@_setting(
+@setting(
     "--workers",
     "Workers to start, each a process.",
     int,
@@ -123,28 +114,22 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 @_mode_option
 @_sync_option
 @codec_option_of(None, f"fp16; with --outer: {DEFAULT_CODEC}")
-@click.option(
+@option(
     "--outer",
-    "is_outer",
+    "Outer training (DiLoCo): workers make steps of their own, and send once in many.",
+    name="is_outer",
     is_flag=True,
-    help="Outer training (DiLoCo): workers make steps of their own, and send once in many.",
 )
 @_outer_option("--outer-steps", "sync_every", 1, "steps of each worker for one outer step.")
 @_outer_option("--fragments", "fragment_count", 1, "parts in which the model is sent, in turn.")
 @_outer_option("--overlap", "overlap", 0, "steps that a fragment may travel in.")
-@click.option(
+@option(
     "--chaos",
-    "has_chaos",
+    "Workers come, leave in order (SIGTERM) and die (kill -9) while the training goes on.",
+    name="has_chaos",
     is_flag=True,
-    help="Workers come, leave in order (SIGTERM) and die (kill -9) while the training goes on.",
 )
-@click.option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="With --chaos: of who comes and goes, and when.",
-)
+@option("--seed", "With --chaos: of who comes and goes, and when.", int, default=0)
 @running_shards_option
 def demo(
     *,
@@ -189,33 +174,32 @@ def demo(
 
 @click.command()
 @shards_option
-@_setting("--worker-id", "Unique in the cluster, and the same after a restart.", required=True)
-@_setting(
+@setting("--worker-id", "Unique in the cluster, and the same after a restart.", required=True)
+@setting(
     "--worker-index",
     "Which share of the digits, from 0. Default: the number at the end of the worker id, modulo "
     "the worker count.",
     int,
 )
-@_setting("--worker-count", "Workers that train together.", click.IntRange(min=1), default=1)
-@click.option(
+@setting("--worker-count", "Workers that train together.", click.IntRange(min=1), default=1)
+@option(
     "--elastic",
-    "is_elastic",
+    "Workers come and go, and --worker-count says nothing; SIGTERM ends this one after its step.",
+    name="is_elastic",
     is_flag=True,
-    help="Workers come and go, and --worker-count says nothing; SIGTERM ends this one "
-    "after its step.",
 )
 @codec_option
 @_sync_option
 @_mode_option
 @steps_option(STEP_COUNT, "Steps that each worker makes.")
-@_setting("--parameter", "Name of the model's weights in the cluster.", default="digits")
-@_setting(
+@setting("--parameter", "Name of the model's weights in the cluster.", default="digits")
+@setting(
     "--timeout-s",
     "Bound of each call, waiting for other workers included.",
     Duration(),
     default=60.0,
 )
-@_setting("--connect-timeout-s", "How long shards are waited for.", Duration(), default=60.0)
+@setting("--connect-timeout-s", "How long shards are waited for.", Duration(), default=60.0)
 def train_digits(*, worker_index: int | None, **fields: Any) -> None:
     """Be one worker that trains the digits classifier on a cluster.
 

@@ -10,8 +10,7 @@ from rich.table import Table
 
 from shardwell.rpc.cluster_status import all_rows
 from shardwell.rpc.shard_status import MemberStatus, ShardStatus
-from shardwell_server.cli.options import connected, shards_option
-from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.options import connected, option, shards_option, timeout_option
 from shardwell_server.operations.cluster_status import as_json, duration
 from shardwell_server.terminal import console, legend, table
 
@@ -22,9 +21,7 @@ _LEGEND = (
     "late: its chunks since then, where steps may close without it; lag: how long after the first "
     "worker it came in its last step; idle: since its last gradient"
 )
-_timeout_option = click.option(
-    "--timeout-s", type=Duration(), default=60.0, show_default=True, help="For all of it."
-)
+_timeout_option = timeout_option(60.0)
 
 
 class _ListByDefault(click.Group):
@@ -46,7 +43,7 @@ def members() -> None:
 
 @members.command("list")
 @click.argument("name", required=False)
-@click.option("--json", "prints_json", is_flag=True, help="One JSON object a member and line.")
+@option("--json", "One JSON object a member and line.", name="prints_json", is_flag=True)
 @shards_option
 @_timeout_option
 def list_members(*, name: str | None, prints_json: bool, target: str, timeout_s: float) -> None:

@@ -10,23 +10,27 @@ from shardwell.checkpoint.export import check_format
 from shardwell.errors import ShardwellError
 from shardwell.rpc.deletion import KINDS
 from shardwell_server.cli import SuggestingGroup
-from shardwell_server.cli.options import GivenPath, connected, shards_option, usage_errors
-from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.options import (
+    GivenPath,
+    connected,
+    option,
+    shards_option,
+    timeout_option,
+    usage_errors,
+)
 from shardwell_server.operations.cluster_status import size
 
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@click.option("--force", is_flag=True, help="Although workers are connected that use it.")
-@click.option(
+@option("--force", "Although workers are connected that use it.", is_flag=True)
+@option(
     "--kind",
-    type=click.Choice([*KINDS, "family"]),
-    help="Where two have the same name, as older versions allowed.",
+    "Where two have the same name, as older versions allowed.",
+    click.Choice([*KINDS, "family"]),
 )
 @shards_option
-@click.option(
-    "--timeout-s", type=Duration(), default=60.0, show_default=True, help="For each name."
-)
+@timeout_option(60.0, "For each name.")
 def delete(
     *, names: tuple[str, ...], force: bool, kind: str | None, target: str, timeout_s: float
 ) -> None:
@@ -63,9 +67,7 @@ def table() -> None:
 @click.argument("name")
 @click.argument("path", type=GivenPath())
 @shards_option
-@click.option(
-    "--timeout-s", type=Duration(), default=600.0, show_default=True, help="For all of it."
-)
+@timeout_option(600.0)
 def export(*, name: str, path: Path, target: str, timeout_s: float) -> None:
     """Write ids and rows of table NAME, sorted by id, to PATH.
 

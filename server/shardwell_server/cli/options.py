@@ -16,7 +16,8 @@ from shardwell.client import TARGET_VARIABLE
 from shardwell.errors import ArgumentError
 from shardwell.process.local_paths import local_path
 from shardwell.specs.names import parse_target
-from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
+from shardwell_server.cli.quantities import Duration
+from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
 
 _CONNECT_TIMEOUT_S = 30.0
 """The wait for shards that are starting, if the command has more time than that."""
@@ -68,33 +69,63 @@ def _addresses(context: click.Context, flag: click.Parameter, target: str | None
     return target
 
 
-shards_option: Decorator = click.option(
+def option(
+    flag: str, what: str, kind: Any = None, *, name: str | None = None, **more: Any
+) -> Decorator:
+    """Makes an option, as click does, whose help has its default, if one is given."""
+    names = (flag,) if name is None else (flag, name)
+    return click.option(*names, type=kind, help=what, **{"show_default": "default" in more, **more})
+
+
+def setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
+    """Makes an option that a variable stands for, too: $SHARDWELL_ and the flag's name."""
+    variable = f"SHARDWELL_{flag.partition('/')[0].strip('-').upper().replace('-', '_')}"
+    return option(flag, what, kind, **{"envvar": variable, **more})
+
+
+def timeout_option(seconds: float, what: str = "For all of it.") -> Decorator:
+    """Makes an option for the bound of a command."""
+    return option("--timeout-s", what, Duration(), default=seconds)
+
+
+def shard_count_option(what: str, default: int | None = 2) -> Decorator:
+    """Makes an option for the number of shards to start."""
+    return setting("--shard-count", what, click.IntRange(1, LOCAL_SHARD_COUNT_MAX), default=default)
+
+
+def log_level_option(default: str, what: str) -> Decorator:
+    """Makes an option for the logs on stderr."""
+    levels = click.Choice(["debug", "info", "warning", "error"])
+    return setting("--log-level", what, levels, default=default)
+
+
+shards_option = option(
     "--shards",
-    "target",
+    f"The cluster's shards, in their order; default: ${TARGET_VARIABLE}.",
+    name="target",
     envvar=TARGET_VARIABLE,
     callback=_checked_shards,
     metavar="HOST:PORT[,...]",
-    help=f"The cluster's shards, in their order; default: ${TARGET_VARIABLE}.",
 )
-running_shards_option: Decorator = click.option(
+running_shards_option = option(
     "--shards",
-    "target",
+    "Train on a cluster that runs already instead of starting one.",
+    name="target",
     callback=_addresses,
     metavar="HOST:PORT[,...]",
-    help="Train on a cluster that runs already instead of starting one.",
 )
-
-
-def shard_count_option(what: str) -> Decorator:
-    """Makes an option for the number of shards to start."""
-    return click.option(
-        "--shard-count",
-        type=click.IntRange(1, LOCAL_SHARD_COUNT_MAX),
-        default=2,
-        show_default=True,
-        envvar="SHARDWELL_SHARD_COUNT",
-        help=what,
-    )
+json_option = option("--json", "One JSON object; times in seconds.", name="as_json", is_flag=True)
+durability_option = setting(
+    "--durability",
+    "What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
+    default=Durability.setting,
+    metavar="process|step|SECONDS",
+)
+tokens_option = setting(
+    "--tokens",
+    "File of tokens, made by `shardwell token`: each call needs one with a right to it.",
+    GivenPath(),
+)
 
 
 @contextlib.contextmanager

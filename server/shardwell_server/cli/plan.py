@@ -15,7 +15,7 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import OF_PARAMETERS, SGD, Average, Optimizer
-from shardwell_server.cli.options import usage_errors
+from shardwell_server.cli.options import json_option, option, usage_errors
 from shardwell_server.cli.quantities import (
     Duration,
     ModelSize,
@@ -57,86 +57,60 @@ _WORTH = 1.1
 
 @click.command()
 @click.argument("element_count", metavar="SIZE", type=ModelSize())
-@click.option(
-    "--workers",
-    "worker_count",
-    type=int,
-    default=4,
-    show_default=True,
-    help="Machines with a worker.",
-)
-@click.option("--shard-count", type=int, help="Shards; default: as many as workers.")
-@click.option(
+@option("--workers", "Machines with a worker.", int, name="worker_count", default=4)
+@option("--shard-count", "Shards; default: as many as workers.", int)
+@option(
     "--link",
-    type=Rate(),
+    "What each machine's link carries, in either direction.",
+    Rate(),
     show_default="1Gbit/s; with --outer: 1000, 100, 50 and 10 Mbit/s",
-    help="What each machine's link carries, in either direction.",
 )
-@click.option(
+@option(
     "--codec",
-    type=click.Choice(sorted(CODECS)),
+    "How gradients and weights travel.",
+    click.Choice(sorted(CODECS)),
     show_default="fp16; with --outer: int8",
-    help="How gradients and weights travel.",
 )
-@click.option(
-    "--compute-s",
-    type=Duration(0.0),
-    default=0.0,
-    show_default=True,
-    help="Forward and backward pass of a step.",
-)
-@click.option(
+@option("--compute-s", "Forward and backward pass of a step.", Duration(0.0), default=0.0)
+@option(
     "--optimizer",
-    type=click.Choice(list(_OPTIMIZERS)),
+    "Whose state is to be kept (adam: AdamW as well).",
+    click.Choice(list(_OPTIMIZERS)),
     default="adam",
-    show_default=True,
-    help="Whose state is to be kept (adam: AdamW as well).",
 )
-@click.option(
-    "--arity",
-    type=click.IntRange(1, ARITY_MAX),
-    default=2,
-    show_default=True,
-    help="Children of a rank in the tree.",
-)
-@click.option(
-    "--latency-s",
-    type=Duration(0.0),
-    default=step_time.LATENCY_S,
-    show_default=True,
-    help="A small message and back.",
-)
-@click.option(
+@option("--arity", "Children of a rank in the tree.", click.IntRange(1, ARITY_MAX), default=2)
+@option("--latency-s", "A small message and back.", Duration(0.0), default=step_time.LATENCY_S)
+@option(
     "--host-rate",
-    "host_bytes_per_s",
-    type=Rate(),
+    "Float32 that a worker and its shard exchange where no link is in the way; `shardwell bench` "
+    "measures it.",
+    Rate(),
+    name="host_bytes_per_s",
     default=step_time.HOST_BYTES_PER_S,
     show_default=f"{step_time.HOST_BYTES_PER_S / 1e9:g}GB/s",
-    help="Float32 that a worker and its shard exchange where no link is in the way; `shardwell "
-    "bench` measures it.",
 )
-@click.option(
+@option(
     "--outer",
-    "sync_every",
-    type=click.IntRange(min=1),
-    metavar="STEPS",
-    help="Outer training (DiLoCo) beside synchronous steps: learners send once in so many inner "
+    "Outer training (DiLoCo) beside synchronous steps: learners send once in so many inner "
     "steps, each of which takes --compute-s.",
+    click.IntRange(min=1),
+    name="sync_every",
+    metavar="STEPS",
 )
-@click.option(
+@option(
     "--fragments",
-    "fragment_count",
-    type=click.IntRange(min=1),
+    "With --outer: parts of the model, which are sent in turn.",
+    click.IntRange(min=1),
+    name="fragment_count",
     show_default=f"{outer_time.FRAGMENT_COUNT}",
-    help="With --outer: parts of the model, which are sent in turn.",
 )
-@click.option(
+@option(
     "--overlap",
-    type=click.IntRange(min=0),
+    "With --outer: inner steps between a fragment's offer and its result.",
+    click.IntRange(min=0),
     show_default=f"{outer_time.OVERLAP}, or what the fragments leave room for",
-    help="With --outer: inner steps between a fragment's offer and its result.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; times in seconds.")
+@json_option
 def plan(
     *,
     shard_count: int | None,

@@ -37,7 +37,7 @@ from shardwell.group.launch import (
 from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
 from shardwell.specs.names import check_name, parse_target
 from shardwell.threads.spread import core_count
-from shardwell_server.cli.options import usage_errors
+from shardwell_server.cli.options import option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX
 from shardwell_server.processes import guard, signals
@@ -81,41 +81,41 @@ _CODES = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126}
     required=True,
     help="Workers to start, each a process.",
 )
-@click.option(
+@option(
     "--group",
-    "group_name",
+    "Name of the group that they join; default: a new one.",
+    name="group_name",
     envvar=GROUP_VARIABLE,
-    help="Name of the group that they join; default: a new one.",
 )
-@click.option(
+@option(
     "--rendezvous",
+    "Where they meet, such as a shard; default: here, served by this command.",
     envvar=RENDEZVOUS_VARIABLE,
     metavar="HOST:PORT",
-    help="Where they meet, such as a shard; default: here, served by this command.",
 )
-@click.option(
+@option(
     "--with-shards",
-    is_flag=True,
-    help="A shard beside each worker, in memory, over which weights and optimizer state are split; "
+    "A shard beside each worker, in memory, over which weights and optimizer state are split; "
     "sets $SHARDWELL_SHARDS.",
-)
-@click.option(
-    "--grace-s",
-    type=Duration(0.0, 3600.0),
-    help="How long workers that are asked to stop may take before they are killed; default: 120 s "
-    "after SIGTERM, in which they end the step under way, and 5 s after Ctrl-C or a failure.",
-)
-@click.option(
-    "--elastic",
     is_flag=True,
-    help="A worker that fails or is killed is started again, and the others go on.",
 )
-@click.option(
+@option(
+    "--grace-s",
+    "How long workers that are asked to stop may take before they are killed; default: 120 s "
+    "after SIGTERM, in which they end the step under way, and 5 s after Ctrl-C or a failure.",
+    Duration(0.0, 3600.0),
+)
+@option(
+    "--elastic",
+    "A worker that fails or is killed is started again, and the others go on.",
+    is_flag=True,
+)
+@option(
     "--restarts",
-    "restart_count_max",
-    type=click.IntRange(0, _RESTART_COUNT_MAX),
-    help="With --elastic: how often each rank is started again in all; 0: never; default: "
+    "With --elastic: how often each rank is started again in all; 0: never; default: "
     f"{_DEFAULT_RESTART_COUNT}.",
+    click.IntRange(0, _RESTART_COUNT_MAX),
+    name="restart_count_max",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(

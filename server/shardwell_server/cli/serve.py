@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from shardwell.connection.credentials import INSECURE_VARIABLE
+from shardwell.client import TARGET_VARIABLE
 from shardwell.connection.tls import Tls, TlsFiles
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import parse_target
 from shardwell_server.access.access import Access
-from shardwell_server.cli.options import GivenPath, usage_errors
+from shardwell_server.cli.options import (
+    GivenPath,
+    durability_option,
+    log_level_option,
+    setting,
+    tokens_option,
+    usage_errors,
+)
 from shardwell_server.cli.quantities import ByteCount, Duration
 from shardwell_server.config import Durability, Limits, ShardConfig
-from shardwell_server.logs import configure_logs
+from shardwell_server.logs import LogFormat, configure_logs
 from shardwell_server.processes import signals
 from shardwell_server.processes.own import become_shard, stop_when_parent_ends
 from shardwell_server.processes.shard import SERVING_LINE
@@ -53,249 +59,148 @@ def _limit_type(name: str) -> Duration | ByteCount | type[int]:
     return ByteCount() if name.endswith("_bytes_max") else int
 
 
-def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds one option for each limit, named as it is."""
-    defaults = Limits()
-    for field in reversed(dataclasses.fields(Limits)):
-        default = getattr(defaults, field.name)
-        command = click.option(
-            f"--{field.name.replace('_', '-')}",
-            type=_limit_type(field.name),
-            default=default,
-            show_default=True,
-            envvar=f"SHARDWELL_{field.name.upper()}",
-            help=_LIMITS[field.name],
-        )(command)
+def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, what in reversed(_LIMITS.items()):
+        flag = f"--{name.replace('_', '-')}"
+        command = setting(flag, what, _limit_type(name), default=getattr(Limits, name))(command)
     return command
 
 
-def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds options for the logs on stderr."""
-    level = click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="info",
-        show_default=True,
-        envvar="SHARDWELL_LOG_LEVEL",
-        help="The least that is logged.",
-    )
-    form = click.option(
-        "--log-format",
-        type=click.Choice(["auto", "console", "json"]),
-        default="auto",
-        show_default=True,
-        envvar="SHARDWELL_LOG_FORMAT",
-        help="auto: for people on a terminal, else JSON lines.",
-    )
-    return level(form(command))
-
-
 @click.command()
-@click.option(
-    "--shard-index",
-    type=int,
-    required=True,
-    envvar="SHARDWELL_SHARD_INDEX",
-    help="0-based place in the cluster's order.",
-)
-@click.option(
-    "--shard-count",
-    type=int,
-    required=True,
-    envvar="SHARDWELL_SHARD_COUNT",
-    help="Shards of the cluster.",
-)
-@click.option(
+@setting("--shard-index", "0-based place in the cluster's order.", int, required=True)
+@setting("--shard-count", "Shards of the cluster.", int, required=True)
+@setting(
     "--listen",
+    "Port 0 takes a free one. Other machines reach it with 0.0.0.0 or its own address.",
     default="127.0.0.1:7070",
-    show_default=True,
-    envvar="SHARDWELL_LISTEN",
     metavar="HOST:PORT",
-    help="Port 0 takes a free one. Other machines reach it with 0.0.0.0 or its own address.",
 )
-@click.option(
+@setting(
     "--data-dir",
-    type=GivenPath(file_okay=False),
-    envvar="SHARDWELL_DATA_DIR",
-    help="Directory of this shard alone, which it goes on from. Without: all is in memory.",
+    "Directory of this shard alone, which it goes on from. Without: all is in memory.",
+    GivenPath(file_okay=False),
 )
-@click.option(
-    "--durability",
-    default="process",
-    show_default=True,
-    envvar="SHARDWELL_DURABILITY",
-    metavar="process|step|SECONDS",
-    help="What acknowledged gradients survive: kill -9; loss of power; that, but the last SECONDS.",
-)
-@click.option(
-    "--cluster-id",
-    default="shardwell",
-    show_default=True,
-    envvar="SHARDWELL_CLUSTER_ID",
-    help="The same on all shards of a cluster.",
-)
-@click.option(
+@durability_option
+@setting("--cluster-id", "The same on all shards of a cluster.", default=ShardConfig.cluster_id)
+@setting(
     "--chunk-size-bytes",
-    type=ByteCount(),
-    default=2**20,
-    show_default=True,
-    envvar="SHARDWELL_CHUNK_SIZE_BYTES",
-    help="Encoded bytes of a chunk, a multiple of 64, at most 1048576.",
+    "Encoded bytes of a chunk, a multiple of 64, at most 1048576.",
+    ByteCount(),
+    default=ShardConfig.chunk_size_bytes,
 )
-@click.option(
+@setting(
     "--threads",
-    type=int,
-    envvar="SHARDWELL_THREADS",
+    "Threads that work on a stream's chunks at once; the bits do not depend on it.",
+    int,
     show_default="half as many as cores, up to 8",
-    help="Threads that work on a stream's chunks at once; the bits do not depend on it.",
 )
-@click.option(
+@setting(
     "--grace-s",
-    type=Duration(0.0),
-    default=5.0,
-    show_default=True,
-    envvar="SHARDWELL_GRACE_S",
-    help="Seconds that open streams get after SIGTERM.",
+    "Seconds that open streams get after SIGTERM.",
+    Duration(0.0),
+    default=ShardConfig.grace_s,
 )
-@click.option(
+@setting(
     "--session-lease-s",
-    type=Duration(1.0, 86400.0),
-    default=30.0,
-    show_default=True,
-    envvar="SHARDWELL_SESSION_LEASE_S",
-    help="Seconds until a client whose machine vanished counts as gone.",
+    "Seconds until a client whose machine vanished counts as gone.",
+    Duration(1.0, 86400.0),
+    default=ShardConfig.session_lease_s,
 )
-@click.option(
+@setting(
     "--same-host",
-    default="auto",
-    show_default=True,
-    envvar="SHARDWELL_SAME_HOST",
+    "Share memory with clients of this machine; DIRECTORY: one that containers share.",
+    default=ShardConfig.same_host,
     metavar="auto|off|DIRECTORY",
-    help="Share memory with clients of this machine; DIRECTORY: one that containers share.",
 )
-@click.option(
+@setting(
     "--tls-cert",
-    type=GivenPath(),
-    envvar="SHARDWELL_TLS_CERT",
-    help="The shard's certificate, PEM, made by `shardwell certs`, say; with it all speak TLS.",
+    "The shard's certificate, PEM, made by `shardwell certs`, say; with it all speak TLS.",
+    GivenPath(),
 )
-@click.option(
-    "--tls-key", type=GivenPath(), envvar="SHARDWELL_TLS_KEY", help="The certificate's key, PEM."
-)
-@click.option(
+@setting("--tls-key", "The certificate's key, PEM.", GivenPath())
+@setting(
     "--tls-client-ca",
-    type=GivenPath(),
+    "Whose clients are let in, PEM. Without: clients need no certificate.",
+    GivenPath(),
     envvar=["SHARDWELL_TLS_CLIENT_CA", "SHARDWELL_TLS_CA"],
-    help="Whose clients are let in, PEM. Without: clients need no certificate.",
 )
-@click.option(
+@setting(
     "--connection-age-s",
-    type=Duration(1.0, 86400.0),
-    default=3600.0,
-    show_default=True,
-    envvar="SHARDWELL_CONNECTION_AGE_S",
-    help="Seconds after which a connection over TLS is replaced, and old certificates with it.",
+    "Seconds after which a connection over TLS is replaced, and old certificates with it.",
+    Duration(1.0, 86400.0),
+    default=ShardConfig.connection_age_s,
 )
-@click.option(
-    "--tokens",
-    type=GivenPath(),
-    envvar="SHARDWELL_TOKENS",
-    help="File of tokens, made by `shardwell token`: each call needs one with a right to it.",
-)
-@click.option(
+@tokens_option
+@setting(
     "--jwt-keys",
-    type=GivenPath(),
-    envvar="SHARDWELL_JWT_KEYS",
-    help="File of keys, a JSON Web Key Set: whose JWTs are taken as tokens.",
+    "File of keys, a JSON Web Key Set: whose JWTs are taken as tokens.",
+    GivenPath(),
 )
 @click.option("--same-token", type=GivenPath(), hidden=True)
-@click.option(
-    "--insecure",
-    is_flag=True,
-    envvar=INSECURE_VARIABLE,
-    help="Let other machines in without TLS or tokens; else that is refused.",
+@setting(
+    "--insecure", "Let other machines in without TLS or tokens; else that is refused.", is_flag=True
 )
-@click.option(
+@setting(
     "--audit-log",
-    type=GivenPath(),
-    envvar="SHARDWELL_AUDIT_LOG",
-    help="File for who opened, made, restored or removed what, and who was refused; JSON lines.",
+    "File for who opened, made, restored or removed what, and who was refused; JSON lines.",
+    GivenPath(),
 )
-@click.option(
+@setting(
     "--contribution-log",
-    type=GivenPath(),
-    envvar="SHARDWELL_CONTRIBUTION_LOG",
-    help="File for the contributors of each chunk's steps, where steps may close without a worker; "
+    "File for the contributors of each chunk's steps, where steps may close without a worker; "
     "JSON lines.",
+    GivenPath(),
 )
-@click.option(
+@setting(
     "--admin-listen",
-    default="",
-    envvar="SHARDWELL_ADMIN_LISTEN",
+    "Probes, metrics and a status page over HTTP. Without: none.",
+    default=ShardConfig.admin_listen,
+    show_default=False,
     metavar="HOST:PORT",
-    help="Probes, metrics and a status page over HTTP. Without: none.",
 )
-@click.option(
+@setting(
     "--cluster",
+    "All shards, in order, for the status page. Without: it shows this shard alone.",
     default="",
-    envvar="SHARDWELL_SHARDS",
+    show_default=False,
+    envvar=TARGET_VARIABLE,
     metavar="HOST:PORT,...",
-    help="All shards, in order, for the status page. Without: it shows this shard alone.",
 )
-@click.option(
+@setting(
     "--worker-metrics/--no-worker-metrics",
-    default=True,
-    show_default=True,
-    envvar="SHARDWELL_WORKER_METRICS",
-    help="Metrics of each worker by its name: each is a time series.",
+    "Metrics of each worker by its name: each is a time series.",
+    default=ShardConfig.worker_metrics,
 )
-@click.option(
+@setting(
     "--reflection/--no-reflection",
-    default=False,
-    envvar="SHARDWELL_REFLECTION",
-    help="Answer gRPC reflection, for grpcurl and the like.",
+    "Answer gRPC reflection, for grpcurl and the like.",
+    default=ShardConfig.reflection,
+    show_default=False,
 )
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
-@limit_options
-@log_options
+@_limit_options
+@log_level_option("info", "The least that is logged.")
+@setting(
+    "--log-format",
+    "auto: for people on a terminal, else JSON lines.",
+    click.Choice(get_args(LogFormat)),
+    default="auto",
+)
 def serve(
     *,
     data_dir: Path | None,
-    durability: str,
     exit_with_parent: bool,
     log_level: str,
-    log_format: Any,
-    shard_index: int,
-    shard_count: int,
-    listen: str,
-    cluster_id: str,
-    chunk_size_bytes: int,
-    threads: int | None,
-    grace_s: float,
-    session_lease_s: float,
-    same_host: str,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    tls_client_ca: Path | None,
-    connection_age_s: float,
-    tokens: Path | None,
-    jwt_keys: Path | None,
-    same_token: Path | None,
-    insecure: bool,
-    audit_log: Path | None,
-    contribution_log: Path | None,
-    admin_listen: str,
+    log_format: LogFormat,
     cluster: str,
-    worker_metrics: bool,
-    reflection: bool,
-    **limits: Any,
+    **settings: Any,
 ) -> None:
     """Serve one shard until SIGTERM or Ctrl-C; exit code 0.
 
     Prints "serving on HOST:PORT" when it is ready; logs go to stderr.
     """
     signals.hold()
-    configure_logs(log_level, log_format, shard_index=shard_index)
+    configure_logs(log_level, log_format, shard_index=settings["shard_index"])
     for name in ("SHARDWELL_TOKENS", "SHARDWELL_JWT_KEYS"):
         if os.environ.get(name) == "":  # of a variable that was not set, say
             raise click.UsageError(
@@ -303,29 +208,11 @@ def serve(
             )
     with usage_errors():
         config = ShardConfig(
-            shard_index=shard_index,
-            shard_count=shard_count,
-            cluster_id=cluster_id,
-            listen=listen,
-            chunk_size_bytes=chunk_size_bytes,
-            threads=threads,
-            grace_s=grace_s,
-            session_lease_s=session_lease_s,
-            same_host=same_host,
-            tls=_tls(tls_cert, tls_key, tls_client_ca),
-            connection_age_s=connection_age_s,
-            tokens=tokens,
-            jwt_keys=jwt_keys,
-            same_token=same_token,
-            insecure=insecure,
-            audit_log=audit_log,
-            contribution_log=contribution_log,
-            admin_listen=admin_listen,
-            cluster=tuple(parse_target(cluster)) if admin_listen and cluster else (),
-            worker_metrics=worker_metrics,
-            reflection=reflection,
-            durability=Durability(durability),
-            limits=Limits(**limits),
+            tls=_tls(*(settings.pop(f"tls_{part}") for part in ("cert", "key", "client_ca"))),
+            cluster=tuple(parse_target(cluster)) if settings["admin_listen"] and cluster else (),
+            durability=Durability(settings.pop("durability")),
+            limits=Limits(**{name: settings.pop(name) for name in _LIMITS}),
+            **settings,
         )
         config.durability.check_files(data_dir is not None)
         Access.of(config)

@@ -15,8 +15,7 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ParameterStatus, ShardStatus
 from shardwell.specs.fragments import grouped
 from shardwell.specs.names import parse_target
-from shardwell_server.cli.options import shards_option, usage_errors
-from shardwell_server.cli.quantities import Duration
+from shardwell_server.cli.options import option, shards_option, timeout_option, usage_errors
 from shardwell_server.operations.cluster_status import (
     ENDED,
     LONG_WAIT_S,
@@ -45,12 +44,10 @@ LEARNER_LEGEND = (
 
 @click.command()
 @shards_option
-@click.option("--all", "shows_all", is_flag=True, help="Also what all workers have left in order.")
-@click.option("--by-shard", is_flag=True, help="A line for each shard's part of a name.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a shard and line.")
-@click.option(
-    "--timeout-s", type=Duration(), default=5.0, show_default=True, help="For each shard's answer."
-)
+@option("--all", "Also what all workers have left in order.", name="shows_all", is_flag=True)
+@option("--by-shard", "A line for each shard's part of a name.", is_flag=True)
+@option("--json", "One JSON object a shard and line.", name="as_json", is_flag=True)
+@timeout_option(5.0, "For each shard's answer.")
 def status(
     *, target: str, shows_all: bool, by_shard: bool, as_json: bool, timeout_s: float
 ) -> None:

@@ -17,7 +17,7 @@ from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
 from shardwell.errors import ArgumentError
 from shardwell.specs.names import check_name
 from shardwell_server.cli import SuggestingGroup
-from shardwell_server.cli.options import Decorator, GivenPath, usage_errors
+from shardwell_server.cli.options import GivenPath, option, setting, usage_errors
 from shardwell_server.cli.quantities import ByteCount
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -60,34 +60,28 @@ class _Life(click.ParamType[float]):
         return float(seconds)
 
 
-tokens_option: Decorator = click.option(
+_tokens_option = setting(
     "--tokens",
-    "path",
-    type=GivenPath(),
+    "The file of tokens, which shards are given.",
+    GivenPath(),
+    name="path",
     default="tokens.json",
-    show_default=True,
-    envvar="SHARDWELL_TOKENS",
-    help="The file of tokens, which shards are given.",
 )
-_out_option: Decorator = click.option(
-    "--out",
-    type=GivenPath(),
-    help="Where the token goes. Default: NAME.token beside the file of tokens.",
+_out_option = option(
+    "--out", "Where the token goes. Default: NAME.token beside the file of tokens.", GivenPath()
 )
-_expires_option: Decorator = click.option(
+_expires_option = option(
     "--expires-in",
-    "life",
-    type=_Life(),
+    "How long the token is good, such as 30d. Default: until it is revoked.",
+    _Life(),
+    name="life",
     metavar="NUMBER[s|m|h|d]",
-    help="How long the token is good, such as 30d. Default: until it is revoked.",
 )
 
 
 def _quota_options(command: Any) -> Any:
-    for name, text in reversed(_QUOTAS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", type=_quota_type(name), help=text)(
-            command
-        )
+    for name, what in reversed(_QUOTAS.items()):
+        command = option(f"--{name.replace('_', '-')}", what, _quota_type(name))(command)
     return command
 
 
@@ -103,16 +97,16 @@ def token() -> None:
 
 @token.command()
 @click.argument("name")
-@click.option(
+@option(
     "--right",
-    "rights",
+    "read, contribute, create or admin, each with those before it; on parameters, tables and "
+    "groups whose names begin with PREFIX, or on all. Repeat it for more.",
+    name="rights",
     multiple=True,
     required=True,
     metavar="RIGHT[:PREFIX]",
-    help="read, contribute, create or admin, each with those before it; on parameters, tables and "
-    "groups whose names begin with PREFIX, or on all. Repeat it for more.",
 )
-@tokens_option
+@_tokens_option
 @_out_option
 @_expires_option
 @_quota_options
@@ -157,13 +151,13 @@ def create(
 
 @token.command()
 @click.argument("name")
-@tokens_option
+@_tokens_option
 @_out_option
 @_expires_option
-@click.option(
+@option(
     "--drop-old",
+    "End the secrets that it has had so far, at once. Default: the last ones stay good.",
     is_flag=True,
-    help="End the secrets that it has had so far, at once. Default: the last ones stay good.",
 )
 def renew(*, name: str, path: Path, out: Path | None, life: float | None, drop_old: bool) -> None:
     """Give the token NAME a new secret, with the same rights.
@@ -191,7 +185,7 @@ def renew(*, name: str, path: Path, out: Path | None, life: float | None, drop_o
 
 @token.command()
 @click.argument("name")
-@tokens_option
+@_tokens_option
 def revoke(*, name: str, path: Path) -> None:
     """End the token NAME, and all that is done with it, within seconds."""
     with _changing(path) as tokens:
@@ -201,7 +195,7 @@ def revoke(*, name: str, path: Path) -> None:
 
 
 @token.command(name="list")
-@tokens_option
+@_tokens_option
 def list_tokens(*, path: Path) -> None:
     """Show the tokens of a file: rights, end and quota, no secrets."""
     from shardwell_server.access.access import wall_clock_s

@@ -20,7 +20,7 @@ from shardwell.rpc.cluster_status import Row, all_rows
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import MemberStatus
 from shardwell.specs.names import parse_target
-from shardwell_server.cli.options import shards_option, usage_errors
+from shardwell_server.cli.options import option, shards_option, timeout_option, usage_errors
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.cli.status import LEARNER_LEGEND
 from shardwell_server.operations.cluster_status import (
@@ -53,13 +53,9 @@ _LEGEND = (
 
 @click.command()
 @shards_option
-@click.option(
-    "--interval-s", type=Duration(0.1), default=1.0, show_default=True, help="Between two looks."
-)
-@click.option("--once", is_flag=True, help="Look twice, for the rates, print, and end.")
-@click.option(
-    "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For each shard's answer."
-)
+@option("--interval-s", "Between two looks.", Duration(0.1), default=1.0)
+@option("--once", "Look twice, for the rates, print, and end.", is_flag=True)
+@timeout_option(2.0, "For each shard's answer.")
 def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None:
     """Watch a cluster: for whom everybody waits, steps and bytes a second; Ctrl-C ends it.
 

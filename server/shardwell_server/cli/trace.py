@@ -25,7 +25,13 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_status
 from shardwell.specs.names import check_name, parse_target
 from shardwell.v1 import types_pb2
-from shardwell_server.cli.options import GivenPath, shards_option, usage_errors
+from shardwell_server.cli.options import (
+    GivenPath,
+    option,
+    shards_option,
+    timeout_option,
+    usage_errors,
+)
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.operations import timeline
 from shardwell_server.terminal import console, legend, table
@@ -42,22 +48,18 @@ _REST_S = 5.0
 @click.command()
 @click.argument("file", type=GivenPath())
 @shards_option
-@click.option(
+@option(
     "--last-s",
-    type=Duration(0.001),
-    default=None,
-    help="Only of the last so many seconds; default: all that is remembered.",
+    "Only of the last so many seconds; default: all that is remembered.",
+    Duration(0.001),
 )
-@click.option(
+@option(
     "--parameter",
-    "name",
+    "Only of that parameter, table or family; default: of all.",
+    name="name",
     metavar="NAME",
-    default=None,
-    help="Only of that parameter, table or family; default: of all.",
 )
-@click.option(
-    "--timeout-s", type=Duration(), default=2.0, show_default=True, help="For workers' answers."
-)
+@timeout_option(2.0, "For workers' answers.")
 def trace(
     *, file: Path, target: str, last_s: float | None, name: str | None, timeout_s: float
 ) -> None:
