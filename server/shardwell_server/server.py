@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -25,12 +26,18 @@ from shardwell.connection.options import check_fork, listen_on, server_options
 from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.group.rendezvous.registry import Owner
-from shardwell.group.rendezvous.service import GROUP_SERVICE_NAME, GroupService
+from shardwell.group.rendezvous.service import GroupService
 from shardwell.process import telemetry
 from shardwell.specs.deadlines import check_duration
 from shardwell.transport.arena_offers import ArenaOffers
-from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2
+from shardwell.v1 import (
+    group_pb2,
+    names_pb2,
+    parameter_server_pb2,
+    session_pb2,
+    table_pb2,
+    trace_pb2,
+)
 from shardwell_server.access.access import Access
 from shardwell_server.access.audit import AuditLog, no_audit
 from shardwell_server.access.ends import Ends
@@ -44,12 +51,12 @@ from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
 from shardwell_server.services.guard import Guard
 from shardwell_server.services.health import HealthService
-from shardwell_server.services.name_service import NAME_SERVICE_NAME, NameService
+from shardwell_server.services.name_service import NameService
 from shardwell_server.services.open_streams import LAST_READS_S, OpenStreams
 from shardwell_server.services.parameter_service import ParameterServerService
-from shardwell_server.services.sessions import SESSION_SERVICE_NAME, SessionService
+from shardwell_server.services.sessions import SessionService
 from shardwell_server.services.table_service import TableService
-from shardwell_server.services.trace_service import TRACE_SERVICE_NAME, TraceService
+from shardwell_server.services.trace_service import TraceService
 from shardwell_server.services.unix_streams import UnixStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.shard import Shard
@@ -76,8 +83,6 @@ _ABANDON_S = 10.0
 """The time after the grace for gRPC, which never ends where it got no thread."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-TABLE_SERVICE_NAME = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
 
 
 class ShardServer:
@@ -383,42 +388,38 @@ class _Endpoint:
             bytes_max=limits.arena_bytes_max,
             log=_LOG,
         )
-        service = ParameterServerService(shard, self.calls, self.streams, self.arenas)
+        service = ParameterServerService(shard, self.streams, self.arenas)
         self.service = service
-        tables = TableService(shard, self.calls)
         sessions = SessionService(shard, self.calls)
         clients = sessions.certificate_ends
         self.ends = Ends(tls, self.access, lambda: list(clients.values()))
-        traces = TraceService(shard, self.calls)
-        names_of = NameService(shard, self.calls)
         self.meetings = GroupService(shard_index=config.shard_index, admit=_admit)
-        with_streams = (service.handler(), tables.handler())
-        self.server.add_generic_rpc_handlers(
-            (
-                *with_streams,
-                sessions.handler(),
-                traces.handler(),
-                names_of.handler(),
-                self.meetings.handler(self.calls.unary),
+        services: dict[Any, Any] = {
+            parameter_server_pb2: service,
+            table_pb2: TableService(shard),
+            session_pb2: sessions,
+            trace_pb2: TraceService(shard),
+            names_pb2: NameService(shard, self.calls),
+            group_pb2: self.meetings,
+        }
+        names, on_unix = [], {}
+        for file, served_by in services.items():
+            (of,) = file.DESCRIPTOR.services_by_name.values()
+            names.append(of.full_name)
+            handlers = self.calls.handlers(of, served_by)
+            self.server.add_generic_rpc_handlers(
+                [grpc.method_handlers_generic_handler(of.full_name, handlers)]
             )
-        )
-        self.unix_streams = UnixStreams(
-            with_streams, limits.stream_count_max + _UNARY_CALL_COUNT_MAX
-        )
+            for method in of.methods if file in (parameter_server_pb2, table_pb2) else ():
+                if method.client_streaming or not method.server_streaming:
+                    on_unix[f"/{of.full_name}/{method.name}"] = handlers[method.name]
+        self.unix_streams = UnixStreams(on_unix, limits.stream_count_max + _UNARY_CALL_COUNT_MAX)
+        self._health_names = ("", *names[:2])
         self.health = HealthService()
         self.server.add_generic_rpc_handlers((self.health.handler(),))
         self.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
-            names = (
-                SERVICE_NAME,
-                TABLE_SERVICE_NAME,
-                SESSION_SERVICE_NAME,
-                TRACE_SERVICE_NAME,
-                NAME_SERVICE_NAME,
-                GROUP_SERVICE_NAME,
-                health.SERVICE_NAME,
-                reflection.SERVICE_NAME,
-            )
+            names += [health.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self.server)
 
     async def listen(self) -> str:
@@ -442,7 +443,7 @@ class _Endpoint:
         return f"{host}:{port}"
 
     def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE_NAME, TABLE_SERVICE_NAME):
+        for name in self._health_names:
             self.health.set(name, status)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import re
 import threading
 import time
 import urllib.parse
@@ -32,6 +33,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from shardwell.connection.error_codes import to_status
 from shardwell.connection.handlers import parsed, status_of
@@ -64,6 +67,13 @@ _REQUEST_S = 10.0
 _END_S = 5.0
 _GRANTED_COUNT_MAX = 4096
 _DAMAGE_COUNT_MAX = 8
+_HELD = {"Attend"}
+"""RPCs that are open as long as their client is, and no streams of those that are limited."""
+_URGENT = {"Attend", "AwaitRecording", "EndSession", "Heartbeat"}
+"""RPCs that wait for no rate: others' seats depend on them."""
+_UNCOUNTED = {"AwaitRecording"}
+"""RPCs that are none of the calls that a token may have open: each session has at most one."""
+_WORD = re.compile(r"(?<=.)(?=[A-Z])")
 
 
 class Needs(enum.Enum):
@@ -95,7 +105,6 @@ class Call:
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc, note: Note) -> None:
         self.context = context
         self.rpc = rpc
-        self.method = rpc.name
         self.principal = ANYBODY
         self.usage: Usage | None = None
         """None: it has no token."""
@@ -163,7 +172,7 @@ class Call:
             token=self.principal.name,
             certificate=self._certificate,
             remote=urllib.parse.unquote(self.peer),
-            method=self.method,
+            method=self.rpc.name,
             **fields,
         )
 
@@ -329,62 +338,33 @@ class Calls:
 
     # What gRPC takes.
 
-    def unary(
-        self,
-        handler: Callable[[Any, Call], Any],
-        request_type: Any,
-        *,
-        is_urgent: bool = False,
-        is_counted: bool = True,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Makes a handler of one request and one response, which may be a plain function.
-
-        An urgent one waits for no rate: others' seats depend on it. One that is not counted is none
-        of the calls that a token may have open: each session has at most one.
-        """
-        return self._handler(
-            handler, request_type, is_stream=False, is_urgent=is_urgent, is_counted=is_counted
-        )
-
-    def held(
-        self, handler: Callable[[Any, Call], Handling], request_type: Any
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        return self._handler(
-            handler, request_type, has_answers=True, is_stream=False, is_urgent=True
-        )
-
-    def answers(
-        self, handler: Callable[[Any, Call], Handling], request_type: Any
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        return self._handler(handler, request_type, has_answers=True)
-
-    def messages(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
-        return self._handler(handler)
-
-    def both(self, handler: Callable[[Call], Handling]) -> grpc.RpcMethodHandler[Any, Any]:
-        return self._handler(handler, has_answers=True)
+    def handlers(
+        self, service: ServiceDescriptor, served_by: Any
+    ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """Makes the handlers of a service, by name: `served_by` has a method for each RPC."""
+        return {
+            method.name: self._handler(
+                method, getattr(served_by, _WORD.sub("_", method.name).lower())
+            )
+            for method in service.methods
+        }
 
     def _handler(
-        self,
-        handler: Callable[..., Any],
-        request_type: Any = None,
-        *,
-        has_answers: bool = False,
-        is_stream: bool = True,
-        is_urgent: bool = False,
-        is_counted: bool = True,
+        self, method: MethodDescriptor, handler: Callable[..., Any]
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        has_request = not method.client_streaming
         rpc = Rpc(
-            "".join(word.capitalize() for word in handler.__name__.split("_")),
-            handler if request_type is None else parsed(handler, request_type),
-            has_request=request_type is not None,
-            is_stream=is_stream,
-            is_urgent=is_urgent,
-            is_counted=is_counted,
+            method.name,
+            parsed(handler, GetMessageClass(method.input_type)) if has_request else handler,
+            has_request=has_request,
+            is_stream=(method.client_streaming or method.server_streaming)
+            and method.name not in _HELD,
+            is_urgent=method.name in _URGENT,
+            is_counted=method.name not in _UNCOUNTED,
         )
         # A single message is read here, too: gRPC would wait for it before the caller is known.
         serve = partial(self._served, rpc)
-        if has_answers:
+        if method.server_streaming:
             return grpc.stream_stream_rpc_method_handler(serve)
         return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_sealed_once)
 
@@ -429,10 +409,10 @@ class Calls:
                 message = await call.context.read()
         except TimeoutError:
             raise ShardUnavailableError(
-                f"the request of {call.method} did not come within {_REQUEST_S:g} s; call again"
+                f"the request of {call.rpc.name} did not come within {_REQUEST_S:g} s; call again"
             ) from None
         if message is grpc.aio.EOF:
-            raise ArgumentError(f"{call.method} has a request, and none came")
+            raise ArgumentError(f"{call.rpc.name} has a request, and none came")
         request: bytes = message
         call.moved_bytes += len(request)
         return request

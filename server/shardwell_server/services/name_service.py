@@ -6,8 +6,6 @@ import logging
 import math
 from typing import Any
 
-import grpc
-
 from shardwell.errors import ArgumentError, WrongShardError
 from shardwell.specs.names import check_name
 from shardwell.v1 import names_pb2 as pb
@@ -18,8 +16,6 @@ from shardwell_server.shard.registry import Registry
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
-_SERVICE = pb.DESCRIPTOR.services_by_name["NameService"]
-NAME_SERVICE_NAME = _SERVICE.full_name
 _STAGE = pb.DeleteRequest.Stage
 _MEMBER_COUNT_MAX = 100
 _WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
@@ -31,11 +27,6 @@ class NameService:
     def __init__(self, shard: Shard, calls: Calls) -> None:
         self._shard = shard
         self._calls = calls
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        handlers = {"Delete": self._calls.unary(self.delete, pb.DeleteRequest)}
-        assert set(handlers) == {method.name for method in _SERVICE.methods}
-        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def delete(self, request: pb.DeleteRequest, call: Call) -> pb.DeleteResponse:
         self._shard.check_identity(request.shard)

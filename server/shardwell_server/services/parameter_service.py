@@ -7,21 +7,18 @@ where the handlers run (see calls.py), without the GIL.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import numpy as np
 
 import shardwell
 from shardwell.errors import (
     ArgumentError,
     LimitError,
-    ShardUnavailableError,
     WrongShardError,
 )
 from shardwell.numerics import native
@@ -29,9 +26,7 @@ from shardwell.numerics.codec import CODECS, Float32, NonFiniteValueError
 from shardwell.placement.slices import Slice
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.names import check_name
-from shardwell.specs.optimizers import check_learning_rate
-from shardwell.specs.parameter import STEP_MAX, ParameterSpec
-from shardwell.specs.table import TableSpec
+from shardwell.specs.parameter import ParameterSpec
 from shardwell.transport.arena_offers import ArenaOffers
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -39,11 +34,16 @@ from shardwell.wire import checksum
 from shardwell.wire import messages as framing
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, ChunkCodec
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Calls, Handling, Needs
+from shardwell_server.services.calls import Call, Handling, Needs
 from shardwell_server.services.open_streams import OpenStreams
 from shardwell_server.services.parameter_stream import ParameterStream
-from shardwell_server.services.step_stream import Kind, moved, opened
-from shardwell_server.shard.crews import Contributor
+from shardwell_server.services.step_stream import (
+    change_learning_rate,
+    joined,
+    moved,
+    named,
+    opened,
+)
 from shardwell_server.shard.deadline import deadline_of, until, wanted
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.loading import ParameterLoad
@@ -51,8 +51,6 @@ from shardwell_server.shard.parameter.open_sets import Contributors
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 
-_LOG = logging.getLogger("shardwell_server")
-_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _NO_WAIT_S = 1e-6
 _TROUBLE_COUNT_MAX = 16
 _STATUS_SIZE_MAX_BYTES = 2**19
@@ -69,11 +67,8 @@ _DESCRIPTORS = "/proc/self/fd"
 class ParameterServerService:
     """Handlers, one method an RPC."""
 
-    def __init__(
-        self, shard: Shard, calls: Calls, streams: OpenStreams, arenas: ArenaOffers
-    ) -> None:
+    def __init__(self, shard: Shard, streams: OpenStreams, arenas: ArenaOffers) -> None:
         self._shard = shard
-        self._calls = calls
         self._streams = streams
         self._arenas = arenas
         self.stream_address = ""
@@ -82,46 +77,19 @@ class ParameterServerService:
         self.resources: Callable[[], pb.Resources] = pb.Resources
         self.settings: Callable[[], pb.ShardSettings] = pb.ShardSettings
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        calls = self._calls
-        handlers = {
-            "CreateParameter": calls.unary(self.create_parameter, pb.CreateParameterRequest),
-            "ClaimInit": calls.unary(self.claim_init, pb.ClaimInitRequest),
-            "ConfirmInit": calls.unary(self.confirm_init, pb.ConfirmInitRequest),
-            "CloseStep": calls.unary(self.close_step, pb.CloseStepRequest),
-            "SetLearningRate": calls.unary(self.set_learning_rate, pb.SetLearningRateRequest),
-            "Report": calls.unary(self.report, pb.ReportRequest),
-            "GetContributions": calls.unary(self.get_contributions, pb.GetContributionsRequest),
-            "GetStatus": calls.unary(self.get_status, pb.GetStatusRequest),
-            "InitWeights": calls.messages(self.init_weights),
-            "PutGradient": calls.messages(self.put_gradient),
-            "GetWeights": calls.answers(self.get_weights, pb.GetWeightsRequest),
-            "Snapshot": calls.answers(self.snapshot, pb.SnapshotRequest),
-            "Exchange": calls.both(self.exchange),
-        }
-        assert set(handlers) == {method.name for method in _SERVICE.methods}
-        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
-
-    # RPCs.
-
     def create_parameter(
         self, request: pb.CreateParameterRequest, call: Call
     ) -> pb.CreateParameterResponse:
         response: pb.CreateParameterResponse = joined(
             "parameter", self._shard, request, call, ParameterSpec
         )
-        if response.created:
-            spec = request.spec
-            _LOG.info("parameter created", extra={"parameter": spec.name, "size": spec.size})
         return response
 
     def claim_init(self, request: pb.ClaimInitRequest, call: Call) -> Handling:
-        self._shard.check_identity(request.shard)
+        parameter = self._named(request, call, Right.CONTRIBUTE)
         if request.shard.shard_index != 0:
             raise WrongShardError("ClaimInit is answered by shard 0 alone; call it there")
         worker_id = check_name("worker_id", request.worker_id)
-        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000 or _NO_WAIT_S)
         return (yield from until(parameter.loading.claim, worker_id, deadline, request.above_epoch))
 
@@ -147,10 +115,12 @@ class ParameterServerService:
         return pb.InitWeightsResponse(version=version)
 
     def confirm_init(self, request: pb.ConfirmInitRequest, call: Call) -> pb.ConfirmInitResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        parameter = self._named(request, call, Right.CONTRIBUTE)
         return pb.ConfirmInitResponse(version=parameter.loading.confirm(request.epoch))
+
+    def _named(self, request: Any, call: Call, right: Right) -> ParameterSlice:
+        found: ParameterSlice = named("parameter", self._shard, request, call, right)
+        return found
 
     def put_gradient(self, call: Call) -> Handling:
         return ParameterStream(self._shard, self._arenas, call, only_counts=True).put_gradient()
@@ -206,23 +176,12 @@ class ParameterServerService:
     def set_learning_rate(
         self, request: pb.SetLearningRateRequest, call: Call
     ) -> pb.SetLearningRateResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
-        rate = check_learning_rate("learning_rate", request.learning_rate)
-        from_step = request.from_step if request.HasField("from_step") else None
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
-        parameter.change_learning_rate(from_step, rate)
-        _LOG.info(
-            "learning rate changed",
-            extra={"parameter": request.parameter, "learning_rate": rate},
-        )
+        change_learning_rate("parameter", self._shard, request, call)
         return pb.SetLearningRateResponse()
 
     def report(self, request: pb.ReportRequest, call: Call) -> pb.ReportResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.CONTRIBUTE, "parameter", request.parameter)
+        parameter = self._named(request, call, Right.CONTRIBUTE)
         figures = {figure.name: figure.value for figure in request.figures}
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
         if request.HasField("learner"):
             worker_id = check_name("worker_id", request.worker_id)
             progress = LearnerProgress.from_proto(request.learner)
@@ -240,9 +199,7 @@ class ParameterServerService:
     def get_contributions(
         self, request: pb.GetContributionsRequest, call: Call
     ) -> pb.GetContributionsResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.READ, "parameter", request.parameter)
-        parameter = self._shard.parameters.opened(request.parameter, request.incarnation)
+        parameter = self._named(request, call, Right.READ)
         if not parameter.has_open_sets:
             raise ArgumentError(
                 f"every step of parameter {request.parameter!r} has the gradients of "
@@ -313,50 +270,6 @@ class ParameterServerService:
                 if not response.more:
                     response.parameters.append(described)
         return checksum.seal(response)
-
-
-def joined(
-    kind: Kind, shard: Shard, request: Any, call: Call, spec_type: type[ParameterSpec | TableSpec]
-) -> Any:
-    """Returns the answer to a worker that opens a parameter or table, perhaps a new one."""
-    shard.check_identity(request.shard)
-    takes_seat = request.take_seat
-    named = request.worker_id or takes_seat
-    worker_id = check_name("worker_id", request.worker_id) if named else ""
-    spec = spec_type.from_proto(request.spec)
-    registry: Any = shard.parameters if kind == "parameter" else shard.tables
-    registry.take_back(spec.name, request.incarnation)
-    exists = registry.has(spec.name)
-    right = Right.CONTRIBUTE if takes_seat else Right.READ if exists else Right.CREATE
-    call.check(right, kind, spec.name)
-    if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
-        worker_id = ""  # a caller that may not contribute is none that others wait for
-    registry.check_opened(spec.name, request.incarnation)
-    if request.must_exist and not exists:
-        raise shard.lost_memory(kind, spec.name)
-    seat_for: Contributor[Any] | None = None
-    if takes_seat:
-        registry.get(spec.name)  # a caller that takes a seat has opened it before
-        if request.from_step > STEP_MAX:
-            raise ArgumentError(f"from_step must be at most {STEP_MAX}; got {request.from_step}")
-        seat_for = Contributor(
-            worker_id,
-            shard.sessions.check(request.session, worker_id, call.principal.name),
-            request.tenure,
-            asks=True,
-            begins_anew=request.begins_anew,
-            from_step=request.from_step if request.HasField("from_step") else None,
-        )
-    found, created = registry.open(spec, call.principal.name)
-    response = found.join(
-        worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
-    )
-    response.created = created
-    if registry.get(spec.name) is not found:  # it was deleted meanwhile
-        raise ShardUnavailableError(f"{kind} {spec.name!r} was deleted; call again")
-    if created:
-        call.note("created", kind=kind, name=spec.name)
-    return response
 
 
 def _ranges(

@@ -21,7 +21,14 @@ from shardwell.wire import messages as framing
 from shardwell.wire.messages import ALIGNMENT_BYTES, Room
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Handling, Needs
-from shardwell_server.services.step_stream import Due, Request, StepStream, moved, names_that_fit
+from shardwell_server.services.step_stream import (
+    Due,
+    Request,
+    StepStream,
+    moved,
+    named,
+    names_that_fit,
+)
 from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.parameter.slice import ParameterSlice
@@ -64,12 +71,14 @@ class ParameterStream(StepStream[ParameterSlice]):
         return self._counted
 
     def get_weights(self, request: pb.GetWeightsRequest) -> Handling:
-        self._slice = self._found(request, Right.READ)
+        self._slice = named("parameter", self._shard, request, self._call, Right.READ)
         self._arena = arena_of(self._arenas, request.arena)
         yield from self._weights(request, self._arena)
 
     def close_step(self, request: pb.CloseStepRequest) -> Handling:
-        parameter = self._found(request, Right.CONTRIBUTE)
+        parameter: ParameterSlice = named(
+            "parameter", self._shard, request, self._call, Right.CONTRIBUTE
+        )
         squares = None
         if request.HasField("norm"):
             norm = parameter.steps.close(request.step, request.norm)
@@ -80,13 +89,6 @@ class ParameterStream(StepStream[ParameterSlice]):
         # The gradients of the norm, too, before a client closes a step with it.
         parameter.make_durable()
         return checksum.seal(pb.CloseStepResponse(squares=squares, norm=norm))
-
-    def _found(
-        self, request: pb.GetWeightsRequest | pb.CloseStepRequest, right: Right
-    ) -> ParameterSlice:
-        self._shard.check_identity(request.shard)
-        self._call.check(right, "parameter", request.parameter)
-        return self._shard.parameters.opened(request.parameter, request.incarnation)
 
     # A message of an exchange.
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import grpc
-
 from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell.rpc.session import (
     HOST_LENGTH_MAX,
@@ -29,8 +27,6 @@ from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
-_SERVICE = pb.DESCRIPTOR.services_by_name["SessionService"]
-SESSION_SERVICE_NAME = _SERVICE.full_name
 _ENDED_COUNT_MAX = 1024
 
 
@@ -42,17 +38,6 @@ class SessionService:
         self._calls = calls
         self.certificate_ends: dict[int, tuple[str, float, float]] = {}
         """Of sessions that attend: the worker, and the end of its certificate, since 1970."""
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        calls = self._calls
-        handlers = {
-            "Attend": calls.held(self.attend, pb.AttendRequest),
-            "Heartbeat": calls.unary(self.heartbeat, pb.HeartbeatRequest, is_urgent=True),
-            "EndTenure": calls.unary(self.end_tenure, pb.EndTenureRequest),
-            "EndSession": calls.unary(self.end_session, pb.EndSessionRequest, is_urgent=True),
-        }
-        assert set(handlers) == {method.name for method in _SERVICE.methods}
-        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def attend(self, request: pb.AttendRequest, call: Call) -> Handling:
         self._shard.check_identity(request.shard)

@@ -10,15 +10,19 @@ them before anything that follows a step, and none before what it acknowledges i
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, ShardUnavailableError
 from shardwell.numerics.codec import Bytes
 from shardwell.specs.names import check_name
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.table import TableSpec
 from shardwell.transport.arena import BATCH_COUNT, shared_message
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
@@ -33,6 +37,7 @@ from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 
+_LOG = logging.getLogger("shardwell_server")
 SliceT = TypeVar("SliceT", ParameterSlice, TableSlice)
 _NAMES_SIZE_MAX_BYTES = 16 * 1024
 Kind: TypeAlias = Literal["parameter", "table"]
@@ -198,14 +203,78 @@ def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> 
     """Returns the slice that a stream's first message names."""
     if not request.HasField("open"):
         raise ArgumentError("a stream's first message must have `open`; it is missing")
-    opening = request.open
-    checksum.check_sealed(opening)
-    shard.check_identity(opening.shard)
-    check_name("worker_id", opening.worker_id)
-    name = getattr(opening, kind)
+    checksum.check_sealed(request.open)
+    found = named(kind, shard, request.open, call, right)
+    check_name("worker_id", request.open.worker_id)
+    return found
+
+
+def named(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> Any:
+    """Returns the slice that a request names, if its caller has the right."""
+    shard.check_identity(request.shard)
+    name = getattr(request, kind)
     call.check(right, kind, name)
-    registry: Any = shard.parameters if kind == "parameter" else shard.tables
-    return registry.opened(name, opening.incarnation)
+    return registry_of(kind, shard).opened(name, request.incarnation)
+
+
+def registry_of(kind: Kind, shard: Shard) -> Any:
+    """Returns a shard's parameters, or its tables."""
+    return shard.parameters if kind == "parameter" else shard.tables
+
+
+def joined(
+    kind: Kind, shard: Shard, request: Any, call: Call, spec_type: type[ParameterSpec | TableSpec]
+) -> Any:
+    """Returns the answer to a worker that opens a parameter or table, perhaps a new one."""
+    shard.check_identity(request.shard)
+    takes_seat = request.take_seat
+    named = request.worker_id or takes_seat
+    worker_id = check_name("worker_id", request.worker_id) if named else ""
+    spec = spec_type.from_proto(request.spec)
+    registry = registry_of(kind, shard)
+    registry.take_back(spec.name, request.incarnation)
+    exists = registry.has(spec.name)
+    right = Right.CONTRIBUTE if takes_seat else Right.READ if exists else Right.CREATE
+    call.check(right, kind, spec.name)
+    if (call.principal.best(spec.name) or 0) < Right.CONTRIBUTE:
+        worker_id = ""  # a caller that may not contribute is none that others wait for
+    registry.check_opened(spec.name, request.incarnation)
+    if request.must_exist and not exists:
+        raise shard.lost_memory(kind, spec.name)
+    seat_for: Contributor[Any] | None = None
+    if takes_seat:
+        registry.get(spec.name)  # a caller that takes a seat has opened it before
+        if request.from_step > STEP_MAX:
+            raise ArgumentError(f"from_step must be at most {STEP_MAX}; got {request.from_step}")
+        seat_for = Contributor(
+            worker_id,
+            shard.sessions.check(request.session, worker_id, call.principal.name),
+            request.tenure,
+            asks=True,
+            begins_anew=request.begins_anew,
+            from_step=request.from_step if request.HasField("from_step") else None,
+        )
+    found, created = registry.open(spec, call.principal.name)
+    response = found.join(
+        worker_id, request.session, seat_for=seat_for, incarnation=request.incarnation
+    )
+    response.created = created
+    if registry.get(spec.name) is not found:  # it was deleted meanwhile
+        raise ShardUnavailableError(f"{kind} {spec.name!r} was deleted; call again")
+    if created:
+        call.note("created", kind=kind, name=spec.name)
+        size = "size" if kind == "parameter" else "dim"
+        _LOG.info(f"{kind} created", extra={kind: spec.name, size: getattr(spec, size)})
+    return response
+
+
+def change_learning_rate(kind: Kind, shard: Shard, request: Any, call: Call) -> None:
+    """Sets the learning rate of what a request names, from a step on."""
+    found = named(kind, shard, request, call, Right.CONTRIBUTE)
+    rate = check_learning_rate("learning_rate", request.learning_rate, found.spec.optimizer)
+    from_step = request.from_step if request.HasField("from_step") else None
+    found.change_learning_rate(from_step, rate)
+    _LOG.info("learning rate changed", extra={kind: found.spec.name, "learning_rate": rate})
 
 
 def names_that_fit(worker_ids: Iterable[str]) -> list[str]:

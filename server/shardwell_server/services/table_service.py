@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import grpc
-
 from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
@@ -27,16 +25,21 @@ from shardwell.wire import messages as framing
 from shardwell.wire.row_state import RowState, RowStateCodec, empty_state
 from shardwell.wire.rows import RowCodec
 from shardwell_server.access.rights import Right
-from shardwell_server.services.calls import Call, Calls, Handling, Needs
-from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX, joined
+from shardwell_server.services.calls import Call, Handling, Needs
+from shardwell_server.services.parameter_service import STATUS_NAME_COUNT_MAX
 from shardwell_server.services.row_stream import RowStream
-from shardwell_server.services.step_stream import moved
+from shardwell_server.services.step_stream import (
+    change_learning_rate,
+    joined,
+    moved,
+    named,
+    opened,
+)
 from shardwell_server.shard.deadline import RequestDeadline, deadline_of, until, wanted
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
 
 _LOG = logging.getLogger("shardwell_server")
-_SERVICE = pb.DESCRIPTOR.services_by_name["TableService"]
 _CONTENT = pb.ScanRowsRequest.Content
 _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STATE)
 
@@ -44,42 +47,18 @@ _CONTENTS = (_CONTENT.CONTENT_IDS, _CONTENT.CONTENT_VALUES, _CONTENT.CONTENT_STA
 class TableService:
     """Handlers, one method an RPC."""
 
-    def __init__(self, shard: Shard, calls: Calls) -> None:
+    def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._calls = calls
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        calls = self._calls
-        handlers = {
-            "OpenTable": calls.unary(self.open_table, pb.OpenTableRequest),
-            "EvictRows": calls.unary(self.evict_rows, pb.EvictRowsRequest),
-            "SetTableLearningRate": calls.unary(
-                self.set_table_learning_rate, pb.SetTableLearningRateRequest
-            ),
-            "GetTableStatus": calls.unary(self.get_table_status, pb.GetTableStatusRequest),
-            "ExchangeRows": calls.both(self.exchange_rows),
-            "ScanRows": calls.answers(self.scan_rows, pb.ScanRowsRequest),
-            "LoadRows": calls.messages(self.load_rows),
-        }
-        assert set(handlers) == {method.name for method in _SERVICE.methods}
-        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
-
-    # RPCs.
 
     def open_table(self, request: pb.OpenTableRequest, call: Call) -> pb.OpenTableResponse:
         response: pb.OpenTableResponse = joined("table", self._shard, request, call, TableSpec)
-        if response.created:
-            spec = request.spec
-            _LOG.info("table created", extra={"table": spec.name, "dim": spec.dim})
         return response
 
     def exchange_rows(self, call: Call) -> Handling:
         return RowStream(self._shard, call).exchange()
 
     def scan_rows(self, request: pb.ScanRowsRequest, call: Call) -> Handling:
-        self._shard.check_identity(request.shard)
-        call.check(Right.READ, "table", request.table)
-        table = self._shard.tables.opened(request.table, request.incarnation)
+        table: TableSlice = named("table", self._shard, request, call, Right.READ)
         if request.content not in _CONTENTS:
             raise ArgumentError(
                 f"content must be CONTENT_IDS, CONTENT_VALUES or CONTENT_STATE; got "
@@ -118,13 +97,7 @@ class TableService:
             request, payload = framing.parse(pb.LoadRowsRequest, message)
             moved(self._shard, call, received=payload.size)
             if loading is None:
-                if not request.HasField("open"):
-                    raise ArgumentError("a stream's first message must have `open`; it is missing")
-                checksum.check_sealed(request.open)
-                self._shard.check_identity(request.open.shard)
-                call.check(Right.CREATE, "table", request.open.table)
-                opening = request.open
-                table = self._shard.tables.opened(opening.table, opening.incarnation)
+                table = opened("table", self._shard, request, call, Right.CREATE)
                 loading = _Load(table, request)
             elif request.HasField("open"):
                 raise ArgumentError("only the first message of a stream has `open`")
@@ -140,31 +113,17 @@ class TableService:
         return pb.LoadRowsResponse(row_count=loading.row_count)
 
     def evict_rows(self, request: pb.EvictRowsRequest, call: Call) -> pb.EvictRowsResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.ADMIN, "table", request.table)
-        table = self._shard.tables.opened(request.table, request.incarnation)
+        table: TableSlice = named("table", self._shard, request, call, Right.ADMIN)
         count = table.evict(request.older_than_step)
         call.note("evicted", kind="table", name=request.table, rows=count)
-        _LOG.info(
-            "rows evicted",
-            extra={
-                "table": request.table,
-                "rows": count,
-                "older_than_step": request.older_than_step,
-            },
-        )
+        evicted = {"rows": count, "older_than_step": request.older_than_step}
+        _LOG.info("rows evicted", extra={"table": request.table, **evicted})
         return pb.EvictRowsResponse(evicted_row_count=count)
 
     def set_table_learning_rate(
         self, request: pb.SetTableLearningRateRequest, call: Call
     ) -> pb.SetTableLearningRateResponse:
-        self._shard.check_identity(request.shard)
-        call.check(Right.CONTRIBUTE, "table", request.table)
-        table = self._shard.tables.opened(request.table, request.incarnation)
-        rate = check_learning_rate("learning_rate", request.learning_rate, table.spec.optimizer)
-        from_step = request.from_step if request.HasField("from_step") else None
-        table.change_learning_rate(from_step, rate)
-        _LOG.info("learning rate changed", extra={"table": request.table, "learning_rate": rate})
+        change_learning_rate("table", self._shard, request, call)
         return pb.SetTableLearningRateResponse()
 
     def get_table_status(

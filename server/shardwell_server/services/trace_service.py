@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import grpc
-
 from shardwell.errors import SessionUnknownError, ShardUnavailableError, WrongShardError
 from shardwell.process import span_columns
 from shardwell.process.spans import clock_id, now_ns
 from shardwell.specs.names import check_name
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.services.calls import Call, Calls, Handling
+from shardwell_server.services.calls import Call, Handling
 from shardwell_server.shard.deadline import deadline_of, until
 from shardwell_server.shard.shard import Shard
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"]
-TRACE_SERVICE_NAME = _SERVICE.full_name
 _WAIT_S_MAX = 60.0
 _WORKER_COUNT_MAX = 100
 
@@ -26,23 +22,9 @@ _WORKER_COUNT_MAX = 100
 class TraceService:
     """Handlers, one method an RPC."""
 
-    def __init__(self, shard: Shard, calls: Calls) -> None:
+    def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._calls = calls
         self._recordings = shard.recordings
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        calls = self._calls
-        handlers = {
-            "GetClock": calls.unary(self.get_clock, pb.GetClockRequest),
-            "AwaitRecording": calls.unary(
-                self.await_recording, pb.AwaitRecordingRequest, is_urgent=True, is_counted=False
-            ),
-            "GiveSpans": calls.unary(self.give_spans, pb.GiveSpansRequest),
-            "Record": calls.answers(self.record, pb.RecordRequest),
-        }
-        assert set(handlers) == {method.name for method in _SERVICE.methods}
-        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
     def get_clock(self, request: pb.GetClockRequest, call: Call) -> pb.GetClockResponse:
         self._shard.check_identity(request.shard)

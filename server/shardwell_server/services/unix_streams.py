@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from shardwell.connection.credentials import AUTHORIZATION_KEY
 from shardwell.connection.error_codes import ERROR_DETAIL_KEY, to_status
 from shardwell.errors import CorruptChunkError, LimitError, VersionMismatchError, WrongShardError
 from shardwell.process.unix_sockets import check_descriptors, check_same_user, listening
-from shardwell.v1 import parameter_server_pb2, table_pb2, unix_stream_pb2
+from shardwell.v1 import unix_stream_pb2
 from shardwell.wire.checksum import check_version
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
@@ -38,14 +38,6 @@ _JOINED_BYTES_MAX = 32 * 1024
 """An answer up to this size is copied behind its head, which costs less than writing twice."""
 _DESCRIPTOR_RESERVE = 64
 """Descriptors that streams here, each of which has one, leave for the rest."""
-
-_METHODS = {
-    f"/{service.full_name}/{method.name}"
-    for module in (parameter_server_pb2, table_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-    if method.client_streaming or not method.server_streaming
-}
 Serve: TypeAlias = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 
 Pack: TypeAlias = Callable[[Any], bytes]
@@ -55,18 +47,13 @@ async def _unimplemented(messages: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call here")
 
 
-class _Details:
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
-
-
 class UnixStreams:
     """The Unix socket's server, for the loop's thread; beyond `count_max`, calls go over gRPC."""
 
-    def __init__(self, services: Sequence[grpc.GenericRpcHandler], count_max: int) -> None:
+    def __init__(self, methods: Mapping[str, Any], count_max: int) -> None:
         self.address = ""
-        self._services = services
+        self.methods = methods
+        """The handlers of gRPC's that are served here, by the path of their RPC."""
         self._count_max = count_max
         self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
@@ -105,13 +92,12 @@ class UnixStreams:
             connection.abandon()
 
     def _serve_of(self, method: str) -> tuple[Serve, Pack | None]:
-        for service in self._services if method in _METHODS else ():
-            handler: Any = service.service(_Details(method))
-            if handler is not None:
-                if handler.response_streaming:
-                    return handler.stream_stream, None
-                return handler.stream_unary, handler.response_serializer
-        return _unimplemented, None
+        handler = self.methods.get(method)
+        if handler is None:
+            return _unimplemented, None
+        if handler.response_streaming:
+            return handler.stream_stream, None
+        return handler.stream_unary, handler.response_serializer
 
     def _entered(self, connection: _Connection) -> None:
         if len(self._open) >= self._count_max:

@@ -25,7 +25,7 @@ ONES = np.ones(9, np.float32)
 def peers(running: Any, method: str = "exchange") -> list[str]:
     """Whence the open calls of a shard came."""
     calls = list(open_calls(running.servers[0]))
-    return [call.context.peer() for call in calls if call.method.lower() == method]
+    return [call.context.peer() for call in calls if call.rpc.name.lower() == method]
 
 
 def opened(client: shardwell.Client, name: str, **given: Any) -> shardwell.Parameter:

@@ -111,7 +111,7 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(cluster, connect) -
     eventually(
         "it waits",
         lambda: any(
-            connection.task is not None and call.method == "ClaimInit"
+            connection.task is not None and call.rpc.name == "ClaimInit"
             for connection in unix_connections(server)
             for call in open_calls(server)
         ),
@@ -132,7 +132,7 @@ def test_closing_a_client_ends_what_waits(cluster, connect) -> None:
     channel.call("ClaimInit", request, pb.ClaimInitResponse, timeout_s=PATIENCE_S)
     waiting = in_background(lambda: net.init(ONES))
     calls = endpoint_of(running.servers[0]).calls
-    eventually("it waits", lambda: any(call.method == "ClaimInit" for call in calls._open))
+    eventually("it waits", lambda: any(call.rpc.name == "ClaimInit" for call in calls._open))
     other.close()
     assert isinstance(waiting.exception(PATIENCE_S), shardwell.ClosedError)
     client.close()
@@ -171,10 +171,13 @@ def test_what_is_idle_gives_way(cluster, connect) -> None:
     assert connection_counts(running) == [2]
 
 
-def test_a_shard_of_an_older_version(cluster, connect, monkeypatch) -> None:
+def test_a_shard_of_an_older_version(cluster, connect) -> None:
     """Which takes nothing there but streams."""
-    monkeypatch.setattr(unix_streams, "_METHODS", {"/shardwell.v1.ParameterServerService/Exchange"})
-    client = connect(cluster(2), "w0")
+    running, exchange = cluster(2), "/shardwell.v1.ParameterServerService/Exchange"
+    for server in running.servers:
+        streams = endpoint_of(server).unix_streams
+        streams.methods = {exchange: streams.methods[exchange]}
+    client = connect(running, "w0")
     assert opened(client).exchange(ONES)[0] == -1
     assert called_over_grpc(client) >= {"CreateParameter", "ClaimInit", "ConfirmInit"}
 

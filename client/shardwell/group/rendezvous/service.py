@@ -21,8 +21,6 @@ from shardwell.v1 import group_pb2 as pb
 
 _LOG = logging.getLogger("shardwell.group")
 _SERVICE = pb.DESCRIPTOR.services_by_name["GroupService"]
-GROUP_SERVICE_NAME = _SERVICE.full_name
-MakeUnary: TypeAlias = Callable[[Callable[[Any, Any], Any], Any], Any]
 Admit: TypeAlias = Callable[[Any, str], Owner]
 """The owner that calls, given the context and a group's name; raises where it is refused."""
 
@@ -58,9 +56,9 @@ class GroupService:
         self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
         self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
 
-    def handler(self, unary: MakeUnary | None = None) -> grpc.GenericRpcHandler:
-        """The methods for a server; `unary` makes gRPC's handler, by default for grpc.Server."""
-        unary = unary or self._answering.unary
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The methods for a grpc.Server."""
+        unary = self._answering.unary
         handlers = {
             "JoinGroup": unary(self.join_group, pb.JoinGroupRequest),
             "RenewLease": unary(self.renew_lease, pb.RenewLeaseRequest),
