@@ -24,6 +24,8 @@ _SPAN_S = 600.0
 _SHOWN_ELSEWHERE = ("name", "size", "layout", "fragment")
 """Fields of a spec that are no settings, or that the page has beside."""
 
+_OF_STEP = ("step", "took_s", "last", "waited_s", "worker_count")
+
 _Part: TypeAlias = ParameterSlice | TableSlice
 
 
@@ -63,21 +65,19 @@ def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
 
 def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
     """A vector without a layout, or a table, has none."""
-    for part in parts:
-        spec = part.spec
+    for spec in (part.spec for part in parts):
         if not isinstance(spec, ParameterSpec) or spec.layout is None:
             continue
         for tensor in spec.layout:
-            options = tensor.options
+            fields = dataclasses.fields(tensor.options)
+            options = {field.name: getattr(tensor.options, field.name) for field in fields}
             yield {
                 "name": tensor.name,
                 "shape": list(tensor.shape),
                 "size": tensor.size,
-                "fragment": None if spec.fragment is None else spec.fragment.index,
+                "fragment": spec.fragment and spec.fragment.index,
                 "options": {
-                    field.name: getattr(options, field.name)
-                    for field in dataclasses.fields(options)
-                    if getattr(options, field.name) != field.default
+                    f.name: options[f.name] for f in fields if options[f.name] != f.default
                 },
             }
 
@@ -96,12 +96,8 @@ def _last_steps(vitals: Vitals, parts: Sequence[_Part]) -> list[dict[str, Any]]:
     return [
         {
             "name": step.subject,
-            "step": step.step,
             "ago_s": round((now_ns - step.end_ns) / 1e9, 1),
-            "took_s": step.took_s,
-            "last": step.last,
-            "waited_s": step.waited_s,
-            "worker_count": step.worker_count,
+            **{name: getattr(step, name) for name in _OF_STEP},
         }
         for step in found[:_STEP_COUNT_MAX]
     ]

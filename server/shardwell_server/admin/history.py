@@ -7,6 +7,7 @@ does nothing for it. A shard that is started again begins with nothing. It occup
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -15,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+from shardwell.rpc.shard_status import Resources
 from shardwell_server.admin.metrics import Vitals
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.table.slice import TableSlice
@@ -77,11 +79,11 @@ class History:
         self._times_s = array("d", [0.0]) * SAMPLE_COUNT
         self._count = 0
         self._shard = {name: _Series() for name in _SHARD_SERIES}
-        self._names: dict[Key, _Name] = {}
+        first = itertools.islice(self._parts(), NAME_COUNT_MAX)
+        self._names = {key: _Name(_counts(part)) for key, part in first}
         self._left_out: dict[Key, int] = {}
         self._before = self._totals()
         self._before_s = now_s()
-        self._names_before()
         self._end = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="shardwell-admin-history", daemon=True
@@ -110,21 +112,14 @@ class History:
             now_s, totals = self._now_s(), self._totals()
             passed_s = max(now_s - self._before_s, 1e-3)
             place = self._count % SAMPLE_COUNT
-            resources = self._vitals.resources()
-            rates = [
+            resources = Resources.from_proto(self._vitals.resources())
+            cores, *bytes_s = (
                 max(after - before, 0.0) / passed_s
                 for before, after in zip(self._before, totals, strict=True)
-            ]
-            cores, in_bytes_s, out_bytes_s = rates
-            found = {
-                "cores": cores,
-                "memory_bytes": _given(resources, "memory_bytes"),
-                "disk_free_bytes": _given(resources, "disk_free_bytes"),
-                "in_bytes_s": in_bytes_s,
-                "out_bytes_s": out_bytes_s,
-            }
-            for name, series in self._shard.items():
-                series.put(place, found[name])
+            )
+            found = (cores, resources.memory_bytes, resources.disk_free_bytes, *bytes_s)
+            for series, value in zip(self._shard.values(), found, strict=True):
+                series.put(place, value)
             self._sample_names(place, passed_s)
             self._times_s[place] = now_s
             self._before, self._before_s = totals, now_s
@@ -133,11 +128,6 @@ class History:
     def _totals(self) -> tuple[float, float, float]:
         traffic = self._vitals.shard.traffic
         return time.process_time(), traffic.received_bytes, traffic.sent_bytes
-
-    def _names_before(self) -> None:
-        for key, part in self._parts():
-            if len(self._names) < NAME_COUNT_MAX:
-                self._names[key] = _Name(_counts(part))
 
     def _sample_names(self, place: int, passed_s: float) -> None:
         gone, left_out = set(self._names), self._left_out
@@ -175,16 +165,18 @@ class History:
 
     def _parts(self) -> Iterator[tuple[Key, _Part]]:
         shard = self._vitals.shard
-        for parameter in shard.parameters.all():
-            yield ("parameter", parameter.spec.name), parameter
-        for table in shard.tables.all():
-            yield ("table", table.spec.name), table
+        yield from ((("parameter", each.spec.name), each) for each in shard.parameters.all())
+        yield from ((("table", each.spec.name), each) for each in shard.tables.all())
 
     def view(self, is_shown: Callable[[str], bool], only: Key | None = None) -> dict[str, Any]:
         """Returns the history that the page draws."""
         with self._lock:
             count = min(self._count, SAMPLE_COUNT)
             place = (self._count - 1) % SAMPLE_COUNT
+
+            def last(given: dict[str, _Series]) -> dict[str, list[float | None]]:
+                return {name: series.last(place, count) for name, series in given.items()}
+
             now_s = self._now_s()
             ages = [
                 round(now_s - self._times_s[(place - back) % SAMPLE_COUNT], 1)
@@ -193,20 +185,14 @@ class History:
             shown = [key for key in self._names if is_shown(key[1]) and only in (None, key)]
             shown.sort(key=lambda key: (-self._names[key].series["steps_s"].total(), key))
             names = [
-                {"kind": kind, "name": name}
-                | {
-                    which: series.last(place, count)
-                    for which, series in self._names[kind, name].series.items()
-                }
+                {"kind": kind, "name": name, **last(self._names[kind, name].series)}
                 for kind, name in shown[:_SHOWN_COUNT_MAX]
             ]
             found: dict[str, Any] = {"period_s": PERIOD_S, "ages_s": ages, "names": names}
             if only is None:
                 found["left_out"] = max(len(shown) - _SHOWN_COUNT_MAX, 0)
                 found["shard_index"] = self._vitals.shard.config.shard_index
-                found["shard"] = {
-                    name: series.last(place, count) for name, series in self._shard.items()
-                }
+                found["shard"] = last(self._shard)
             return found
 
 
@@ -218,7 +204,3 @@ def version_of(part: _Part) -> int:
 def _counts(part: _Part) -> _Counts:
     waits = part.times.waits
     return _Counts(version_of(part), sum(waits.counts), waits.total_s)
-
-
-def _given(message: Any, field: str) -> float | None:
-    return getattr(message, field) if message.HasField(field) else None

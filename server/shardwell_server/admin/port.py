@@ -24,7 +24,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from shardwell.connection.tls import TlsFiles
 from shardwell.errors import ArgumentError, AuthenticationError, ShardwellError
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import check_name
+from shardwell.threads.asking import ask_all
 from shardwell_server.access.access import Access
-from shardwell_server.access.rights import Principal
 from shardwell_server.admin.details import details
 from shardwell_server.admin.history import History, Key
 from shardwell_server.admin.http import HttpServer, Response
@@ -73,7 +72,8 @@ class AdminPort:
         self._is_alive: Callable[[], bool] = lambda: True
         self._not_ready = _STARTING
         self._has_served = False
-        self._others: _OtherShards | None = None
+        self._channels: list[ShardChannel] = []
+        """To all shards, in order; empty: this shard is the only one."""
         self._answers: tuple[float, list[Answer]] = (-_KEPT_S, [])
         self._address = ""
         tls = None if config.tls is None else TlsFiles(config.tls)
@@ -92,8 +92,12 @@ class AdminPort:
 
     def know_cluster(self, addresses: Sequence[str]) -> None:
         """Shows all shards from now on, whose addresses are in order."""
-        if len(addresses) > 1 and self._others is None:
-            self._others = _OtherShards(self._config.shard_index, addresses)
+        if len(addresses) > 1 and not self._channels:
+            credentials = Credentials.of()
+            self._channels = [
+                ShardChannel(index, address, credentials=credentials, same_host=False)
+                for index, address in enumerate(addresses)
+            ]
 
     def serves(self) -> None:
         """Notes that the shard takes calls from now on."""
@@ -108,24 +112,24 @@ class AdminPort:
         self._http.close()
         if self._history is not None:
             self._history.close()
-        if self._others is not None:
-            self._others.close()
+        for channel in self._channels:
+            with contextlib.suppress(ShardwellError):
+                channel.close()
 
     def respond(self, path: str, query: str, authorization: str | None) -> Response:
         """Returns the answer for a path and its query."""
         match path:
+            case "/live" if self._is_alive():
+                return _text(HTTPStatus.OK, "alive")
             case "/live":
-                if self._is_alive():
-                    return _text(HTTPStatus.OK, "alive")
-                return _text(HTTPStatus.SERVICE_UNAVAILABLE, "the shard's loop does not answer")
+                return _unavailable("the shard's loop does not answer")
             case "/startup":
-                is_up = self._has_served
-                status = HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE
-                return _text(status, "started" if is_up else self._not_ready)
+                if self._has_served:
+                    return _text(HTTPStatus.OK, "started")
+                return _unavailable(self._not_ready)
             case "/ready":
                 why = self._why_not_ready()
-                status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
-                return _text(status, why or self._serving())
+                return _unavailable(why) if why else _text(HTTPStatus.OK, self._serving())
             case "/metrics" | "/status.json" | "/history.json" | "/details.json":
                 return self._guarded(path, query, authorization)
         if path in _PAGE_FILES:
@@ -152,7 +156,7 @@ class AdminPort:
     def _guarded(self, path: str, query: str, authorization: str | None) -> Response:
         vitals, access, history = self._vitals, self._access, self._history
         if vitals is None or access is None or history is None:
-            return _text(HTTPStatus.SERVICE_UNAVAILABLE, self._not_ready)
+            return _unavailable(self._not_ready)
         try:
             principal = access.principal(authorization)
         except AuthenticationError as error:
@@ -160,29 +164,37 @@ class AdminPort:
         if path in _PAGE_FILES:
             name, content_type = _PAGE_FILES[path]
             return Response(HTTPStatus.OK, _contents(name), content_type)
-        is_shown = functools.partial(_may_read, principal)
+
+        def is_shown(shown: str) -> bool:
+            return principal.best(shown) is not None
+
         if path == "/metrics":
             return Response(HTTPStatus.OK, exposition(vitals, is_shown), CONTENT_TYPE)
-        if path in ("/history.json", "/details.json"):
-            try:
-                only = _named(query, is_optional=path == "/history.json")
-            except ArgumentError as error:
-                return _text(HTTPStatus.BAD_REQUEST, error.message)
-            if only is None or path == "/history.json":
-                return _json(history.view(is_shown, only))
-            found = details(vitals, is_shown, only)
-            if found is None:
-                words = f"this shard has no {only[0]} {only[1]!r}, or the token may not read it"
-                return _text(HTTPStatus.NOT_FOUND, words)
-            return _json(found)
-        return _json(view(self._ask_all(vitals), vitals, is_shown))
+        if path == "/status.json":
+            return _json(view(self._ask_all(vitals), vitals, is_shown))
+        try:
+            only = _named(query, is_optional=path == "/history.json")
+        except ArgumentError as error:
+            return _text(HTTPStatus.BAD_REQUEST, error.message)
+        if only is None or path == "/history.json":
+            return _json(history.view(is_shown, only))
+        found = details(vitals, is_shown, only)
+        if found is None:
+            words = f"this shard has no {only[0]} {only[1]!r}, or the token may not read it"
+            return _text(HTTPStatus.NOT_FOUND, words)
+        return _json(found)
 
     def _ask_all(self, vitals: Vitals) -> list[Answer]:
         with self._lock:  # requests that come meanwhile get the same answers
             asked_s, answers = self._answers
             if time.monotonic() - asked_s >= _KEPT_S:
                 own: Answer = (self._address, own_status(vitals, self._address))
-                answers = [own] if self._others is None else self._others.ask(own)
+
+                def answer(channel: ShardChannel) -> Answer:
+                    is_own = channel.shard_index == self._config.shard_index
+                    return (channel.address, own[1]) if is_own else ask(channel, _ANSWER_S)
+
+                answers = ask_all(self._channels, answer) or [own]
                 self._answers = (time.monotonic(), answers)
             return answers
 
@@ -193,40 +205,6 @@ def _hosts_of(config: ShardConfig) -> set[str] | None:
         return None
     listened_on = config.admin_listen.rpartition(":")[0].lower()
     return {"127.0.0.1", "[::1]", "localhost", listened_on}
-
-
-class _OtherShards:
-    def __init__(self, own_index: int, addresses: Sequence[str]) -> None:
-        self._own_index = own_index
-        credentials = Credentials.of()
-        self._channels = [
-            ShardChannel(index, address, credentials=credentials, same_host=False)
-            for index, address in enumerate(addresses)
-        ]
-        self._threads = ThreadPoolExecutor(
-            min(len(self._channels), 16), thread_name_prefix="shardwell-admin"
-        )
-
-    def ask(self, own: Answer) -> list[Answer]:
-        """Returns all answers in order; `own` is this shard's."""
-        futures = [self._threads.submit(ask, channel, _ANSWER_S) for channel in self._beside]
-        answers = [future.result() for future in futures]
-        answers.insert(self._own_index, (self._channels[self._own_index].address, own[1]))
-        return answers
-
-    @property
-    def _beside(self) -> Sequence[ShardChannel]:
-        return [each for each in self._channels if each.shard_index != self._own_index]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for channel in self._channels:
-            with contextlib.suppress(ShardwellError):
-                channel.close()
-
-
-def _may_read(principal: Principal, name: str) -> bool:
-    return principal.best(name) is not None
 
 
 @functools.cache
@@ -253,6 +231,10 @@ def _named(query: str, *, is_optional: bool) -> Key | None:
 
 def _json(found: dict[str, Any]) -> Response:
     return Response(HTTPStatus.OK, json.dumps(found).encode(), "application/json")
+
+
+def _unavailable(words: str) -> Response:
+    return _text(HTTPStatus.SERVICE_UNAVAILABLE, words)
 
 
 def _text(status: HTTPStatus, words: str) -> Response:
