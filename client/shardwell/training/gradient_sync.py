@@ -8,19 +8,20 @@ group of processes (GroupSync) or the shards of a cluster (ServerSync).
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_writable, check_integer
+from shardwell.errors import ArgumentError
+from shardwell.numerics.arguments import as_writable, check_finite, check_integer
 from shardwell.numerics.codec import Float32
-from shardwell.numerics.finite import first_non_finite
-from shardwell.numerics.reduction import ReductionName
 from shardwell.parameter.parameter import Parameter
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
+
+if TYPE_CHECKING:
+    from shardwell.group.group import Group
 
 
 @runtime_checkable
@@ -59,42 +60,6 @@ class GradientSync(Protocol):
         return self.worker_count > 1
 
 
-class ReducingGroup(Protocol):
-    """The methods of a group that GroupSync and the trainer use, as `shardwell.join_group` has."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank among the members now."""
-
-    @property
-    def size(self) -> int:
-        """Members now."""
-
-    def all_reduce(
-        self,
-        array: Float32,
-        op: ReductionName = "sum",
-        *,
-        sample_count: int = 1,
-        codec: Any = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Reduces in place."""
-
-    def broadcast(
-        self,
-        array: Float32,
-        root: int = 0,
-        *,
-        codec: Any = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Replaces the array by the root's."""
-
-    def join(self, *, timeout_s: float | None = None) -> int:
-        """Blocks until all have joined; returns the rank that joined last."""
-
-
 class LocalSync(GradientSync):
     """One worker alone: its gradient is the mean. Checks as the others do; any thread may call.
 
@@ -131,14 +96,9 @@ class LocalSync(GradientSync):
         if check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX) == 0:
             flat.fill(0.0)
             return
-        index = None if self._allow_non_finite else first_non_finite(flat)
-        if index is not None:
-            raise NonFiniteError(
-                f"array: element {index} is {flat[index]}; skip or mend the step, or use "
-                "LocalSync(allow_non_finite=True)",
-                element_index=index,
-                rank=0,
-            )
+        if not self._allow_non_finite:
+            remedy = "skip or mend the step, or use LocalSync(allow_non_finite=True)"
+            check_finite("array", flat, None, remedy=remedy)
 
 
 class GroupSync(GradientSync):
@@ -156,7 +116,7 @@ class GroupSync(GradientSync):
         1
     """
 
-    def __init__(self, group: ReducingGroup, timeout_s: float | None = None) -> None:
+    def __init__(self, group: Group, timeout_s: float | None = None) -> None:
         self.group = group
         """The group."""
         self._timeout_s = None if timeout_s is None else check_timeout(timeout_s)

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,88 +59,71 @@ from shardwell.threads.calls import SIGNAL_INTERVAL_S
 from shardwell.training.gradient_sync import GradientSync
 
 THREAD_COUNT_MAX = 1024
-_GATHERING, _REDUCING, _OVER = "gathering", "reducing and handing out", "over"
-Failure = Callable[[], Exception]
+Failure = Callable[[], ShardwellError]
+"""Makes the error of a round, a new one for each thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadCall:
-    """One thread's call."""
-
-    op: str
+class _Call:
+    form: str
+    """The parts in which all calls must agree, in words; or why this one can't be used."""
+    is_usable: bool = True
+    op: str = ""
     values: Float32 = field(default_factory=lambda: np.empty(0, np.float32))
-    shape: tuple[int, ...] = ()
     sample_count: int = 0
-    problem: str = ""
     non_finite_index: int | None = None
     """The first element that is not finite and may not be so."""
 
-    @staticmethod
-    def of(array: Any, op: Any, sample_count: Any, *, allow_non_finite: bool) -> ThreadCall:
-        """The call of a thread, checked; never raises."""
+
+def _call_of(array: Any, op: Any, sample_count: Any, *, allow_non_finite: bool) -> _Call:
+    try:
         if op not in REDUCTIONS:
-            return ThreadCall(op="", problem=f"op must be one of {REDUCTIONS}; got {op!r:.80}")
-        try:
-            values = as_writable("array", array)
-            count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
-        except ArgumentError as error:
-            return ThreadCall(op=op, problem=error.message)
-        return ThreadCall(
-            op=op,
-            values=values,
-            shape=array.shape,
-            sample_count=count,
-            non_finite_index=None if allow_non_finite else first_non_finite(values),
-        )
-
-    @property
-    def form(self) -> str:
-        """The parts of a call in which all must agree, in words."""
-        if self.problem:
-            return self.problem
-        shape = f" of shape {self.shape}" if len(self.shape) != 1 else ""
-        return f"{self.op} of {self.values.size} elements{shape}"
-
-
-def failure_of(calls: Sequence[ThreadCall]) -> Callable[[], ShardwellError] | None:
-    """The maker of the error for all threads; None if the calls, by rank, can go on."""
-    unusable = [rank for rank, call in enumerate(calls) if call.problem]
-    if len(unusable) == len(calls):
-        message = f"rank 0: {calls[0].problem}"
-        return lambda: ArgumentError(message, rank=0)
-    if len({call.form for call in calls}) > 1:
-        message = (
-            f"the threads called different things: {_forms(calls)}; no array was written; all "
-            "must call the same, with arrays of one shape"
-        )
-        return lambda: CollectiveMismatchError(message, rank=unusable[0] if unusable else None)
-    shared = _sharing(calls)
-    if shared is not None:
-        message = f"the arrays of ranks {shared[0]} and {shared[1]} overlap; give each its own"
-        return lambda: ArgumentError(message, rank=shared[1])
-    for rank, call in enumerate(calls):
-        if call.non_finite_index is not None:
-            return _non_finite(rank, call, call.non_finite_index)
-    return None
-
-
-def _non_finite(rank: int, call: ThreadCall, index: int) -> Callable[[], ShardwellError]:
-    message = (
-        f"array of rank {rank}: element {index} is {call.values[index]}; no array was written; "
-        "skip or mend the step, or use ThreadedSync(..., allow_non_finite=True)"
+            raise ArgumentError(f"op must be one of {REDUCTIONS}; got {op!r:.80}")
+        values = as_writable("array", array)
+        count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
+    except ArgumentError as error:
+        return _Call(form=error.message, is_usable=False)
+    shape = f" of shape {array.shape}" if len(array.shape) != 1 else ""
+    return _Call(
+        form=f"{op} of {values.size} elements{shape}",
+        op=op,
+        values=values,
+        sample_count=count,
+        non_finite_index=None if allow_non_finite else first_non_finite(values),
     )
-    return lambda: NonFiniteError(message, element_index=index, rank=rank)
 
 
-def _forms(calls: Sequence[ThreadCall]) -> str:
-    """The call of each: "mean of 5 elements (ranks 0, 2), mean of 4 elements (rank 1)"."""
+def _failure_of(calls: Sequence[_Call]) -> Failure | None:
+    unusable = [rank for rank, call in enumerate(calls) if not call.is_usable]
+    if len(unusable) == len(calls):
+        return partial(ArgumentError, f"rank 0: {calls[0].form}", rank=0)
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call.form, []).append(rank)
-    return ", ".join(f"{form} ({format_ranks(found)})" for form, found in ranks.items())
+    if len(ranks) > 1:
+        forms = ", ".join(f"{form} ({format_ranks(found)})" for form, found in ranks.items())
+        return partial(
+            CollectiveMismatchError,
+            f"the threads called different things: {forms}; no array was written; all must call "
+            "the same, with arrays of one shape",
+            rank=unusable[0] if unusable else None,
+        )
+    shared = _sharing(calls)
+    if shared is not None:
+        message = f"the arrays of ranks {shared[0]} and {shared[1]} overlap; give each its own"
+        return partial(ArgumentError, message, rank=shared[1])
+    for rank, call in enumerate(calls):
+        index = call.non_finite_index
+        if index is not None:
+            message = (
+                f"array of rank {rank}: element {index} is {call.values[index]}; no array was "
+                "written; skip or mend the step, or use ThreadedSync(..., allow_non_finite=True)"
+            )
+            return partial(NonFiniteError, message, element_index=index, rank=rank)
+    return None
 
 
-def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:
+def _sharing(calls: Sequence[_Call]) -> tuple[int, int] | None:
     starts = sorted(
         (int(call.values.__array_interface__["data"][0]), rank)
         for rank, call in enumerate(calls)
@@ -153,12 +137,16 @@ def _sharing(calls: Sequence[ThreadCall]) -> tuple[int, int] | None:
 
 class _Round:
     def __init__(self) -> None:
-        self.state = _GATHERING
-        self.calls: dict[int, ThreadCall] = {}
+        self.calls: dict[int, _Call] = {}
         self.buffers: list[Float32] = []
         self.weights = MeanFactors(())
-        self.writing: set[int] = set()
+        self.writing: set[int] | None = None
+        """Ranks whose parts are not done; None: calls are gathered."""
         self.failure: Failure | None = None
+
+    @property
+    def gathers(self) -> bool:
+        return self.writing is None and self.failure is None
 
 
 class ThreadedSync(GradientSync):
@@ -281,12 +269,10 @@ class ThreadedSync(GradientSync):
             ShardwellError: see `sync_gradients`. A sum that float32 can't hold is infinite.
         """
         thread = threading.current_thread()
+        call = _call_of(array, op, sample_count, allow_non_finite=self._allow_non_finite)
         with self._condition:
             self._check_usable()
             own_rank = self._seat(thread) if rank is None else self._check_rank(rank)
-        call = ThreadCall.of(array, op, sample_count, allow_non_finite=self._allow_non_finite)
-        with self._condition:
-            self._check_usable()
             other = self._under_way.get(own_rank)
             if other is not None:
                 raise ArgumentError(
@@ -313,7 +299,7 @@ class ThreadedSync(GradientSync):
         """
         with self._condition:
             reason = "ThreadedSync.reset() was called meanwhile; call again"
-            self._break(self._next, lambda: WorkerLostError(reason))
+            self._break(self._next, partial(WorkerLostError, reason))
             if not self._waited_for(lambda: not self._under_way):
                 raise DeadlineError(
                     f"ranks {sorted(self._under_way)} have not returned from their calls within "
@@ -324,7 +310,7 @@ class ThreadedSync(GradientSync):
 
     # One call, on its own thread.
 
-    def _take_part(self, round_: _Round, rank: int, call: ThreadCall) -> None:
+    def _take_part(self, round_: _Round, rank: int, call: _Call) -> None:
         try:
             self._gather(round_, rank, call)
             self._reduce(round_, rank)
@@ -332,42 +318,48 @@ class ThreadedSync(GradientSync):
             with self._condition:
                 if round_.failure is None:  # interrupted, or a defect: the others must know
                     reason = f"rank {rank} was interrupted in the middle of a call"
-                    self._break(round_, lambda: WorkerLostError(reason, rank=rank))
+                    self._break(round_, partial(WorkerLostError, reason, rank=rank))
             raise
         finally:
             with self._condition:
-                self._part_is_done(round_, rank)
+                if round_.writing is not None:
+                    round_.writing.discard(rank)
+                self._condition.notify_all()
                 self._until_nobody_writes(round_)
         with self._condition:
             if round_.failure is not None:
                 raise round_.failure()
 
-    def _gather(self, round_: _Round, rank: int, call: ThreadCall) -> None:
+    def _gather(self, round_: _Round, rank: int, call: _Call) -> None:
         with self._condition:
-            if round_.state != _GATHERING:  # broken since
+            if not round_.gathers:  # broken since
                 self._check_usable()
             round_.calls[rank] = call
             if len(round_.calls) == self._worker_count:
                 self._compare(round_)
                 self._condition.notify_all()
-            elif not self._waited_for(lambda: round_.state != _GATHERING):
-                self._break(round_, self._missing(round_))
-            if round_.failure is not None:
-                raise round_.failure()
+            elif not self._waited_for(lambda: not round_.gathers):
+                missing = tuple(sorted(set(range(self._worker_count)) - set(round_.calls)))
+                message = (
+                    f"{format_ranks(missing)} of {self._worker_count} did not call within "
+                    f"{self._timeout_s:g} s; no array was written; call reset() when all threads "
+                    "can go on"
+                )
+                lost = partial(WorkersMissingError, message, missing_ranks=missing, rank=missing[0])
+                self._break(round_, lost)
 
     def _compare(self, round_: _Round) -> None:
         self._next = _Round()
         calls = [round_.calls[rank] for rank in range(self._worker_count)]
-        round_.failure = failure_of(calls)
-        if round_.failure is not None:
-            round_.state = _OVER
-            return
-        round_.state = _REDUCING
-        round_.buffers = [call.values for call in calls]
-        round_.weights = MeanFactors([call.sample_count for call in calls])
-        round_.writing = set(range(self._worker_count))
+        round_.failure = _failure_of(calls)
+        if round_.failure is None:
+            round_.buffers = [call.values for call in calls]
+            round_.weights = MeanFactors([call.sample_count for call in calls])
+            round_.writing = set(range(self._worker_count))
 
     def _reduce(self, round_: _Round, rank: int) -> None:
+        if round_.failure is not None:
+            return
         buffers, reduction = round_.buffers, round_.calls[rank].op
         total = thread_scratch().values
         first, stop = part_of(buffers[0].size, len(buffers), rank)
@@ -379,21 +371,11 @@ class ThreadedSync(GradientSync):
 
     # Under the lock.
 
-    def _part_is_done(self, round_: _Round, rank: int) -> None:
-        round_.writing.discard(rank)
-        if round_.state == _REDUCING and not round_.writing:
-            round_.state = _OVER
-            self._condition.notify_all()
-        elif round_.failure is not None:
-            self._condition.notify_all()
-
     def _until_nobody_writes(self, round_: _Round) -> None:
         if not self._waited_for(lambda: not round_.writing):
-            late = tuple(sorted(round_.writing))
-            message = (
-                f"{format_ranks(late)} did not reduce their parts within {self._timeout_s:g} s"
-            )
-            self._break(round_, lambda: WorkersMissingError(message, missing_ranks=late))
+            late = tuple(sorted(round_.writing or ()))
+            words = f"{format_ranks(late)} did not reduce their parts within {self._timeout_s:g} s"
+            self._break(round_, partial(WorkersMissingError, words, missing_ranks=late))
 
     def _waited_for(self, has_come: Callable[[], bool]) -> bool:
         """Waits with the lock held; False if it did not come in time. Signals are handled."""
@@ -405,19 +387,9 @@ class ThreadedSync(GradientSync):
             self._condition.wait(min(rest_s, SIGNAL_INTERVAL_S))
         return True
 
-    def _missing(self, round_: _Round) -> Failure:
-        missing = tuple(sorted(set(range(self._worker_count)) - set(round_.calls)))
-        message = (
-            f"{format_ranks(missing)} of {self._worker_count} did not call within "
-            f"{self._timeout_s:g} s; no array was written; call reset() when all threads can go on"
-        )
-        rank = missing[0]
-        return lambda: WorkersMissingError(message, missing_ranks=missing, rank=rank)
-
     def _break(self, round_: _Round, failure: Failure) -> None:
-        if round_.failure is None and round_.state != _OVER:
+        if round_.failure is None and round_.writing != set():  # else it is over
             round_.failure = failure
-            round_.state = _OVER
         if self._broken is None:
             self._broken = failure
         self._condition.notify_all()
@@ -431,12 +403,11 @@ class ThreadedSync(GradientSync):
             )
 
     def _seat(self, thread: threading.Thread) -> int:
-        own = next((rank for rank, holder in self._seats.items() if holder is thread), None)
-        if own is not None:
-            return own
+        for rank, holder in self._seats.items():
+            if holder is thread:
+                return rank
         for rank in range(self._worker_count):
-            holder = self._seats.get(rank)
-            if holder is None or not holder.is_alive():
+            if rank not in self._seats or not self._seats[rank].is_alive():
                 self._seats[rank] = thread
                 return rank
         raise ArgumentError(
@@ -445,9 +416,7 @@ class ThreadedSync(GradientSync):
         )
 
     def _leave(self, thread: threading.Thread) -> None:
-        for rank, holder in list(self._seats.items()):
-            if holder is thread:
-                del self._seats[rank]
+        self._seats = {k: holder for k, holder in self._seats.items() if holder is not thread}
 
     def _check_rank(self, rank: Any) -> int:
         return check_integer("rank", rank, 0, self._worker_count - 1)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_flat, check_integer
+from shardwell.numerics.arguments import as_flat, check_finite, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
@@ -135,12 +135,15 @@ class DataParallelTrainer:
             raise ArgumentError("weights must have at least 1 element; got 0")
         self._flat: Float32 = flat.astype(np.float32)
         self._weights = self._flat.reshape(np.shape(weights))
-        index = first_non_finite(self._flat)
-        if index is not None:
-            raise NonFiniteError(
-                f"weights: element {index} is {self._flat[index]}", element_index=index
+        check_finite("weights", self._flat, None, remedy="mend them")
+        needed = self._flat.size + 1
+        if isinstance(self.sync, ServerSync) and self.sync.parameter.size != needed:
+            raise ArgumentError(
+                f"parameter {self.sync.parameter.name!r} has {self.sync.parameter.size} elements; "
+                f"{needed} are needed for {self._flat.size} weights and the loss; open one of "
+                "another name with that size",
+                parameter=self.sync.parameter.name,
             )
-        self._check_sync()
         if micro_batch_size is not None:
             check_integer("micro_batch_size", micro_batch_size, 1, SAMPLE_COUNT_MAX)
         self._micro_batch_size = micro_batch_size
@@ -361,16 +364,6 @@ class DataParallelTrainer:
         self._step, self._learning_rate = found[furthest]
 
     # Checks, and words for messages.
-
-    def _check_sync(self) -> None:
-        needed = self._flat.size + 1
-        if isinstance(self.sync, ServerSync) and self.sync.parameter.size != needed:
-            raise ArgumentError(
-                f"parameter {self.sync.parameter.name!r} has {self.sync.parameter.size} elements; "
-                f"{needed} are needed for {self._flat.size} weights and the loss; open one of "
-                "another name with that size",
-                parameter=self.sync.parameter.name,
-            )
 
     def _known_rank(self) -> int | None:
         found: int | None = self._given_rank
