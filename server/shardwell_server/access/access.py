@@ -68,15 +68,16 @@ class Access:
         """Makes the access of a shard's config."""
         same = None if config.same_token is None else SameToken(TokenFile(config.same_token))
         return Access(
-            tokens=config.tokens,
-            jwt_keys=config.jwt_keys,
-            same=same,
-            cluster_id=config.cluster_id,
+            tokens=config.tokens, jwt_keys=config.jwt_keys, same=same, cluster_id=config.cluster_id
         )
 
     def principals(self) -> list[Principal]:
         """Returns the callers that the file of tokens has, one for each secret."""
-        return [] if self._tokens is None else list(self._tokens.last.values())
+        return [*self._by_digest.values()]
+
+    @property
+    def _by_digest(self) -> dict[bytes, Principal]:
+        return {} if self._tokens is None else self._tokens.last
 
     def quotas(self) -> dict[str, Quota]:
         """Returns the file's quotas, by the names of tokens."""
@@ -121,14 +122,13 @@ class Access:
         """Refuses a caller whose token has ended, or changed."""
         if not self.asks or principal is ANYBODY:
             return
-        tokens = {} if self._tokens is None else self._tokens.last
         keys = [] if self._keys is None else self._keys.last
         proof = principal.proof
         if self._same is not None and not principal.name:
             if self._same.is_digest(proof):
                 return
             raise AuthenticationError("the token was replaced")
-        if tokens.get(proof) != principal and not any(key.proof == proof for key in keys):
+        if self._by_digest.get(proof) != principal and not any(key.proof == proof for key in keys):
             raise AuthenticationError(f"token {principal.name!r} was revoked, or has changed")
         self._check_time(principal)
 
@@ -147,7 +147,7 @@ class Access:
     def _known(self, digest: bytes) -> Principal | None:
         """Looks at all tokens of the file, so that the time says nothing."""
         found = None
-        for proof, each in ({} if self._tokens is None else self._tokens.last).items():
+        for proof, each in self._by_digest.items():
             if hmac.compare_digest(proof, digest):
                 found = each
         return found

@@ -113,6 +113,11 @@ class AuditLog:
             self._tell_rest(self._seen.pop(next(iter(self._seen))))
         return 0 if seen is None else seen.count
 
+    def _tell_all(self) -> None:
+        with self._lock:
+            for seen in self._seen.values():
+                self._tell_rest(seen)
+
     def _tell_rest(self, seen: _Seen) -> None:
         if seen.count:
             self._put(seen.event, {**seen.given, "repeated": seen.count})
@@ -132,9 +137,7 @@ class AuditLog:
 
     def close(self) -> None:
         """Writes the lines that wait."""
-        with self._lock:
-            for seen in self._seen.values():
-                self._tell_rest(seen)
+        self._tell_all()
         self._lines.put(None)
         self._thread.join()
         self._file.close()
@@ -144,9 +147,7 @@ class AuditLog:
             try:
                 line = self._lines.get(timeout=_FOLD_S)
             except queue.Empty:
-                with self._lock:
-                    for seen in self._seen.values():
-                        self._tell_rest(seen)
+                self._tell_all()
                 continue
             if line is None:
                 return
@@ -155,22 +156,17 @@ class AuditLog:
 
 
 def _check_logs(path: Path) -> None:
-    _check_log(path)
-    for number in range(1, FILE_COUNT_MAX + 1):
-        _check_log(Path(f"{path}.{number}"))
-
-
-def _check_log(path: Path) -> None:
-    """Refuses a file that does not begin as an audit log, as far as it goes."""
-    if not path.is_file():
-        return  # pipes and devices are only written to
-    with path.open("rb") as file:
-        begin = file.read(len(_BEGIN))
-    if not _BEGIN.startswith(begin):
-        raise ArgumentError(
-            f"{path} exists, and is no audit log: it does not begin with "
-            f"{_BEGIN.decode()!r}; move it away, or give the log another name"
-        )
+    """Refuses files that do not begin as an audit log, as far as they go."""
+    for each in (path, *(Path(f"{path}.{number}") for number in range(1, FILE_COUNT_MAX + 1))):
+        if not each.is_file():
+            continue  # pipes and devices are only written to
+        with each.open("rb") as file:
+            begin = file.read(len(_BEGIN))
+        if not _BEGIN.startswith(begin):
+            raise ArgumentError(
+                f"{each} exists, and is no audit log: it does not begin with "
+                f"{_BEGIN.decode()!r}; move it away, or give the log another name"
+            )
 
 
 def _opened_private(path: str, flags: int) -> int:
@@ -203,12 +199,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         return True
 
     def _open(self) -> Any:
-        return open(
-            self.baseFilename,
-            "a",
-            encoding="utf-8",
-            opener=_opened_private,
-        )
+        return open(self.baseFilename, "a", encoding="utf-8", opener=_opened_private)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         _LOG.error("a line of the audit log could not be written", exc_info=True)

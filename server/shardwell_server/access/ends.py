@@ -62,9 +62,7 @@ class Ends:
 
     def all(self) -> list[End]:
         """Returns all ends, up to a limit; the first end is first."""
-        return sorted({*self._of_files(), *self._of_tokens(), *self._of_clients()})[
-            :_LISTED_COUNT_MAX
-        ]
+        return sorted({*self._found()})[:_LISTED_COUNT_MAX]
 
     def soon(self) -> list[End]:
         """Returns the ends within 30 days, or, for shorter lives, in the last third of one."""
@@ -86,24 +84,19 @@ class Ends:
                 _LOG.log(level, "%s", each.words(self.now_s()))
         self._told = {each: self._told[each] for each in soon}
 
-    def _of_files(self) -> Iterator[End]:
-        if self._tls is None:
-            return
-        tls, contents = self._tls.tls, self._tls.last
-        for kind, path, pem in (
-            ("certificate", tls.cert, contents.cert),
-            ("authority", tls.ca, contents.ca),
-        ):
-            found = None if pem is None else first_end(pem)
-            if found is not None:
-                yield End(found[0], kind, str(path), found[1])
-
-    def _of_tokens(self) -> Iterator[End]:
+    def _found(self) -> Iterator[End]:
+        if self._tls is not None:
+            tls, contents = self._tls.tls, self._tls.last
+            for kind, path, pem in (
+                ("certificate", tls.cert, contents.cert),
+                ("authority", tls.ca, contents.ca),
+            ):
+                found = None if pem is None else first_end(pem)
+                if found is not None:
+                    yield End(found[0], kind, str(path), found[1])
         for principal in self._access.principals():
             if principal.expires_s < math.inf:
                 yield End(principal.expires_s, "token", principal.name)
-
-    def _of_clients(self) -> Iterator[End]:
         for worker_id, ends_s, lead_s in self._clients():
             yield End(ends_s, "certificate of worker", worker_id, lead_s)
 

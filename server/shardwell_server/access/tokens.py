@@ -149,12 +149,11 @@ def read_tokens(path: Path) -> list[Token]:
 def json_of(path: Path) -> Any:
     """Reads a file of JSON; no error has any of it, as it may be secret."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-            raise ArgumentError(f"{path} can't be read: it is no file")
-        with path.open("rb") as file:
-            contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
-    except OSError as error:
-        raise ArgumentError(f"{path} can't be read: {error.strerror}") from None
+        with _telling(path, "read"):
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                raise ArgumentError(f"{path} can't be read: it is no file")
+            with path.open("rb") as file:
+                contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
     except ValueError as error:  # a path that no file has
         raise ArgumentError(f"{str(path)!r} can't be read: {error}") from None
     if len(contents) > _FILE_SIZE_MAX_BYTES:
@@ -169,10 +168,8 @@ def json_of(path: Path) -> Any:
 def changing_tokens(path: Path) -> Iterator[dict[str, Token]]:
     """Yields a file's tokens by name, and replaces it after the block; locks out others."""
     path = path.resolve()  # what a link leads to is changed, not the link
-    try:
+    with _telling(path.parent, "opened"):
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ArgumentError(f"{path.parent} can't be opened: {error.strerror}") from None
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         had_file = path.exists()
@@ -197,24 +194,20 @@ def private_file(
     _check_replaceable(path, is_ours)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        try:
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                if keeps_owner and path.exists() and not path.is_symlink():
-                    old = path.stat()
-                    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                        os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                    os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
-                file.write(contents)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with _telling(path, "written"), open(os.open(new, flags, 0o600), "w") as file:
+            if keeps_owner and path.exists() and not path.is_symlink():
+                old = path.stat()
+                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
         yield
         _check_replaceable(path, is_ours)
-        try:
+        with _telling(path, "written"):
             os.replace(new, path)
-        except OSError as error:
-            raise ArgumentError(f"{path} can't be written: {error.strerror}") from None
     finally:
         new.unlink(missing_ok=True)
 
@@ -228,10 +221,16 @@ def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
 
 def is_secret_file(path: Path) -> bool:
     """Returns True if a file is one line as `new_secret` draws it, so was written for a token."""
-    try:
+    with _telling(path, "read"):
         if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
             return False
         with path.open("rb") as file:
             return _SECRET_LINE.fullmatch(file.read(_FILE_SIZE_MAX_BYTES)) is not None
+
+
+@contextlib.contextmanager
+def _telling(path: Path, done: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ArgumentError(f"{path} can't be read: {error.strerror}") from None
+        raise ArgumentError(f"{path} can't be {done}: {error.strerror}") from None

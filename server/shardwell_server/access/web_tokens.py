@@ -34,17 +34,12 @@ _TRIED_COUNT_MAX = 4
 PREFIX = "jwt:"
 """A prefix of names in JWTs, which no name in the file has."""
 _ALGORITHMS = {
-    "RSA None": "RS256",
-    "EC P-256": "ES256",
-    "OKP Ed25519": "EdDSA",
-    "oct None": "HS256",
+    "RSA None": ("RS256",),
+    "EC P-256": ("ES256",),
+    "OKP Ed25519": ("EdDSA", "Ed25519"),
+    "oct None": ("HS256",),
 }
-_SPELLINGS = {
-    "RS256": (None, "RS256"),
-    "ES256": (None, "ES256"),
-    "EdDSA": (None, "EdDSA", "Ed25519"),
-    "HS256": (None, "HS256"),
-}
+"""The spellings of the one algorithm of each kind of key."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Key:
     """A key that signs tokens."""
 
     name: str | None
-    algorithm: str
+    algorithms: tuple[str, ...]
     value: Any = field(repr=False)
     proof: bytes = field(repr=False)
 
@@ -77,14 +72,15 @@ def _key_of(what: str, given: object) -> Key:
     if not isinstance(given, dict):
         raise ArgumentError(f"{what} must be a JSON object")
     name = given.get("kid")
-    algorithm = _ALGORITHMS.get(f"{given.get('kty')} {given.get('crv')}")
-    if algorithm is None or given.get("alg") not in _SPELLINGS[algorithm]:
+    algorithms = _ALGORITHMS.get(f"{given.get('kty')} {given.get('crv')}", ())
+    if not algorithms or given.get("alg") not in (None, *algorithms):
         raise ArgumentError(
             f'{what} must be for RS256 ("kty": "RSA"), ES256 ("kty": "EC", "crv": "P-256"), EdDSA '
             '("kty": "OKP", "crv": "Ed25519") or HS256 ("kty": "oct")'
         )
     if given.get("use") not in (None, "sig"):
         raise ArgumentError(f'{what} is for another use: expected "use": "sig", or none')
+    algorithm = algorithms[0]
     if algorithm != "HS256" and "d" in given:
         raise ArgumentError(f"{what} is a private one; shards need the public one alone, without d")
     if not isinstance(name, str | None):
@@ -98,7 +94,7 @@ def _key_of(what: str, given: object) -> Key:
         TypeError,
         AttributeError,
         KeyError,
-    ):  # whose text has the key
+    ):  # its text has the key
         raise ArgumentError(f"{what} can't be read as a key for {algorithm}") from None
     if algorithm == "HS256" and len(value) < _SECRET_BYTES_MIN:
         raise ArgumentError(
@@ -107,7 +103,7 @@ def _key_of(what: str, given: object) -> Key:
     if algorithm == "RS256" and value.key_size < _RSA_BITS_MIN:
         raise ArgumentError(f"{what} has {value.key_size} bits; RS256 needs {_RSA_BITS_MIN}")
     proof = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest()
-    return Key(name, algorithm, value, proof)
+    return Key(name, algorithms, value, proof)
 
 
 def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
@@ -117,7 +113,7 @@ def principal_of(token: str, keys: list[Key], cluster_id: str) -> Principal:
     except jwt.PyJWTError:
         raise AuthenticationError("no such token is known here, and it is no JWT") from None
     name, algorithm = header.get("kid"), str(header.get("alg"))
-    fitting = [key for key in keys if algorithm in _SPELLINGS[key.algorithm]]
+    fitting = [key for key in keys if algorithm in key.algorithms]
     if name is not None:
         fitting = [key for key in fitting if key.name in (None, name)]
         fitting.sort(key=lambda key: key.name is None)
