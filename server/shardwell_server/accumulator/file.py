@@ -19,12 +19,12 @@ import numpy as np
 from shardwell.errors import StorageError
 from shardwell_server.accumulator.file_layout import (
     HEAD_SIZE_BYTES,
+    MAGIC,
     FileState,
     State,
     SumLayout,
     Summary,
     check_head,
-    is_head,
     new_head,
 )
 from shardwell_server.accumulator.sums import SumMemory
@@ -43,12 +43,11 @@ class GradientFile(SumMemory):
         self, path: Path, file: int, layout: SumLayout, reached: Callable[[str], None]
     ) -> None:
         # The caller closes `file`, which is open and locked, where this fails.
-        self.path = path
         self._file = file
         self._layout = layout
         self._reached = reached
         head = os.pread(file, HEAD_SIZE_BYTES, 0)
-        self.salt = check_head(path, head, layout)
+        self.path, self.salt = path, check_head(path, head, layout)
         size = os.fstat(file).st_size
         if size == layout.undo_offset:
             os.ftruncate(file, layout.size_bytes)
@@ -69,13 +68,9 @@ class GradientFile(SumMemory):
     ) -> GradientFile:
         """Opens a file for that layout, or makes one; StorageError says why it can't be used."""
         try:
-            file = _locked(path)
-            try:
+            with _locked(path) as file:
                 opened = cls(path, file, layout, reached)
                 opened._check_end(recover=recover)
-            except BaseException:
-                _unlock(file)
-                raise
         except FileNotFoundError:
             return cls._create(path, layout, reached)
         except OSError as error:
@@ -85,31 +80,27 @@ class GradientFile(SumMemory):
     @classmethod
     def _create(cls, path: Path, layout: SumLayout, reached: Callable[[str], None]) -> GradientFile:
         making = path.with_name(path.name + ".new")
-        is_ours = False
         try:
-            file = _locked(making, os.O_CREAT)
-            try:
+            with _locked(making, os.O_CREAT) as file:
                 if path.exists():  # another process was faster, and has ended since
                     raise StorageError(f"{path} was made by another process; open it again")
                 _check_begun(making, file)
-                is_ours = True
-                os.ftruncate(file, 0)
-                os.ftruncate(file, layout.undo_offset)
-                os.posix_fallocate(file, 0, PAGE_SIZE_BYTES)
-                reached("file")
-                os.pwrite(file, new_head(layout, secrets.randbits(32)), 0)
-                reached("head")
-                made = cls(path, file, layout, reached)
-                os.fsync(file)
-                os.replace(making, path)
-                reached("name")
-                sync_directory(path.parent)
-            except BaseException:
-                if is_ours:
+                try:
+                    os.ftruncate(file, 0)
+                    os.ftruncate(file, layout.undo_offset)
+                    os.posix_fallocate(file, 0, PAGE_SIZE_BYTES)
+                    reached("file")
+                    os.pwrite(file, new_head(layout, secrets.randbits(32)), 0)
+                    reached("head")
+                    made = cls(path, file, layout, reached)
+                    os.fsync(file)
+                    os.replace(making, path)
+                    reached("name")
+                    sync_directory(path.parent)
+                except BaseException:
                     with contextlib.suppress(OSError):
                         making.unlink()
-                _unlock(file)
-                raise
+                    raise
         except FileNotFoundError:
             raise StorageError(f"{path.parent} is no directory; make it first") from None
         except OSError as error:
@@ -208,7 +199,18 @@ class GradientFile(SumMemory):
                 yield start, offset - start
 
 
-def _locked(path: Path, flags: int = 0) -> int:
+@contextlib.contextmanager
+def _locked(path: Path, flags: int = 0) -> Iterator[int]:
+    """Opens and locks a file; lets others have it where the block fails."""
+    file = _lock(path, flags)
+    try:
+        yield file
+    except BaseException:
+        _unlock(file)
+        raise
+
+
+def _lock(path: Path, flags: int) -> int:
     while True:
         file = os.open(path, _OPEN_FLAGS | flags, 0o666)
         try:
@@ -248,7 +250,7 @@ def _check_begun(path: Path, file: int) -> None:
     page = os.pread(file, PAGE_SIZE_BYTES, 0)
     if not page:
         return
-    if not _is_blank(file, PAGE_SIZE_BYTES) or (any(page) and not is_head(page)):
+    if not _is_blank(file, PAGE_SIZE_BYTES) or (any(page) and not page.startswith(MAGIC)):
         raise StorageError(
             f"{path} is in the way of making the file beside it, and was not left by a process "
             "that was killed while it did; move it away, or give another path"

@@ -37,7 +37,7 @@ from shardwell_server.store.row_undo import entry_bytes
 
 UNDO_ENTRY_COUNT = 4
 """Calls that change rows at once; more wait. As many as threads that find a core."""
-_MAGIC = b"shardwell sums\r\n"
+MAGIC = b"shardwell sums\r\n"
 _BYTE_ORDER = 0x01020304
 _HEAD = struct.Struct("=16sIIQQQ")
 _CRC = struct.Struct("=I")
@@ -91,7 +91,7 @@ class Summary(NamedTuple):
 def new_head(layout: SumLayout, salt: int) -> bytes:
     """The first page of a new file, which is closed and has no sums."""
     page = bytearray(PAGE_SIZE_BYTES)
-    packed = _HEAD.pack(_MAGIC, SUMS.newest, _BYTE_ORDER, layout.dim, layout.row_count, salt)
+    packed = _HEAD.pack(MAGIC, SUMS.newest, _BYTE_ORDER, layout.dim, layout.row_count, salt)
     page[:HEAD_SIZE_BYTES] = packed + _CRC.pack(crc32.iscsi(packed))
     struct.pack_into("=Q", page, 8 * _STATE_WORD, _word(State.CLOSED))
     _put(page, _BOOT, _BOOT_OFFSET, salt, b"")
@@ -102,9 +102,9 @@ def new_head(layout: SumLayout, salt: int) -> bytes:
 def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
     """The salt of a file for that layout; StorageError: damaged, or for something else."""
     remedy = "give the path of another file, or remove it"
-    if not head.startswith(_MAGIC):
+    if not head.startswith(MAGIC):
         raise StorageError(f"{path} is no file of a gradient accumulator, or damaged; {remedy}")
-    SUMS.check(path, int.from_bytes(head[len(_MAGIC) :][:4], sys.byteorder))
+    SUMS.check(path, int.from_bytes(head[len(MAGIC) :][:4], sys.byteorder))
     if len(head) < HEAD_SIZE_BYTES or head[_HEAD.size :] != _CRC.pack(
         crc32.iscsi(head[: _HEAD.size])
     ):
@@ -121,11 +121,6 @@ def check_head(path: Path, head: bytes, layout: SumLayout) -> int:
             f"dim={layout.dim}: {remedy}"
         )
     return int(salt)
-
-
-def is_head(page: bytes) -> bool:
-    """True if a file begins as those of accumulators do."""
-    return page.startswith(_MAGIC)
 
 
 class FileState:

@@ -15,6 +15,7 @@ Python for each of them, and a lock that no call has taken yet costs no memory.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
@@ -142,45 +143,34 @@ class StripeLocks:
 
     def _grant(self, hold: Hold) -> None:
         self._holders[hold] = None
-        if hold.stripes is None:
-            self._is_all_held = True
-        elif hold.is_shared:
-            self._holds[hold.stripes] += 1
-        else:
-            self._holds[hold.stripes] = -1
+        self._mark(hold, is_held=True)
 
     def _end(self, hold: Hold) -> None:
         del self._holders[hold]
+        self._mark(hold, is_held=False)
+
+    def _mark(self, hold: Hold, *, is_held: bool) -> None:
         if hold.stripes is None:
-            self._is_all_held = False
+            self._is_all_held = is_held
         elif hold.is_shared:
-            self._holds[hold.stripes] -= 1
+            self._holds[hold.stripes] += 1 if is_held else -1
         else:
-            self._holds[hold.stripes] = 0
+            self._holds[hold.stripes] = -1 if is_held else 0
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Hold:
     """A request for stripes (None: all), and what it holds while its `with` runs, once."""
 
-    __slots__ = ("_locks", "find", "granted", "is_shared", "stripes")
-
-    def __init__(
-        self,
-        locks: StripeLocks,
-        stripes: Stripes | None,
-        *,
-        is_shared: bool,
-        find: Callable[[], Stripes] | None = None,
-    ) -> None:
-        self._locks = locks
-        self.stripes = stripes
-        self.is_shared = is_shared
-        self.find = find
-        self.granted: threading.Lock | None = None
+    locks: StripeLocks
+    stripes: Stripes | None
+    is_shared: bool
+    find: Callable[[], Stripes] | None = None
+    granted: threading.Lock | None = None
 
     def __enter__(self) -> Hold:
-        self._locks._acquire(self)
+        self.locks._acquire(self)
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self._locks._release(self)
+        self.locks._release(self)

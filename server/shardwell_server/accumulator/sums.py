@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,14 @@ class TouchedRows:
         return rows
 
 
+class _Undo(RowUndo):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.lock = threading.Lock()
+        self.room_row_count = 0
+        self.is_changing = False
+
+
 class StoredSums:
     """The sums of an accumulator."""
 
@@ -126,23 +135,20 @@ class StoredSums:
         arrays = (self._words, self._sums)
         size = layout.undo_entry_size_bytes
         self._undo = [
-            RowUndo(memory, layout.undo_offset + n * size, arrays, row_count, salt, reached)
+            _Undo(memory, layout.undo_offset + n * size, arrays, row_count, salt, reached)
             for n in range(UNDO_ENTRY_COUNT)
         ]
-        self._undo_locks = [threading.Lock() for _ in self._undo]
-        self._undo_row_counts = [0] * UNDO_ENTRY_COUNT
-        self._is_changing = [False] * UNDO_ENTRY_COUNT
         self.is_torn = False
         """True after a batch that was interrupted while it was taken back: a part of it counts.
         `take_back` mends its rows; no other call may run beside it."""
 
     def add(self, rows: Rows, gradients: Float32) -> None:
         """Adds a batch of ascending rows without repeats: all of it, or nothing when it raises."""
-        number = self._take_undo()
+        undo = self._taken_undo()
         try:
             self.check_whole()  # one who held rows already may have taken the entry
-            undo = self._roomy_undo(number, rows.size)
-            self._is_changing[number] = True
+            self._make_room(undo, rows.size)
+            undo.is_changing = True
             try:
                 words, sums = undo.save(0, rows, _NUMBERS)
                 has_sum = words != 0
@@ -153,13 +159,13 @@ class StoredSums:
             except BaseException:
                 if undo.pending() is not None:  # else it was not saved yet, or is committed already
                     undo.roll_back()  # where Ctrl-C may come, too
-                self._is_changing[number] = False
+                undo.is_changing = False
                 raise
-            self._is_changing[number] = False
+            undo.is_changing = False
         finally:
             # Before another gets the entry, or the rows; and in no call, where Ctrl-C may come.
-            self.is_torn |= self._is_changing[number]
-            self._undo_locks[number].release()
+            self.is_torn |= undo.is_changing
+            undo.lock.release()
 
     def check_whole(self) -> None:
         """Raises StorageError if `is_torn`."""
@@ -275,21 +281,19 @@ class StoredSums:
                         self._memory.reserve(start + first * size, (last - first) * size)
                     self._is_reserved[run] = True
 
-    def _take_undo(self) -> int:
+    def _taken_undo(self) -> _Undo:
         """Locks an entry; waits while others, who wait for nothing, use all."""
-        for number, lock in enumerate(self._undo_locks):  # the first are in the cache
-            if lock.acquire(blocking=False):
-                return number
-        number = threading.get_ident() % UNDO_ENTRY_COUNT
-        self._undo_locks[number].acquire()
-        return number
+        for undo in self._undo:  # the first are in the cache
+            if undo.lock.acquire(blocking=False):
+                return undo
+        undo = self._undo[threading.get_ident() % UNDO_ENTRY_COUNT]
+        undo.lock.acquire()
+        return undo
 
-    def _roomy_undo(self, number: int, row_count: int) -> RowUndo:
-        undo = self._undo[number]
-        if row_count > self._undo_row_counts[number]:
+    def _make_room(self, undo: _Undo, row_count: int) -> None:
+        if row_count > undo.room_row_count:
             wanted = max(1 << (row_count - 1).bit_length(), _UNDO_ROW_COUNT_MIN)
             wanted = min(wanted, self._layout.row_count)
             for offset, size in undo.room(wanted):
                 self._memory.reserve(offset, size)
-            self._undo_row_counts[number] = wanted
-        return undo
+            undo.room_row_count = wanted
