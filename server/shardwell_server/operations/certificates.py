@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import itertools
 import os
 import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -33,6 +34,20 @@ _AUTHORITY_NAME = "Shardwell cluster authority"
 _BEFORE = datetime.timedelta(hours=1)
 """Clocks of machines differ."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+_CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+_OTHER_USES = dict.fromkeys(
+    (
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "encipher_only",
+        "decipher_only",
+    ),
+    False,
+)
+_Authority: TypeAlias = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
 class Certificates(NamedTuple):
@@ -49,13 +64,12 @@ class Certificates(NamedTuple):
     @staticmethod
     def of(directory: Path) -> Certificates:
         """Returns the names of the files there."""
-        return Certificates(
-            *(
-                directory / f"{name}.{kind}"
-                for name in ("ca", "server", "client")
-                for kind in ("pem", "key")
-            )
-        )
+        pairs = (_pair(directory, name) for name in ("ca", "server", "client"))
+        return Certificates(*itertools.chain(*pairs))
+
+
+def _pair(directory: Path, name: str) -> tuple[Path, Path]:
+    return directory / f"{name}.pem", directory / f"{name}.key"
 
 
 def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certificates:
@@ -68,15 +82,16 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
     files = Certificates.of(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ca, ca_key = _authority(files) if os.path.lexists(files.ca) else _made_authority(files)
-        for path, key_path, name in (
-            (files.server, files.server_key, "server"),
-            (files.client, files.client_key, "client"),
-        ):
-            _check_replaceable(path, key_path, name, ca_key.public_key())
-        names = [_name(host) for host in hosts] or _names_of(files.server)
-        _issue(files.server, files.server_key, "server", names, days, ca, ca_key)
-        _issue(files.client, files.client_key, "client", (), days, ca, ca_key)
+        authority = _authority(files) if os.path.lexists(files.ca) else _made_authority(files)
+        for name in ("server", "client"):
+            _check_replaceable(directory, name, authority[1].public_key())
+        names = x509.SubjectAlternativeName(
+            [_name(host) for host in hosts] or _names_of(files.server)
+        )
+        _issue(
+            directory, "server", days, authority, x509.ExtendedKeyUsage([_CLIENT, _SERVER]), names
+        )
+        _issue(directory, "client", days, authority, x509.ExtendedKeyUsage([_CLIENT]))
     except OSError as error:
         raise StorageError(
             f"{error.filename or directory} can't be used: {error.strerror}"
@@ -84,7 +99,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int) -> Certi
     return files
 
 
-def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(files: Certificates) -> _Authority:
     if not files.ca_key.exists():
         raise StorageError(
             f"{files.ca} exists, and its key does not: certificates are made where {files.ca_key} "
@@ -103,14 +118,14 @@ def _authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurveP
 
 
 def _part(path: Path) -> Path:
-    """Names the place of a certificate until its key is in place."""
     return path.with_name(f"{path.name}.part")
 
 
 def _check_replaceable(
-    path: Path, key_path: Path, name: str, issuer: ec.EllipticCurvePublicKey | None
+    directory: Path, name: str, issuer: ec.EllipticCurvePublicKey | None
 ) -> None:
     """Refuses to replace files that were not made here; `issuer` None: an authority's own."""
+    path, key_path = _pair(directory, name)
     keys = []
     for each in (path, _part(path)):
         if not os.path.lexists(each):
@@ -148,80 +163,60 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, known_as)])
 
 
-def _made_authority(files: Certificates) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    _check_replaceable(files.ca, files.ca_key, "ca", None)
+def _made_authority(files: Certificates) -> _Authority:
+    _check_replaceable(files.ca.parent, "ca", None)
     if files.ca_key.exists():  # a process was killed before its certificate had its name
         _part(files.ca).replace(files.ca)
         return _authority(files)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _subject("ca")
-    public = key.public_key()
-    ca = (
-        _builder(name, name, public, _CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    _write_pair(files.ca, files.ca_key, ca, key)
-    return ca, key
+    return _issue(files.ca.parent, "ca", _CA_DAYS, None)
 
 
 def _issue(
-    path: Path,
-    key_path: Path,
+    directory: Path,
     name: str,
-    names: Sequence[x509.GeneralName],
     days: int,
-    ca: x509.Certificate,
-    ca_key: ec.EllipticCurvePrivateKey,
-) -> None:
+    authority: _Authority | None,
+    *extensions: x509.ExtensionType,
+) -> _Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if names:
-        purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
-    builder = (
-        _builder(_subject(name), ca.subject, key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
+    subject, is_ca = _subject(name), authority is None
+    issuer, issuer_key = (
+        (subject, key) if authority is None else (authority[0].subject, authority[1])
     )
-    if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    certificate = builder.sign(ca_key, hashes.SHA256())
-    _write_pair(path, key_path, certificate, key)
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
-) -> x509.CertificateBuilder:
+    public = issuer_key.public_key()
+    identifier = (
+        x509.SubjectKeyIdentifier.from_public_key(public)
+        if is_ca
+        else x509.AuthorityKeyIdentifier.from_issuer_public_key(public)
+    )
     now = datetime.datetime.now(datetime.UTC)  # noqa: TID251 (a certificate has the time)
-    return (
+    usage = x509.KeyUsage(
+        digital_signature=True, key_cert_sign=is_ca, crl_sign=is_ca, **_OTHER_USES
+    )
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BEFORE)
         .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
     )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
+    for extension in (identifier, *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    certificate = builder.sign(issuer_key, hashes.SHA256())
+    path, key_path = _pair(directory, name)
+    _write(_part(path), certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
+    _write(key_path, pem, mode=0o600)
+    _part(path).replace(path)
+    return certificate, key
 
 
 def _name(host: str) -> x509.GeneralName:
@@ -244,22 +239,6 @@ def _names_of(path: Path) -> list[x509.GeneralName]:
     except (ValueError, x509.ExtensionNotFound) as error:
         raise StorageError(f"{path} is no certificate of a server: {error}") from None
     return list(names.value)
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def _write_pair(
-    path: Path, key_path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
-) -> None:
-    _write(_part(path), certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
-    _write(key_path, _key_pem(key), mode=0o600)
-    _part(path).replace(path)
 
 
 def _write(path: Path, contents: bytes, *, mode: int) -> None:

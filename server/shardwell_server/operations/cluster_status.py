@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwell.connection.absence import BUSY
 from shardwell.errors import (
@@ -16,11 +16,7 @@ from shardwell.errors import (
 )
 from shardwell.rpc.cluster_status import Row, Status, in_order, lacking, newest_of, step_of
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import (
-    MissingWorker,
-    ShardStatus,
-    ask_status,
-)
+from shardwell.rpc.shard_status import MemberStatus, MissingWorker, ShardStatus, ask_status
 from shardwell.specs.initializers import Initializer
 from shardwell.specs.optimizers import Optimizer
 
@@ -113,11 +109,28 @@ class Blocker:
 
 def blockers(statuses: Iterable[ShardStatus]) -> list[Blocker]:
     """Returns the workers that others wait for; of each name the oldest open step."""
-    return [
-        blocker
-        for (kind, name), parts in sorted(_held(statuses).items())
-        if (blocker := _blocker(kind, name, [*parts.values()])) is not None
-    ]
+    found = []
+    for (kind, name), parts in sorted(_held(statuses).items()):
+        begun = [
+            part
+            for part in parts.values()
+            if part.wait.open_for_s is not None and (part.wait.workers or part.unknown_worker_count)
+        ]
+        step = min(map(step_of, begun), default=0)
+        begun = [part for part in begun if step_of(part) == step]
+        if begun:
+            workers = {each.worker_id: each for part in begun for each in part.wait.workers}
+            blocker = Blocker(
+                kind=kind,
+                name=name,
+                step=step,
+                open_for_s=max(part.wait.open_for_s or 0.0 for part in begun),
+                workers=tuple(workers[worker_id] for worker_id in in_order(workers)),
+                unknown_count=max(part.unknown_worker_count for part in begun),
+                is_elastic=begun[0].spec.members is not None,
+            )
+            found.append(blocker)
+    return found
 
 
 def _held(statuses: Iterable[ShardStatus]) -> dict[tuple[str, str], dict[int, Status]]:
@@ -130,32 +143,10 @@ def _held(statuses: Iterable[ShardStatus]) -> dict[tuple[str, str], dict[int, St
     return found
 
 
-def _blocker(kind: str, name: str, parts: Sequence[Status]) -> Blocker | None:
-    begun = [
-        (step_of(part), part.wait.open_for_s, part)
-        for part in parts
-        if part.wait.open_for_s is not None and (part.wait.workers or part.unknown_worker_count)
-    ]
-    if not begun:
-        return None
-    step = min(each for each, _, _ in begun)
-    of_step = [(open_for_s, part) for each, open_for_s, part in begun if each == step]
-    workers = {worker.worker_id: worker for _, part in of_step for worker in part.wait.workers}
-    return Blocker(
-        kind=kind,
-        name=name,
-        step=step,
-        open_for_s=max(open_for_s for open_for_s, _ in of_step),
-        workers=tuple(workers[worker_id] for worker_id in in_order(workers)),
-        unknown_count=max(part.unknown_worker_count for _, part in of_step),
-        is_elastic=parts[0].spec.members is not None,
-    )
-
-
 def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     """Returns parameters and tables that have begun on some shards, and that others lack."""
     words = []
-    marked = {(each.kind, each.name) for each in _marked(statuses)}
+    marked = _marked(statuses)
     for (kind, name), parts in sorted(_held(statuses).items()):
         if (kind, name) in marked:  # it is missing where it was deleted
             continue
@@ -169,25 +160,12 @@ def losses(statuses: Sequence[ShardStatus]) -> list[str]:
     return words
 
 
-class _Marked(NamedTuple):
-    kind: str
-    name: str
-    shards: list[int]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.name!r} is being deleted, and shard "
-            f"{', '.join(map(str, self.shards))} has it still; if that was cut off, finish it: "
-            f"shardwell delete {self.name}"
-        )
-
-
-def _marked(statuses: Sequence[ShardStatus]) -> list[_Marked]:
-    return [
-        _Marked(*key, list(parts))
+def _marked(statuses: Sequence[ShardStatus]) -> dict[tuple[str, str], list[int]]:
+    return {
+        key: [*parts]
         for key, parts in sorted(_held(statuses).items())
         if any(part.marked for part in parts.values())
-    ]
+    }
 
 
 def reported(rows: Iterable[Row]) -> list[str]:
@@ -207,7 +185,12 @@ def unfinished(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
     """Returns the deletions that were cut off, or are under way."""
-    return [str(each) for each in _marked(statuses) if is_shown(each.name)]
+    return [
+        f"{kind} {name!r} is being deleted, and shard {', '.join(map(str, shards))} has it still; "
+        f"if that was cut off, finish it: shardwell delete {name}"
+        for (kind, name), shards in _marked(statuses).items()
+        if is_shown(name)
+    ]
 
 
 def abandoned(rows: Iterable[Row]) -> list[str]:
@@ -235,40 +218,30 @@ def told_troubles(
 
 def workers(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Returns each worker once, except ended and abandoned ones; disconnected ones first."""
-    found: dict[str, dict[str, Any]] = {}
+    seats: dict[str, list[tuple[Row, MemberStatus, int]]] = {}
     for row in rows:
-        if row.ended or row.abandoned_for_s is not None:
-            continue
-        kind = "table" if row.kind == "table" else "parameter"
-        first = max((each.next_step for each in row.latest_first), default=0)
-        for member in row.latest_first:
-            here = {name: getattr(member, name) for name in _OF_CLIENT}
-            whole = found.setdefault(
-                member.worker_id,
-                {
-                    "worker_id": member.worker_id,
-                    **here,
-                    "transports": [],
-                    "names": [],
-                    "behind_steps": 0,
-                    "lag_s": None,
-                    "idle_s": None,
-                },
-            )
-            if member.connected and not whole["connected"]:
-                whole |= here
-            whole["transports"] = sorted({*whole["transports"], *member.transports})
-            whole["names"].append([kind, row.name])
-            whole["behind_steps"] = max(whole["behind_steps"], first - member.next_step)
-            whole["lag_s"] = max(_known(whole["lag_s"], member.lag_s), default=None)
-            whole["idle_s"] = min(_known(whole["idle_s"], member.idle_s), default=None)
-    return sorted(
-        (found[worker_id] for worker_id in in_order(found)), key=lambda each: each["connected"]
-    )
+        if not row.ended and row.abandoned_for_s is None:
+            members = row.latest_first
+            newest = max((each.next_step for each in members), default=0)
+            for member in members:
+                behind = newest - member.next_step
+                seats.setdefault(member.worker_id, []).append((row, member, behind))
+    found = [_worker(worker_id, seats[worker_id]) for worker_id in in_order(seats)]
+    return sorted(found, key=lambda each: each["connected"])
 
 
-def _known(*values: float | None) -> list[float]:
-    return [value for value in values if value is not None]
+def _worker(worker_id: str, seats: Sequence[tuple[Row, MemberStatus, int]]) -> dict[str, Any]:
+    rows, members, behind = zip(*seats, strict=True)
+    here = next((each for each in members if each.connected), members[0])
+    return {
+        "worker_id": worker_id,
+        **{name: getattr(here, name) for name in _OF_CLIENT},
+        "transports": sorted({each for member in members for each in member.transports}),
+        "names": [["table" if row.kind == "table" else "parameter", row.name] for row in rows],
+        "behind_steps": max(behind),
+        "lag_s": max((each.lag_s for each in members if each.lag_s is not None), default=None),
+        "idle_s": min((each.idle_s for each in members if each.idle_s is not None), default=None),
+    }
 
 
 def duration(seconds: float) -> str:

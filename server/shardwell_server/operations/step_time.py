@@ -119,14 +119,14 @@ class StepTime:
     """Payload over the fullest direction of the fullest link."""
     link_s: float
     work_s: float
-    lag_s: float
+    lag_s: float = 0.0
     """The answers' wait, on the whole, for the worker whose chunk is last."""
     fill_s: float
     latency_s: float
     compute_s: float
-    shard_bytes: int
+    shard_bytes: int = 0
     """Memory of a shard: weights, sums and optimizer state of its slice; 0 without shards."""
-    worker_state_bytes: int
+    worker_state_bytes: int = 0
     """Optimizer state that each worker holds itself; 0 with shards, which hold it."""
 
     @property
@@ -276,7 +276,6 @@ def _server(
         latency_s=job.latency_s,
         compute_s=job.compute_s,
         shard_bytes=shard_bytes(job),
-        worker_state_bytes=0,
     )
 
 
@@ -292,11 +291,9 @@ def _group(job: Job, layout: str, share: float, hop_count: int) -> StepTime:
         link_bytes=share * job.encoded_bytes,
         link_s=_link_s(job, share * job.encoded_bytes),
         work_s=share * job.float32_bytes / job.host_bytes_per_s / 2,
-        lag_s=0.0,
         fill_s=_link_s(job, chunk_bytes * pipelined),
         latency_s=hop_count * job.latency_s / 2,
         compute_s=job.compute_s,
-        shard_bytes=0,
         worker_state_bytes=_FLOAT32_BYTES * job.element_count * len(job.optimizer.slot_names),
     )
 
