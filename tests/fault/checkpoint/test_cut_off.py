@@ -6,7 +6,6 @@ properly, and must give the right numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ import pytest
 import shardwell
 from harness.inside import register_of
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
+from harness.wire_client.alterations import Alteration, altered, with_altered
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.checkpoint.restore import _CheckpointValues
 from shardwell.checkpoint.tensor_files import SliceWriter
@@ -50,90 +50,36 @@ def restoring(
     return parameter.seal_first_weights(messages)
 
 
-def _only_weights(messages: list[Any]) -> None:
-    del messages[4:]
+def of_array(messages: list[pb.InitWeightsRequest], array_index: int) -> list[Any]:
+    """The second array's ranges, as those of another array."""
+    return [altered(message, array_index=array_index) for message in messages[4:]]
 
 
-def _only_weights_of_version_0(messages: list[Any]) -> None:
-    """Which an optimizer could begin anew with, had it not been said that more was to come."""
-    messages[0].version = 0
-    del messages[4:]
-
-
-def _end_early(messages: list[Any]) -> None:
-    del messages[-1]
-
-
-def _arrays_in_another_order(messages: list[Any]) -> None:
-    messages[1:] = messages[4:] + messages[1:4]
-
-
-def _an_array_too_many(messages: list[Any]) -> None:
-    for message in messages[4:]:
-        message.array_index = 2
-
-
-def _too_few_arrays(messages: list[Any]) -> None:
-    messages[0].array_count = 1
-
-
-def _too_many_arrays(messages: list[Any]) -> None:
-    messages[0].array_count = 3
-
-
-def _one_array_more(messages: list[Any]) -> None:
-    for message in messages[4:]:
-        more = pb.InitWeightsRequest()
-        more.CopyFrom(message)
-        more.array_index = 2
-        messages.append(more)
-
-
-def _far_array(messages: list[Any]) -> None:
-    messages[4].array_index = 2**32 - 1
-
-
-def _mixed(messages: list[Any]) -> None:
-    messages[2], messages[5] = messages[5], messages[2]
-
-
-def _far_version(messages: list[Any]) -> None:
-    messages[0].version = 2**64 - 1
-
-
-def _bad_rate(messages: list[Any]) -> None:
-    messages[0].learning_rate = float("nan")
-
-
-def _negative_rate(messages: list[Any]) -> None:
-    messages[0].learning_rate = -1.0
-
-
-ATTACKS: list[Callable[[list[Any]], None]] = [
-    _only_weights,
-    _only_weights_of_version_0,
-    _too_few_arrays,
-    _too_many_arrays,
-    _end_early,
-    _arrays_in_another_order,
-    _an_array_too_many,
-    _one_array_more,
-    _far_array,
-    _mixed,
-    _far_version,
-    _bad_rate,
-    _negative_rate,
-]
+ATTACKS: dict[str, Alteration] = {
+    "only_weights": lambda m: m[:4],
+    # With which an optimizer could begin anew, had it not been said that more was to come.
+    "only_weights_of_version_0": lambda m: with_altered(m[:4], 0, version=0),
+    "too_few_arrays": lambda m: with_altered(m, 0, array_count=1),
+    "too_many_arrays": lambda m: with_altered(m, 0, array_count=3),
+    "end_early": lambda m: m[:-1],
+    "arrays_in_another_order": lambda m: [m[0], *m[4:], *m[1:4]],
+    "an_array_too_many": lambda m: [*m[:4], *of_array(m, 2)],
+    "one_array_more": lambda m: [*m, *of_array(m, 2)],
+    "far_array": lambda m: with_altered(m, 4, array_index=2**32 - 1),
+    "mixed": lambda m: [*m[:2], m[5], *m[3:5], m[2], *m[6:]],
+    "far_version": lambda m: with_altered(m, 0, version=2**64 - 1),
+    "bad_rate": lambda m: with_altered(m, 0, learning_rate=float("nan")),
+    "negative_rate": lambda m: with_altered(m, 0, learning_rate=-1.0),
+}
 
 
 @pytest.mark.parametrize("shard_index", [0, 1])
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_streams_that_restore_nonsense(cluster, attack, shard_index) -> None:
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE, optimizer=MOMENTUM))
         epoch = parameter.claim_init().epoch
-        messages = restoring(parameter, shard_index, epoch)
-        attack(messages)
+        messages = ATTACKS[attack](restoring(parameter, shard_index, epoch))
         parameter.seal_first_weights(messages)
         with pytest.raises(grpc.RpcError) as caught:
             worker.stubs[shard_index].InitWeights(iter(messages), timeout=PATIENCE_S)

@@ -7,7 +7,6 @@ made of the generated stubs alone; disks fail where they are written to.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import shardwell
 from harness.data.manifests import change_manifest
 from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_client import crc as wire_crc
+from harness.wire_client.alterations import Alteration, altered, with_altered
 from harness.wire_client.table import WireTable, table_spec
 from harness.wire_client.worker import WireWorker, error_detail
 from shardwell.checkpoint import capture
@@ -230,58 +230,30 @@ def sealed(messages: list[Any]) -> None:
                 wire_crc.seal(message, *context)
 
 
-def _no_opening(messages: list[Any]) -> None:
-    del messages[0]
+def two_openings(messages: list[Any]) -> list[Any]:
+    second = altered(messages[1])
+    second.open.CopyFrom(messages[0].open)
+    return [messages[0], second, *messages[2:]]
 
 
-def _two_openings(messages: list[Any]) -> None:
-    messages[1].open.CopyFrom(messages[0].open)
+def payload_alone(messages: list[Any]) -> list[Any]:
+    second = altered(messages[1])
+    second.ClearField("rows")
+    return [messages[0], second, *messages[2:]]
 
 
-def _after_the_end(messages: list[Any]) -> None:
-    messages.append(messages[1])
-
-
-def _far_version(messages: list[Any]) -> None:
-    messages[0].version = 2**64 - 1
-
-
-def _bad_rate(messages: list[Any]) -> None:
-    messages[0].learning_rate = float("nan")
-
-
-def _payload_alone(messages: list[Any]) -> None:
-    messages[1].ClearField("rows")
-
-
-def _too_many(messages: list[Any]) -> None:
-    messages[1].rows.row_count = 2**20
-
-
-def _packed(messages: list[Any]) -> None:
-    messages[1].rows.lz4 = True
-
-
-def _twice(messages: list[Any]) -> None:
-    messages.insert(1, messages[1])
-
-
-def _nothing(messages: list[Any]) -> None:
-    messages.clear()
-
-
-ATTACKS: list[Callable[[list[Any]], None]] = [
-    _no_opening,
-    _two_openings,
-    _after_the_end,
-    _far_version,
-    _bad_rate,
-    _payload_alone,
-    _too_many,
-    _packed,
-    _twice,
-    _nothing,
-]
+ATTACKS: dict[str, Alteration] = {
+    "no_opening": lambda m: m[1:],
+    "two_openings": two_openings,
+    "after_the_end": lambda m: [*m, altered(m[1])],
+    "far_version": lambda m: with_altered(m, 0, version=2**64 - 1),
+    "bad_rate": lambda m: with_altered(m, 0, learning_rate=float("nan")),
+    "payload_alone": payload_alone,
+    "too_many": lambda m: with_altered(m, 1, rows={"row_count": 2**20}),
+    "packed": lambda m: with_altered(m, 1, rows={"lz4": True}),
+    "twice": lambda m: [*m[:2], *m[1:]],
+    "nothing": lambda m: [],
+}
 
 
 def refused(worker: WireWorker, table: WireTable, messages: list[Any]) -> types.ErrorDetail:
@@ -290,15 +262,14 @@ def refused(worker: WireWorker, table: WireTable, messages: list[Any]) -> types.
     return error_detail(caught.value)
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_streams_that_load_nonsense(cluster, attack) -> None:
     with WireWorker(cluster(1).target, "w0") as worker:
         table = WireTable(worker, SPEC)
-        messages = loading(worker)
-        attack(messages)
+        messages = ATTACKS[attack](loading(worker))
         sealed(messages)
         code = types.ERROR_CODE_INVALID_ARGUMENT
-        if attack is _payload_alone:
+        if attack == "payload_alone":
             code = types.ERROR_CODE_CORRUPT_CHUNK
         assert refused(worker, table, messages).code == code
         assert table.stubs[0].LoadRows(iter(loading(worker)), timeout=PATIENCE_S).row_count == 2

@@ -13,35 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import shardwell
+from harness.data.int8_training import RATE, SIZE, Float32, Replay, assert_bits, gradient_of, opened
 from harness.faults.proxy import Direction, Proxy
 from harness.oracles.int8 import BLOCK, Int8Weights, Int8Worker, rounded, sgd
 from harness.threads import in_background, together
 from shardwell.placement.slices import Slice
 
-Float32 = npt.NDArray[np.float32]
-SIZE = 5 * BLOCK + 100
-RATE = 0.5
 HASTY_S = 1.0
 """Of calls that are to fail."""
-
-
-def gradient_of(worker: int, step: int) -> Float32:
-    return np.random.default_rng([worker, step]).standard_normal(SIZE).astype(np.float32)
-
-
-def opened(client: shardwell.Client, **options: Any) -> Any:
-    options.setdefault("optimizer", shardwell.SGD(learning_rate=RATE))
-    net = client.parameter("net", size=SIZE, codec="int8", **options)
-    net.init(np.zeros(SIZE, np.float32))
-    return net
-
-
-def assert_bits(found: Float32, expected: Float32) -> None:
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 def assert_ranges(
@@ -71,20 +53,6 @@ def in_pieces(net: Any, gradient: Float32, timeout_s: float | None = None) -> No
 
 VERBS = [whole, put, in_pieces]
 Give = Callable[..., None]
-
-
-class Replay:
-    """The right weights, of one worker."""
-
-    def __init__(self) -> None:
-        self.worker, self.weights = Int8Worker(SIZE), Int8Weights(np.zeros(SIZE, np.float32))
-
-    def step(self, gradient: Float32) -> Float32:
-        return self.weights.update(sgd(RATE)(self.weights.weights, self.worker.sent(gradient)))
-
-    def check(self, net: Any) -> None:
-        assert_bits(net.get_weights(min_version=net.next_step), self.weights.image)
-        assert_bits(net.residual, self.worker.residual)
 
 
 # The same gradient again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,6 +11,7 @@ import pytest
 
 import shardwell
 from harness.polling import PATIENCE_S
+from harness.wire_client.alterations import Alteration, altered, with_altered
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
@@ -21,93 +21,60 @@ INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 CORRUPT = ("DATA_LOSS", "CORRUPT_CHUNK")
 
 
-def _swap(messages: list[Any]) -> None:
-    messages[1], messages[2] = messages[2], messages[1]
-
-
-def _repeat(messages: list[Any]) -> None:
-    messages.insert(2, messages[1])
-
-
-def _leave_gap(messages: list[Any]) -> None:
-    del messages[2]
-
-
-def _end_early(messages: list[Any]) -> None:
-    del messages[-1]
-
-
-def _go_on(messages: list[Any]) -> None:
+def beyond(messages: list[Any]) -> Any:
     """One range more, which is the next shard's."""
-    more = pb.InitWeightsRequest()
-    more.CopyFrom(messages[-1])
-    more.chunk.element_offset = messages[-1].chunk.element_offset + 10
-    messages.append(more)
+    last = messages[-1]
+    return altered(last, chunk={"element_offset": last.chunk.element_offset + 10})
 
 
-def _overlap(messages: list[Any]) -> None:
-    messages[2].chunk.element_offset -= 1
+def before(messages: list[Any]) -> list[Any]:
+    offset = 0 if messages[1].chunk.element_offset else 59
+    return with_altered(messages, 1, chunk={"element_offset": offset})
 
 
-def _before(messages: list[Any]) -> None:
-    messages[1].chunk.element_offset = 0 if messages[1].chunk.element_offset else 59
+def overlapping(messages: list[Any]) -> list[Any]:
+    offset = messages[2].chunk.element_offset - 1
+    return with_altered(messages, 2, chunk={"element_offset": offset})
 
 
-def _far_out(messages: list[Any]) -> None:
-    messages[1].chunk.element_offset = 2**64 - 10
-
-
-def _flip(messages: list[Any]) -> None:
+def flipped(messages: list[Any]) -> list[Any]:
     payload = messages[2].payload
-    messages[2].payload = payload[:7] + bytes((payload[7] ^ 8,)) + payload[8:]
+    payload = payload[:7] + bytes((payload[7] ^ 8,)) + payload[8:]
+    return with_altered(messages, 2, payload=payload)
 
 
-def _count_more(messages: list[Any]) -> None:
-    messages[1].chunk.element_count = 11
-
-
-def _count_beyond(messages: list[Any]) -> None:
-    """The range says what it carries, and that leaves the slice."""
-    messages[-1].payload = bytes(44)
-    messages[-1].chunk.element_count = 11
-
-
-def _no_epoch(messages: list[Any]) -> None:
-    messages[0].epoch = 0
-
-
-def _compressed(messages: list[Any]) -> None:
-    messages[1].chunk.lz4 = True
-
-
-def _nan(messages: list[Any]) -> None:
+def not_finite(messages: list[Any]) -> list[Any]:
     values = np.frombuffer(messages[2].payload, "<f4").copy()
     values[3] = np.nan
-    messages[2].payload = values.tobytes()
+    return with_altered(messages, 2, payload=values.tobytes())
 
 
-ATTACKS: dict[Callable[[list[Any]], None], tuple[str, str]] = {
-    _swap: INVALID,
-    _repeat: INVALID,
-    _leave_gap: INVALID,
-    _end_early: INVALID,
-    _go_on: INVALID,
-    _overlap: INVALID,
-    _before: INVALID,
-    _far_out: INVALID,
-    _flip: CORRUPT,
-    _count_more: CORRUPT,
-    _count_beyond: INVALID,
-    _no_epoch: ("ABORTED", "INIT_SUPERSEDED"),
-    _compressed: INVALID,
-    _nan: ("INVALID_ARGUMENT", "NON_FINITE"),
+ATTACKS: dict[str, tuple[Alteration, str, str]] = {
+    "swap": (lambda m: [m[0], m[2], m[1], *m[3:]], *INVALID),
+    "repeat": (lambda m: [*m[:2], *m[1:]], *INVALID),
+    "leave_gap": (lambda m: [*m[:2], *m[3:]], *INVALID),
+    "end_early": (lambda m: m[:-1], *INVALID),
+    "go_on": (lambda m: [*m, beyond(m)], *INVALID),
+    "overlap": (overlapping, *INVALID),
+    "before": (before, *INVALID),
+    "far_out": (lambda m: with_altered(m, 1, chunk={"element_offset": 2**64 - 10}), *INVALID),
+    "flip": (flipped, *CORRUPT),
+    "count_more": (lambda m: with_altered(m, 1, chunk={"element_count": 11}), *CORRUPT),
+    # The range says what it carries, and that leaves the slice.
+    "count_beyond": (
+        lambda m: with_altered(m, -1, payload=bytes(44), chunk={"element_count": 11}),
+        *INVALID,
+    ),
+    "no_epoch": (lambda m: with_altered(m, 0, epoch=0), "ABORTED", "INIT_SUPERSEDED"),
+    "compressed": (lambda m: with_altered(m, 1, chunk={"lz4": True}), *INVALID),
+    "nan": (not_finite, "INVALID_ARGUMENT", "NON_FINITE"),
 }
 
 
-def _attacked(parameter: WireParameter, shard_index: int, epoch: int, attack: Any) -> Any:
+def _attacked(parameter: WireParameter, shard_index: int, epoch: int, alter: Alteration) -> Any:
     messages = parameter.init_messages(shard_index, np.full(SIZE, 9), epoch, range_element_count=10)
-    attack(messages)
-    if attack is not _flip:
+    messages = alter(messages)
+    if alter is not flipped:
         parameter.seal_first_weights(messages)
     with pytest.raises(grpc.RpcError) as caught:
         parameter.worker.stubs[shard_index].InitWeights(iter(messages), timeout=PATIENCE_S)
@@ -116,14 +83,14 @@ def _attacked(parameter: WireParameter, shard_index: int, epoch: int, attack: An
 
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("shard_index", [0, 1])
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_before_there_are_weights(cluster, attack, shard_index) -> None:
     """Refused; not initialized by it; the rightful first weights stand afterwards."""
-    status, code = ATTACKS[attack]
+    alter, status, code = ATTACKS[attack]
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE))
         epoch = parameter.claim_init().epoch
-        error = _attacked(parameter, shard_index, epoch, attack)
+        error = _attacked(parameter, shard_index, epoch, alter)
         assert error.code().name == status, error.details()
         detail = error_detail(error)
         assert types.ErrorCode.Name(detail.code) == f"ERROR_CODE_{code}"
@@ -136,7 +103,7 @@ def test_before_there_are_weights(cluster, attack, shard_index) -> None:
         np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_after_training_began(cluster, attack) -> None:
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE))
@@ -144,7 +111,7 @@ def test_after_training_began(cluster, attack) -> None:
         parameter.push(np.ones(SIZE))
         for shard_index in (0, 1):
             for epoch in (1, 5):
-                _attacked(parameter, shard_index, epoch, attack)
+                _attacked(parameter, shard_index, epoch, ATTACKS[attack][0])
         np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE) - 1)
         np.testing.assert_array_equal(parameter.exchange(np.ones(SIZE)), np.arange(SIZE) - 2)
 
@@ -155,7 +122,7 @@ def test_before_training_began_a_broken_repeat_changes_nothing(cluster) -> None:
         parameter = worker.create(spec("m", SIZE))
         parameter.init(np.arange(SIZE))
         for shard_index in (0, 1):
-            _attacked(parameter, shard_index, 1, _flip)
+            _attacked(parameter, shard_index, 1, flipped)
         np.testing.assert_array_equal(parameter.pull(), np.arange(SIZE))
 
 
@@ -246,6 +213,6 @@ def test_an_average_has_no_first_weights(cluster) -> None:
     with WireWorker(cluster(2).target, "w0") as worker:
         parameter = worker.create(spec("m", SIZE, optimizer=average))
         assert parameter.claim_init().initialized
-        error = _attacked(parameter, 0, 1, lambda messages: None)
+        error = _attacked(parameter, 0, 1, list)
         assert error_detail(error).code == types.ERROR_CODE_INVALID_ARGUMENT
         np.testing.assert_array_equal(parameter.exchange(np.ones(SIZE)), 1)

@@ -11,21 +11,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import shardwell
+from harness.data.int8_training import RATE, SIZE, assert_bits, gradient_of, opened
 from harness.oracles.int8 import BLOCK, Int8Weights, Int8Worker, sgd
 from harness.polling import PATIENCE_S, eventually
 from harness.programs.commands import ServingShard
 from harness.threads import in_background
 
-Float32 = npt.NDArray[np.float32]
-SIZE = 5 * BLOCK + 100
-RATE = 0.5
 STEP_COUNT = 16
 
 
@@ -62,21 +58,6 @@ class Shards:
 def shards(tmp_path: Path) -> Iterator[Shards]:
     with contextlib.closing(Shards(tmp_path / "shards")) as running:
         yield running
-
-
-def gradient_of(worker: int, step: int) -> Float32:
-    return np.random.default_rng([worker, step]).standard_normal(SIZE).astype(np.float32)
-
-
-def opened(client: shardwell.Client, **options: Any) -> Any:
-    options.setdefault("optimizer", shardwell.SGD(learning_rate=RATE))
-    net = client.parameter("net", size=SIZE, codec="int8", **options)
-    net.init(np.zeros(SIZE, np.float32))
-    return net
-
-
-def assert_bits(found: Float32, expected: Float32) -> None:
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 def test_shards_that_are_killed_change_no_bit(

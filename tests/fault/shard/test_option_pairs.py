@@ -1,14 +1,16 @@
-"""Goal: each two options of a parameter that may be together are as each of them says, or refused.
+"""Goal: each two options of a parameter, or of a table, that may be together are as each of them
+says, or refused.
 
 Method: rows of a covering array (harness/data/covering.py), each a training by real processes: a
 step, a step in which a shard is killed, steps after it, and a checkpoint that goes on in another
-cluster. The weights are held against an oracle in NumPy (harness/oracles/crew.py) after each round.
-Which values may not be together is a list here, and each of them is refused before anything is
-made, by a message that names both.
+cluster. The weights are held against an oracle in NumPy after each round (harness/oracles/crew.py),
+the rows against a dict (harness/oracles/rows.py). Which values may not be together is a list here,
+and each of them is refused before anything is made, by a message that names both.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import shutil
 import tempfile
@@ -25,6 +27,7 @@ from harness.data.covering import Row, covering
 from harness.oracles.codec import bounds
 from harness.oracles.crew import CrewWeights, CrewWorker, Given, Part, cut, cuts_of
 from harness.oracles.parameter import integer_gradient
+from harness.oracles.rows import ModelRows
 from harness.polling import PATIENCE_S
 from harness.programs.forked_cluster import ForkedCluster
 from harness.programs.forkserver import ForkedCalls
@@ -103,18 +106,22 @@ ROUNDS = 4
 ROUNDS_AFTER = 2
 
 
-def is_allowed(row: Row) -> bool:
-    return not any(refused.items() <= row.items() for refused, *_ in REFUSED)
+def allowed_of(refused: list[tuple[Row, str, str]]) -> Callable[[Row], bool]:
+    return lambda row: not any(pair.items() <= row.items() for pair, *_ in refused)
 
 
-PAIRS = covering(OPTIONS, is_allowed)
+PAIRS = covering(OPTIONS, allowed_of(REFUSED))
 SHARES = 40
 """Parts of the rows of three options each, which are several hundred."""
 
 
 @functools.cache
 def triples() -> list[Row]:
-    return covering(OPTIONS, is_allowed, count=3)
+    return covering(OPTIONS, allowed_of(REFUSED), count=3)
+
+
+def first_of(options: dict[str, tuple[Any, ...]]) -> Row:
+    return {name: values[0] for name, values in options.items()}
 
 
 @pytest.fixture
@@ -134,16 +141,60 @@ def spec_of(row: Row) -> dict[str, Any]:
     return given | {"tensors": TENSORS, "groups": GROUPS.get(row["tensors"], [])}
 
 
-class Training:
+class Training(abc.ABC):
     """One row's: workers on a cluster, and the oracle beside them."""
 
-    def __init__(self, row: Row, stored: Callable[[], Any]) -> None:
-        self.row = row
-        self.stored = stored
+    handles: list[Any]
+    is_at_once: bool
+    """Whether workers of a synchronous crew give their gradients at the same time."""
+    is_put = False
+
+    def __init__(self, row: Row, options: dict[str, Any]) -> None:
+        self.row, self.options = row, options
         self.is_sync = row["mode"] == "sync"
-        self.options = spec_of(row)
         self.worker_count = WORKER_COUNTS.get(row["crew"], 2)
-        self.nets: list[Any] = []
+        self.members = options.get("members")
+        self.reference_count = 0 if self.members is None else self.members.reference_count
+
+    @abc.abstractmethod
+    def open(self, clients: list[shardwell.Client], cluster: ForkedCluster | LocalCluster) -> None:
+        """Opens it, at first, or after a restore; the last client is a reader's."""
+
+    @abc.abstractmethod
+    def call(self, index: int, number: int) -> Any:
+        """Gives a worker's gradient; blocks until others have given theirs, unless it is put."""
+
+    @abc.abstractmethod
+    def follow(self, order: list[int], number: int, found: list[Any]) -> None:
+        """Has the oracle make the same round, and compares."""
+
+    def round(self, number: int, disturb: Callable[[], None] = lambda: None) -> None:
+        order = [(number + i) % self.worker_count for i in range(self.worker_count)]
+        calls = [partial(self.call, index, number) for index in order]
+        if self.is_sync and self.is_at_once:
+            under_way = in_background(lambda: together(calls))
+            disturb()
+            found = under_way.result(PATIENCE_S)
+        else:
+            found = []
+            for place, call in enumerate(calls):
+                one = in_background(call)
+                if self.is_put:
+                    one.result(PATIENCE_S)  # what disturbs comes between two gradients
+                if not place:
+                    disturb()
+                found.append(one.result(PATIENCE_S))
+        self.follow(order, number, found)
+
+
+class ParameterTraining(Training):
+    """Of a parameter."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row, spec_of(row))
+        self.is_at_once = row["verb"] != "put_gradient"
+        self.is_put = self.is_sync and not self.is_at_once
+        self.handles = []
         self.first_round = 0
         self.off = np.zeros(SIZE)
         rule = self.options["optimizer"]
@@ -166,14 +217,13 @@ class Training:
         if row["rule"] == "average":
             self.first[:] = 0
         self.held = self.before = self.first
-        members = self.options.get("members")
         self.weights = CrewWeights(
             self.first,
             rule,
             parts,
             codec=row["codec"],
             clips_mean=clips_mean,
-            reference_count=0 if members is None else members.reference_count,
+            reference_count=self.reference_count,
             is_sync=self.is_sync,
         )
         clip = 0.0 if clips_mean else rule.clip_norm
@@ -185,25 +235,30 @@ class Training:
         """Whether gradients are rounded that a worker has scaled: the oracle may round another
         way where its factor differs in the last bit."""
 
-    def open(self, clients: list[shardwell.Client]) -> None:
-        """Opens it, at first, or after a restore."""
-        before, self.nets = self.nets, [c.parameter("net", **self.options) for c in clients]
-        for net, old in zip(self.nets, before, strict=False):
+    def open(self, clients: list[shardwell.Client], cluster: ForkedCluster | LocalCluster) -> None:
+        self.cluster = cluster
+        before = self.handles
+        self.handles = [each.parameter("net", **self.options) for each in clients[:-1]]
+        for net, old in zip(self.handles, before, strict=False):
             net.load_residual(old.residual)
         for worker in self.workers if before else ():
             worker.carried[:] = 0  # which no other process of the worker has
-        for net in self.nets:
+        for net in self.handles:
             if self.row["rule"] != "average" and not before:
                 net.init(self.shaped(self.first))
-        members = self.options.get("members")
         if before and self.row["rule"] == "average":  # of which nothing is kept
             self.first_round = ROUNDS
             self.weights.forget()
-        if members is not None:
-            for index, net in enumerate(
-                self.nets
-            ):  # who is not first may be late for the first step
-                net.join(waits=not index or members.min_count > 1)
+        if self.members is not None:
+            # Who is not first may be late for the first step.
+            for index, net in enumerate(self.handles):
+                net.join(waits=not index or self.members.min_count > 1)
+
+    def stored(self) -> Any:
+        if isinstance(self.cluster, ForkedCluster):
+            return self.cluster.stored("net")
+        made = [server.shard.parameters.all()[0] for server in self.cluster.servers]
+        return np.concatenate([each.storage.weights for each in made])
 
     def shaped(self, values: Any) -> Any:
         if self.row["tensors"] == "vector":
@@ -237,8 +292,7 @@ class Training:
         return integer_gradient(index, number, SIZE) / np.float32(4), count
 
     def call(self, index: int, number: int) -> None:
-        """Gives a worker's gradient; blocks until others have given theirs, unless it is put."""
-        net, verb, rate = self.nets[index], self.row["verb"], self.rate(number)
+        net, verb, rate = self.handles[index], self.row["verb"], self.rate(number)
         values, count = self.gradient(index, number)
         options = (
             {"learning_rate": rate}
@@ -263,33 +317,12 @@ class Training:
         else:
             getattr(net, verb)(given, **options)
 
-    def round(self, number: int, disturb: Callable[[], None] = lambda: None) -> None:
-        order = [(number + i) % self.worker_count for i in range(self.worker_count)]
-        if not self.is_sync:
-            for place, index in enumerate(order):
-                under_way = in_background(partial(self.call, index, number))
-                if not place:
-                    disturb()
-                under_way.result(PATIENCE_S)
-        elif self.row["verb"] == "put_gradient":
-            for place, index in enumerate(order):
-                self.call(index, number)
-                if not place:
-                    disturb()
-        else:
-            calls = [partial(self.call, index, number) for index in order]
-            under_way = in_background(lambda: together(calls))
-            disturb()
-            under_way.result(PATIENCE_S)
-        self.follow(order, number)
-
-    def follow(self, order: list[int], number: int) -> None:
-        """Has the oracle make the same round, and compares."""
+    def follow(self, order: list[int], number: int, found: list[Any]) -> None:
         given = []
         rate = self.rate(number)
         for index in order:
             values, count = self.gradient(index, number)
-            net, worker = self.nets[index], self.workers[index]
+            net, worker = self.handles[index], self.workers[index]
             counted = np.ones(SIZE, bool)
             if self.is_sync or values is not None:
                 assert net.outcome is not None
@@ -321,7 +354,7 @@ class Training:
     def compare(self, number: int) -> None:
         before = self.held
         minimum = {"min_version": number + 1 - self.first_round} if self.is_sync else {}
-        found = [self.flat(net.get_weights(**minimum)) for net in self.nets]
+        found = [self.flat(net.get_weights(**minimum)) for net in self.handles]
         stored = self.stored()
         wanted = self.weights.weights
         loose = {"average": 0.05}.get(self.row["rule"], 2e-3) if self.is_rounded_here else 2e-5
@@ -342,18 +375,18 @@ class Training:
         self.held, self.before = found[0], stored
 
 
-def train(row: Row, forked: ForkedCalls, directory: Path, connect: Any) -> None:
+def train(training: Training, forked: ForkedCalls, directory: Path, connect: Any) -> None:
     """Trains, with a kill and a restore, and compares."""
+    names = [*(f"w{index}" for index in range(training.worker_count)), "reader"]
     with ForkedCluster(
         forked,
         directory / "data",
         shard_count=2,
         chunk_size_bytes=CHUNK_BYTES,
-        durability=row["durability"],
+        durability=training.row["durability"],
     ) as running:
-        training = Training(row, lambda: running.stored("net"))
-        clients = [connect(running.target, f"w{i}") for i in range(training.worker_count)]
-        training.open(clients)
+        clients = [connect(running.target, name) for name in names]
+        training.open(clients, running)
         for number in range(ROUNDS):
 
             def kill(number: int = number) -> None:
@@ -362,16 +395,13 @@ def train(row: Row, forked: ForkedCalls, directory: Path, connect: Any) -> None:
                     running.start(0)
 
             training.round(number, kill)
-        clients[0].save_checkpoint(directory / "saved", ["net"])
+        clients[0].save_checkpoint(directory / "saved")
         for client in clients:
             client.close()
     with LocalCluster(3, chunk_size_bytes=CHUNK_BYTES) as other:
-        training.stored = lambda: np.concatenate(
-            [s.shard.parameters.all()[0].storage.weights for s in other.servers]
-        )
-        clients = [connect(other, f"w{i}") for i in range(training.worker_count)]
+        clients = [connect(other, name) for name in names]
         clients[0].restore_checkpoint(directory / "saved")
-        training.open(clients)
+        training.open(clients, other)
         for number in range(ROUNDS, ROUNDS + ROUNDS_AFTER):
             training.round(number)
         for client in clients:
@@ -381,15 +411,15 @@ def train(row: Row, forked: ForkedCalls, directory: Path, connect: Any) -> None:
 @pytest.fixture
 def trained(
     forked: ForkedCalls, tmp_path: Path, connect: Any, monkeypatch: Any
-) -> Callable[[Row], None]:
-    def run(row: Row) -> None:
-        shared_from = 1 if row["payloads"] == "shared" else 1 << 30
+) -> Callable[[Training], None]:
+    def run(training: Training) -> None:
+        shared_from = 1 if training.row.get("payloads") == "shared" else 1 << 30
         monkeypatch.setattr(arena, "SHARED_BYTES_MIN", shared_from)
         directory = Path(tempfile.mkdtemp(dir=tmp_path))
         try:
-            train(row, forked, directory, connect)
+            train(training, forked, directory, connect)
         except BaseException as error:
-            error.add_note(f"options: {row}")
+            error.add_note(f"options: {training.row}")
             raise
         shutil.rmtree(directory)
 
@@ -397,15 +427,15 @@ def trained(
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: ",".join(map(str, row.values())))
-def test_two_options_together(trained: Callable[[Row], None], row: Row) -> None:
-    trained(row)
+def test_two_options_together(trained: Callable[[Training], None], row: Row) -> None:
+    trained(ParameterTraining(row))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("share", range(SHARES))
-def test_three_options_together(trained: Callable[[Row], None], share: int) -> None:
+def test_three_options_together(trained: Callable[[Training], None], share: int) -> None:
     for row in triples()[share::SHARES]:
-        trained(row)
+        trained(ParameterTraining(row))
 
 
 @pytest.mark.parametrize(("pair", "first", "second"), REFUSED, ids=str)
@@ -414,7 +444,7 @@ def test_options_that_exclude_each_other(
 ) -> None:
     """Before anything is made; a rate that comes with a step, before anything is sent."""
     client = connect(cluster(1), "w0")
-    row = {name: values[0] for name, values in OPTIONS.items()} | pair
+    row = first_of(OPTIONS) | pair
     rate = 0.5 if row["learning_rate"] == "of each step" else None
 
     def give() -> None:
@@ -426,3 +456,160 @@ def test_options_that_exclude_each_other(
     assert second in str(caught.value)
     made = client.status()[0].parameters
     assert not made or (rate and not made[0].version_max)
+
+
+# Each two options of a table that may be together are as each of them says, or refused.
+
+
+DIM, ID_COUNT, BATCH = 6, 240, 60
+TABLE_RULES = {
+    **{name: RULES[name] for name in ("sgd", "momentum", "adagrad")},
+    "row-wise adagrad": partial(shardwell.RowWiseAdagrad, 0.125, epsilon=1e-3, weight_decay=0.25),
+    **{name: RULES[name] for name in ("adam", "adamw")},
+    "ftrl": partial(shardwell.FTRL, 0.25, l1=0.0625, l2=0.125),
+}
+INITIALIZERS = {
+    "zeros": shardwell.Zeros(),
+    "uniform": shardwell.Uniform(seed=3),
+    "normal": shardwell.Normal(std=0.5, seed=2**63),
+}
+TABLE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mode": ("sync", "async"),
+    "crew": ("two", "one", "three", "elastic of one", "elastic by two"),
+    "clip_value": (0.0, 0.375),
+    "codec": ("fp32", "fp16", "bf16", "fp32+lz4", "fp16+lz4", "bf16+lz4"),
+    "rule": tuple(TABLE_RULES),
+    "initializer": tuple(INITIALIZERS),
+    "row_count": (ID_COUNT, None),
+    "cache_row_count": (0, 100),
+    "learning_rate": ("of the rule", "set"),
+    "samples": ("equal", "weighted", "sometimes none"),
+    "allow_non_finite": (False, True),
+    "verb": ("exchange_rows", "put_row_gradients", "prefetch_rows"),
+    "durability": ("process", "step", "0.05"),
+}
+TABLE_REFUSED: list[tuple[Row, str, str]] = [
+    ({"mode": "async", "crew": "elastic of one"}, "mode", "members"),
+    ({"mode": "async", "crew": "elastic by two"}, "mode", "members"),
+]
+OF_PARAMETERS: list[tuple[dict[str, Any], str]] = [
+    ({"codec": "int8"}, "int8"),
+    ({"optimizer": shardwell.SGD(0.1, clip_norm=1.0)}, "clip_norm"),
+    ({"optimizer": shardwell.Average()}, "Average"),
+    ({"optimizer": shardwell.RMSProp(0.1)}, "RMSProp"),
+]
+TABLE_PAIRS = covering(TABLE_OPTIONS, allowed_of(TABLE_REFUSED))
+
+
+def table_spec_of(row: Row) -> dict[str, Any]:
+    """Arguments of `Client.table`."""
+    names = ("mode", "codec", "row_count", "cache_row_count", "allow_non_finite")
+    return {name: row[name] for name in names} | {
+        "dim": DIM,
+        "optimizer": TABLE_RULES[row["rule"]](clip_value=row["clip_value"]),
+        "initializer": INITIALIZERS[row["initializer"]],
+        **CREWS[row["crew"]],
+    }
+
+
+class TableTraining(Training):
+    """Of a table: after each round a client that only reads fetches all rows, too."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row, table_spec_of(row))
+        self.is_at_once = row["verb"] == "exchange_rows"
+        self.ids = np.arange(ID_COUNT)
+        if row["row_count"] is None:  # any of 64 bits
+            self.ids = self.ids * (2**64 // ID_COUNT // 2) - 2**62
+        rule = self.options["optimizer"]
+        self.rows = ModelRows(
+            DIM,
+            rule,
+            initializer=self.options["initializer"],
+            worker_count=self.worker_count,
+            mode=row["mode"],
+        )
+        if self.reference_count:
+            self.rows.learning_rate *= self.worker_count / self.reference_count
+        self.scale = self.rows.learning_rate / rule.learning_rate
+
+    def open(self, clients: list[shardwell.Client], cluster: ForkedCluster | LocalCluster) -> None:
+        self.handles = [client.table("rows", **self.options) for client in clients[:-1]]
+        self.reader = clients[-1].table("rows")
+        for table in self.handles if self.members is not None else ():
+            table.join()
+
+    def batch(self, index: int, number: int) -> tuple[Any, Any, int]:
+        """Ids, some of them twice, gradients and samples."""
+        draw = np.random.default_rng([index, number])
+        ids = draw.choice(self.ids, BATCH)
+        gradients = draw.integers(-8, 9, (BATCH, DIM)).astype(np.float32) / 8
+        count = index + 1 if self.row["samples"] == "weighted" else 1
+        has_none = number % 3 == 2 or (number % 3 == 1 and index == number % self.worker_count)
+        if self.row["samples"] == "sometimes none" and has_none:
+            size = 0 if number < 3 else BATCH  # of no weight, with rows or without
+            return ids[:size], gradients[:size], 0
+        return ids, gradients, count
+
+    def call(self, index: int, number: int) -> Any:
+        table, verb = self.handles[index], self.row["verb"]
+        ids, gradients, count = self.batch(index, number)
+        if verb == "exchange_rows":
+            return table.exchange_rows(ids, gradients, self.ids, sample_count=count)
+        step = table.put_row_gradients(ids, gradients, sample_count=count)
+        assert step == number or not self.is_sync
+        return None
+
+    def fetched(self, table: Any, number: int) -> Any:
+        minimum = {"min_version": number + 1} if self.is_sync else {}
+        if self.row["verb"] == "prefetch_rows":
+            table.prefetch_rows(self.ids, **minimum)
+        return table.get_rows(self.ids, **minimum)
+
+    def round(self, number: int, disturb: Callable[[], None] = lambda: None) -> None:
+        if number in (1, 4) and self.row["learning_rate"] == "set":
+            rate = (0.25, 0.0625)[number // 4]
+            self.handles[0].set_learning_rate(rate)
+            self.rows.learning_rate = rate * self.scale
+        super().round(number, disturb)
+
+    def follow(self, order: list[int], number: int, found: list[Any]) -> None:
+        for index in order:
+            self.rows.put(*self.batch(index, number))
+        fetched = [self.fetched(table, number) for table in self.handles]
+        answers = [*found, *fetched] if self.is_sync else []
+        for each in (*answers, self.reader.get_rows(self.ids)):
+            if each is not None:
+                self.check(each, number)
+
+    def check(self, found: Any, number: int) -> None:
+        loose = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1e-2}[self.row["codec"].partition("+")[0]]
+        np.testing.assert_allclose(
+            found, self.rows.get(self.ids), rtol=loose, atol=loose, err_msg=f"round {number}"
+        )
+
+
+@pytest.mark.parametrize("row", TABLE_PAIRS, ids=lambda row: ",".join(map(str, row.values())))
+def test_two_options_of_a_table_together(trained: Callable[[Training], None], row: Row) -> None:
+    trained(TableTraining(row))
+
+
+@pytest.mark.parametrize(("pair", "first", "second"), TABLE_REFUSED, ids=str)
+def test_options_of_a_table_that_exclude_each_other(
+    cluster: Any, connect: Any, pair: Row, first: str, second: str
+) -> None:
+    client = connect(cluster(1), "w0")
+    row = first_of(TABLE_OPTIONS) | pair
+    with pytest.raises(shardwell.ArgumentError) as caught:
+        client.table("rows", **table_spec_of(row))
+    assert first in str(caught.value)
+    assert second in str(caught.value)
+    assert not client.status()[0].tables
+
+
+@pytest.mark.parametrize(("option", "word"), OF_PARAMETERS, ids=str)
+def test_options_of_parameters(cluster: Any, connect: Any, option: Any, word: str) -> None:
+    client = connect(cluster(1), "w0")
+    with pytest.raises(shardwell.ArgumentError, match=rf"table.*{word}|{word}.*table"):
+        client.table("rows", **(table_spec_of(first_of(TABLE_OPTIONS)) | option))
+    assert not client.status()[0].tables

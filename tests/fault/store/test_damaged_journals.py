@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from harness.stories.crash import OtherStart
-from harness.stories.images import image_of, in_memory, restore
+from harness.stories.images import image_of, restore
 from harness.stories.killed import ParameterStory, StoredStory, TableStory
 from harness.stories.power import scrambled_at, with_synced
 from shardwell import GroupedRate
@@ -34,12 +34,6 @@ from shardwell_server.store.journal.parameter_entries import pack_entry, read_en
 
 SALT = 77
 BLOCK_BYTES = 512
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as path:
-        yield path
 
 
 def flips(segment: Path, size: int, stride: int) -> Iterator[int]:

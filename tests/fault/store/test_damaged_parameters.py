@@ -18,7 +18,7 @@ import pytest
 
 from harness.faults.damage import Damage
 from harness.stories.crash import Written, recovered, state_at
-from harness.stories.images import image_of, in_memory, restore
+from harness.stories.images import image_of, restore
 from harness.stories.killed import ParameterStory, WritesOf
 from harness.stories.parameter import (
     CONFIG,
@@ -43,12 +43,6 @@ EVENTS_HEAD = 49
 def _short_blocks() -> Iterator[None]:
     with short_blocks():
         yield
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as path:
-        yield path
 
 
 @pytest.fixture

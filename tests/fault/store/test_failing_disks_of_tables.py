@@ -19,7 +19,7 @@ import pytest
 
 from harness.faults.disks import HINTS, FailingSystem, SmallDisk, small_disk
 from harness.stories.crash import SameMachine
-from harness.stories.images import image_of, in_memory, restore
+from harness.stories.images import image_of, restore
 from harness.stories.table import LAYOUT, STORY, State, Step, apply, make, state_of, tell
 from shardwell.errors import StorageError
 from shardwell_server.store import TableLayout, TableStorage
@@ -28,12 +28,6 @@ from shardwell_server.store.memory.store import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 DISK_BYTES = 4 * EXTENT_BYTES_MIN
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as path:
-        yield path
 
 
 def opened(path: Path) -> MmapStore:

@@ -14,14 +14,13 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.stories import killed
 from harness.stories.crash import SameMachine
-from harness.stories.images import Image, image_of, in_memory, restore, torn
+from harness.stories.images import Image, image_of, restore, torn
 from harness.stories.killed import STORIES, WritesOf
 from shardwell.numerics import elementwise
 from shardwell_server.store import ChunkRecord, Layout, Transition
@@ -32,12 +31,6 @@ KILLS_TIMEOUT_S = 60.0
 PART_COUNT = 4
 """Every fourth write; all of them in one test would take too long on a busy machine."""
 STORY = pytest.mark.parametrize("name", STORIES)
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as path:
-        yield path
 
 
 @pytest.mark.sampled(3)

@@ -9,7 +9,7 @@ of them, and mapped files are scrambled. Oracle: the same stories, undisturbed, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -42,12 +42,6 @@ WritesOf: TypeAlias = Callable[[str], list[Written]]
 @pytest.fixture(autouse=True)
 def _many_images(monkeypatch: pytest.MonkeyPatch) -> None:
     many_images(monkeypatch)
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    with in_memory(tmp_path) as path:
-        yield path
 
 
 @pytest.fixture(scope="module")

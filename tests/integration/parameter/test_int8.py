@@ -13,19 +13,14 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import shardwell
+from harness.data.int8_training import RATE, SIZE, Float32, assert_bits
 from harness.oracles.int8 import BLOCK, Int8Means, Int8Weights, Int8Worker, sgd
 from harness.threads import together
 from shardwell.numerics import native
 from shardwell.transport import arena
-
-Float32 = npt.NDArray[np.float32]
-SIZE = 5 * BLOCK + 100
-"""Six blocks, of which the last is short: 1 shard has all, each of 3 has two."""
-RATE = 0.5
 
 
 def gradient_of(worker: int, step: int, size: int = SIZE) -> Float32:
@@ -59,10 +54,6 @@ def opened(
     if not isinstance(optimizer, shardwell.Average):
         net.init(first_weights(size))
     return net
-
-
-def assert_bits(found: Float32, expected: Float32) -> None:
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.fixture(params=["native", "NumPy"])

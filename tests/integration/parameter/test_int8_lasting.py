@@ -9,47 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 import shardwell
-from harness.oracles.int8 import BLOCK, Int8Weights, Int8Worker, sgd
+from harness.data.int8_training import RATE, Float32, Replay, assert_bits, gradient_of, opened
 from shardwell_server import LocalCluster
-
-Float32 = npt.NDArray[np.float32]
-SIZE = 5 * BLOCK + 100
-RATE = 0.5
-
-
-def gradient_of(worker: int, step: int) -> Float32:
-    return np.random.default_rng([worker, step]).standard_normal(SIZE).astype(np.float32)
-
-
-def opened(client: shardwell.Client, name: str = "net", **options: Any) -> Any:
-    options.setdefault("optimizer", shardwell.SGD(learning_rate=RATE))
-    net = client.parameter(name, size=SIZE, codec="int8", **options)
-    if not isinstance(options["optimizer"], shardwell.Average):
-        net.init(np.zeros(SIZE, np.float32))
-    return net
-
-
-def assert_bits(found: Float32, expected: Float32) -> None:
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
-
-
-class Replay:
-    def __init__(self) -> None:
-        self.worker, self.weights = Int8Worker(SIZE), Int8Weights(np.zeros(SIZE, np.float32))
-
-    def step(self, net: Any) -> None:
-        """One of the net, and of this."""
-        gradient = gradient_of(0, net.next_step)
-        sent = self.worker.sent(gradient)
-        expected = self.weights.update(sgd(RATE)(self.weights.weights, sent))
-        assert_bits(net.exchange(gradient), expected)
-        assert_bits(net.residual, self.worker.residual)
-
 
 OPTIMIZERS = {
     "sgd": shardwell.SGD(RATE),
@@ -109,7 +73,7 @@ def test_what_is_exported_is_the_weights_and_not_the_image(cluster, connect, tmp
     client = connect(cluster(2), "w0")
     net, replay = opened(client), Replay()
     for _ in range(3):
-        replay.step(net)
+        replay.step_of(net)
     assert (replay.weights.image != replay.weights.weights).any()
     saved = client.save_checkpoint(tmp_path / "saved")
     names = [entry.tensor_names for entry in saved.parameters]
@@ -130,7 +94,7 @@ def test_shards_that_are_started_again(tmp_path: Path, processes: bool) -> None:
             net.load_residual(residual)
             assert_bits(net.get_weights(), replay.weights.image)
             for _ in range(2):
-                replay.step(net)
+                replay.step_of(net)
             residual = net.residual
 
 
@@ -141,14 +105,14 @@ def test_one_that_is_deleted_and_made_again_begins_anew(cluster, connect) -> Non
     replay, net = Replay(), opened(client)
     reader = other.parameter("net")
     for _ in range(2):
-        replay.step(net)
+        replay.step_of(net)
         assert_bits(reader.get_weights(), replay.weights.image)
     connect(running, "ops").delete("net", force=True)
     with pytest.raises(shardwell.UnknownParameterError):
         reader.get_weights()
     again, replay = opened(connect(running, "w1")), Replay()
     for _ in range(2):
-        replay.step(again)
+        replay.step_of(again)
     with pytest.raises(shardwell.ShardwellError):
         reader.get_weights()
     assert_bits(other.parameter("net").get_weights(), replay.weights.image)

@@ -17,6 +17,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background
+from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -103,8 +104,7 @@ def test_gradients_leave_when_their_copies_are_there(client) -> None:
         loss_of(alone, step).backward()
         reference.step()
         reference.zero_grad()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert_same(model, alone, rtol=1e-4, atol=1e-5)
     optimizer.close()
 
 

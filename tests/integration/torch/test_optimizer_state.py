@@ -17,6 +17,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
+from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -71,8 +72,7 @@ def test_a_program_that_loads_what_it_saved_last_goes_on(cluster, connect) -> No
     train(again, optimizer, optimizer.next_step, 10)
     whole = net()
     train(whole, made(whole, connect(cluster(2), "w0")), 0, 10)
-    for mine, its in zip(again.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(again, whole)
 
 
 def test_a_new_cluster_needs_the_checkpoint(cluster, connect, tmp_path) -> None:
@@ -99,8 +99,7 @@ def test_a_new_cluster_needs_the_checkpoint(cluster, connect, tmp_path) -> None:
     again.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     train(again, optimizer, optimizer.next_step, 10)
-    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(again, model)
 
 
 def test_a_cluster_that_went_on_says_where_it_is(cluster, connect) -> None:
@@ -131,8 +130,7 @@ def test_a_state_with_values_goes_on_on_a_new_cluster(cluster, connect, shard_co
     optimizer.load_state_dict(found["optimizer"])
     assert optimizer.next_step == 5
     train(again, optimizer, 5, 10)
-    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(again, model)
 
 
 def test_workers_go_back_together(cluster, connect) -> None:
@@ -202,8 +200,7 @@ def test_weights_are_pushed_by_all_or_not_at_all(cluster, connect) -> None:
     steps(0, 3)
     train(alone, torch.optim.Adam(alone.parameters(), 0.05), 0, 3)
     for model in models:
-        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+        assert_same(model, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_push_that_was_given_up_for_another(cluster, connect) -> None:

@@ -13,6 +13,7 @@ import pytest
 import shardwell
 from harness.polling import eventually
 from harness.threads import together
+from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -84,8 +85,7 @@ def test_the_first_piece_is_counted_before_half_of_backward(
         reference.step()
         reference.zero_grad()
     assert seen == ([0, 1, 2] if overlap is True else [1, 2])
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert_same(model, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_several_workers_get_the_same_weights_bit_for_bit(cluster, connect) -> None:
@@ -105,8 +105,7 @@ def test_several_workers_get_the_same_weights_bit_for_bit(cluster, connect) -> N
             optimizers[rank].zero_grad()
 
     together([lambda: train(0), lambda: train(1)])
-    for mine, its in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(*models)
 
 
 def test_a_cluster_keeps_the_order_in_which_a_parameter_was_made(cluster, connect) -> None:

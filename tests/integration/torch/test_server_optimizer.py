@@ -18,6 +18,7 @@ import pytest
 import shardwell
 from harness.polling import PATIENCE_S, eventually
 from harness.threads import in_background, together
+from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -103,8 +104,7 @@ def test_losses_are_torchs(client, rule, theirs, overlap) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(reference, STEPS)
     expected = train(alone, reference, batches(), schedule.step)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    assert_same(model, alone, rtol=1e-3, atol=1e-4)
 
 
 def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
@@ -129,8 +129,7 @@ def test_workers_train_as_one_with_all_their_samples(cluster, connect) -> None:
     expected = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), data)
     means = (16 * np.array(first) + 8 * np.array(second)) / 24
     np.testing.assert_allclose(means, expected, rtol=1e-3, atol=1e-5)
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    assert_same(model, alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("worker_count", [1, 2])
@@ -156,8 +155,7 @@ def test_a_gradients_norm_is_clipped_as_torchs(cluster, connect, worker_count) -
         reference.step()
         reference.zero_grad()
     assert max(norms) > 0.3
-    for mine, its in zip(found.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    assert_same(found, alone, rtol=1e-3, atol=1e-4)
 
 
 def test_groups_have_rates_and_decays_of_their_own(client) -> None:
@@ -209,8 +207,7 @@ def test_batches_accumulate_under_no_sync(client, overlap, caplog) -> None:
         for each in (optimizer, theirs):
             each.step()
             each.zero_grad()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert_same(model, alone, rtol=1e-4, atol=1e-5)
     assert not logged(caplog)  # overlap goes on
 
 
@@ -236,8 +233,7 @@ def test_gradients_for_no_step(client) -> None:
     optimizer.zero_grad()
     train(model, optimizer, batches(3))
     train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(3))
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert_same(model, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["learning_rate", "sample_count"])
@@ -272,8 +268,7 @@ def test_a_scaler_needs_gradients_that_have_not_left(client) -> None:
             own.scale(torch.nn.functional.cross_entropy(of(inputs), targets)).backward()
             own.step(each)
             each.zero_grad()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+    assert_same(model, alone, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -313,8 +308,7 @@ def test_a_step_that_failed_is_made_good_by_the_next(cluster, connect) -> None:
 
         together([first, second])
         assert optimizers[0].parameter.next_step == (1 if again == "step" else 3)
-        for mine, its in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(mine, its)
+        assert_same(*models)
         optimizers[0].timeout_s = 3.0
 
 
@@ -352,8 +346,7 @@ def test_a_step_that_failed_counts_with_the_gradients_that_it_had(
         each.grad.add_(other).div_(2)
     expected.step()
     for model in models:
-        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+        assert_same(model, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_that_are_clipped_after_they_left(client) -> None:
@@ -373,8 +366,7 @@ def test_gradients_that_are_clipped_after_they_left(client) -> None:
             torch.nn.utils.clip_grad_norm_(of.parameters(), 0.01)
             each.step()
             each.zero_grad()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
+    assert_same(model, alone, rtol=1e-3, atol=1e-5)
 
 
 def _clipped(model: Any, optimizer: Any, number: int) -> None:
@@ -420,8 +412,7 @@ def test_gradients_that_change_after_backward_as_it_comes(
                 change(each, optimizer, number)
             optimizer.step()
             optimizer.zero_grad()
-    for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
+    assert_same(model, alone, rtol=1e-4, atol=1e-6)
     told = [each for each in caplog.records if "leave in step()" in each.getMessage()]
     assert [each.levelname for each in told] == ["DEBUG"]
 
@@ -457,8 +448,7 @@ def test_a_scaler_as_it_comes(client) -> None:
             own.update()
             each.zero_grad()
     assert 0 < mine.next_step < 30
-    for mine_, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine_, its, rtol=1e-3, atol=1e-5)
+    assert_same(model, alone, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("overlap", [True, False, "auto"])
@@ -498,8 +488,7 @@ def test_a_worker_without_a_batch_counts_nothing_for_it(cluster, connect) -> Non
     together([lambda: train(models[0], optimizers[0], batches(1)), optimizers[1].step])
     train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), batches(1))
     for model in models:
-        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+        assert_same(model, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_weights_that_were_put_back_are_no_change(client) -> None:
@@ -522,8 +511,7 @@ def test_a_cell_that_runs_twice_trains_the_same_model_on(client, caplog, overlap
     assert sum("was closed: another one" in each for each in logged(caplog)) == 2
     expected = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     train(alone, expected, batches(3) * 3)
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    assert_same(model, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_training_that_goes_on_is_in_the_log(client, caplog) -> None:
@@ -722,8 +710,7 @@ def test_a_worker_that_starts_again_goes_on(cluster, connect) -> None:
     again = net(seed=9)
     optimizer = server(again, connect(running, "w0"))
     assert optimizer.parameter.next_step == 5
-    for mine, its in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(again, model)
 
 
 def test_a_worker_that_starts_again_waits_for_the_step_that_it_had_ended(cluster, connect) -> None:
@@ -746,8 +733,7 @@ def test_a_worker_that_starts_again_waits_for_the_step_that_it_had_ended(cluster
         starting.result(1.0)
     train(models[1], optimizers[1], data[1:])
     assert starting.result(PATIENCE_S).next_step == 2
-    for mine, its in zip(again.parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(again, models[1])
 
 
 def test_a_worker_killed_between_the_steps_of_two_optimizers_steps_both(cluster, connect) -> None:
@@ -765,14 +751,12 @@ def test_a_worker_killed_between_the_steps_of_two_optimizers_steps_both(cluster,
     other = in_background(lambda: train(*both[0][1], [batch]))
     back = pair("w1", seed=9)  # in place of the one that trained the first alone
     assert [optimizer.next_step for _, optimizer in back] == [0, 0]
-    for mine, its in zip(back[0][0].parameters(), before.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(back[0][0], before)
     for model, optimizer in back:
         train(model, optimizer, [batch])
     other.result(PATIENCE_S)
     for (mine, _), (its, _) in zip(back, both[0], strict=True):
-        for one, another in zip(mine.parameters(), its.parameters(), strict=True):
-            assert torch.equal(one, another)
+        assert_same(mine, its)
 
 
 def test_tensors_of_groups_that_are_frozen_are_left_alone(client) -> None:
@@ -868,8 +852,7 @@ def test_its_state_is_torchs_and_the_weights_load_without_us(client, tmp_path: P
     shardwell.export_checkpoint(tmp_path / "{step}", tmp_path / "model.safetensors", "model")
     fresh = net(seed=5)
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    for mine, its in zip(fresh.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(fresh, model)
 
 
 @pytest.mark.parametrize("as_default", [True, False])

@@ -13,6 +13,7 @@ import pytest
 
 import shardwell
 from harness.threads import together
+from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
@@ -154,5 +155,4 @@ def test_what_had_left_of_a_skipped_step_counts_and_is_logged(cluster, connect, 
 
     together([first, second])
     assert [each.next_step for _, each in made] == [2, 2]
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(model, other)

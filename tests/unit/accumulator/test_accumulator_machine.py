@@ -7,16 +7,13 @@ what they were there, and opened again. Oracle: harness/stories/accumulator.py, 
 from __future__ import annotations
 
 import itertools
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
-from harness.machines import cases
+from harness.machines import KILLS, KilledMachine, cases
 from harness.stories.accumulator import (
     BLOCK_ROW_COUNT,
     DIM,
@@ -27,43 +24,35 @@ from harness.stories.accumulator import (
     Telling,
     gradients_of,
 )
-from harness.stories.images import Image, image_of, in_memory, restore
+from harness.stories.images import Image, restore
 from shardwell.errors import ArgumentError
 
 ROWS = st.integers(0, ROW_COUNT - 1)
 BATCHES = st.lists(ROWS, max_size=3 * BLOCK_ROW_COUNT)
 VALUES = st.integers(-9, 9)
-KILLS = st.none() | st.floats(0, 1, exclude_max=True)
 
 
-class AccumulatorMachine(RuleBasedStateMachine):
+class AccumulatorMachine(KilledMachine):
     """Every rule is a call; `kill` decides after which of its writes its process ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = ExitStack()
-        fallback = Path(self.open.enter_context(tempfile.TemporaryDirectory()))
-        self.root = self.open.enter_context(in_memory(fallback))
+        self.root = self.path
         self.numbers = itertools.count()
-        self.images: list[Image] | None = None
         self.sums: Sums = {}
         self.rows = np.zeros((ROW_COUNT, DIM))
         self.start({})
 
     def teardown(self) -> None:
         self.telling.die()
-        self.open.close()
+        super().teardown()
 
     def start(self, image: Image) -> None:
         """A new process, and nothing but these files."""
         self.path = restore(image, self.root / str(next(self.numbers)))
         self.telling = Telling(self.path, self.reached)
 
-    def reached(self, point: str) -> None:
-        if self.images is not None:
-            self.images.append(image_of(self.path))
-
-    def call(self, call: Call, kill: float | None) -> None:
+    def make(self, call: Call, kill: float | None) -> None:
         before = self.sums
         self.images = [] if kill is not None else None
         self.telling.make(call)
@@ -89,23 +78,23 @@ class AccumulatorMachine(RuleBasedStateMachine):
 
     @rule(row=ROWS, value=VALUES, kill=KILLS)
     def accumulate(self, row: int, value: int, kill: float | None) -> None:
-        self.call(Call("accumulate", [row], value), kill)
+        self.make(Call("accumulate", [row], value), kill)
 
     @rule(rows=BATCHES, value=VALUES, kill=KILLS)
     def accumulate_rows(self, rows: list[int], value: int, kill: float | None) -> None:
-        self.call(Call("accumulate_rows", rows, value), kill)
+        self.make(Call("accumulate_rows", rows, value), kill)
 
     @rule(kill=KILLS)
     def apply(self, kill: float | None) -> None:
-        self.call(Call("apply"), kill)
+        self.make(Call("apply"), kill)
 
     @rule(kill=KILLS)
     def zero_grad(self, kill: float | None) -> None:
-        self.call(Call("zero_grad"), kill)
+        self.make(Call("zero_grad"), kill)
 
     @rule(kill=KILLS)
     def reopen(self, kill: float | None) -> None:
-        self.call(Call("reopen"), kill)
+        self.make(Call("reopen"), kill)
 
     @rule(rows=BATCHES.filter(len), bad=st.sampled_from([np.nan, np.inf]), data=st.data())
     def refuse(self, rows: list[int], bad: float, data: st.DataObject) -> None:

@@ -6,9 +6,12 @@ types.proto, and hypothesis sends specs through the wire's bytes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwell
 from shardwell import (
     FTRL,
     SGD,
@@ -25,13 +29,16 @@ from shardwell import (
     AdamW,
     Average,
     Elastic,
+    LearnerProgress,
     Optimizer,
     ParameterSpec,
     RMSProp,
     RowWiseAdagrad,
 )
 from shardwell.errors import ArgumentError
+from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, factors_of, rate_of
 from shardwell.specs.optimizers import check_learning_rate
+from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 
 CODECS = {"fp32": 1, "fp16": 2, "bf16": 3}
@@ -412,3 +419,84 @@ def test_a_new_optimizer_touches_four_files() -> None:
         "client/shardwell/specs/optimizers.py",
         "protos/shardwell/v1/types.proto",
     }
+
+
+# What a learner says of itself is checked, and comes as it was sent.
+
+
+NAMES = [each.name for each in fields(LearnerProgress)]
+
+
+def test_it_comes_as_it_was_sent() -> None:
+    values: dict[str, Any] = {name: number + 1 for number, name in enumerate(NAMES)}
+    sent = LearnerProgress(**values)
+    message = pb.LearnerProgress.FromString(sent.to_proto().SerializeToString())
+    assert [field.name for field in pb.LearnerProgress.DESCRIPTOR.fields] == NAMES
+    assert LearnerProgress.from_proto(message) == sent
+    assert LearnerProgress.from_proto(pb.LearnerProgress()) == LearnerProgress()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "value", [-1, float("nan"), float("inf"), 2**64, True, "1"], ids=lambda value: repr(value)
+)
+def test_no_number_of_it_is_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"a learner's {name} must be"):
+        LearnerProgress(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.LearnerProgress(inner_steps=2**63),
+        pb.LearnerProgress(hidden_s=float("nan")),
+        pb.LearnerProgress(waited_s=-1.0),
+    ],
+)
+def test_nothing_else_is_read(message: pb.LearnerProgress) -> None:
+    with pytest.raises(ArgumentError, match="a learner's"):
+        LearnerProgress.from_proto(message)
+
+
+# A GroupedRate is a float that knows its factors, in comparisons and copies, too.
+
+
+RATE = shardwell.GroupedRate(0.1, [1.0, 0.3])
+
+
+def test_it_is_a_float_with_factors_of_float32() -> None:
+    assert float(RATE) == 0.1
+    assert f"{RATE:g}" == "0.1"
+    assert RATE * 2 == 0.2
+    assert RATE.factors[0] == 1.0
+    assert RATE.factors[1] == pytest.approx(0.3, rel=1e-7)
+    assert RATE.factors[1] != 0.3
+    assert factors_of(RATE) == RATE.factors
+    assert factors_of(0.1) == ()
+    assert factors_of(None) == ()
+    assert rate_of(0.1, []) == 0.1
+    assert rate_of(0.1, [1.0, 0.3]) == RATE
+    assert "0.1, [1.0, 0.3" in repr(RATE)
+
+
+@pytest.mark.parametrize("other", [0.1, shardwell.GroupedRate(0.1, [1.0, 0.5]), None, "0.1"])
+def test_another_rate_is_another_one(other: object) -> None:
+    for one, two in ((RATE, other), (other, RATE)):
+        assert one != two
+        assert not one == two  # noqa: SIM201 (each operator has code of its own)
+
+
+def test_copies_are_equal() -> None:
+    for each in (copy.deepcopy(RATE), pickle.loads(pickle.dumps(RATE))):
+        assert each == RATE
+        assert not each != RATE  # noqa: SIM202
+        assert hash(each) == hash(RATE)
+        assert each.factors == RATE.factors
+
+
+@pytest.mark.parametrize(
+    "factors", [[], [-1.0], [math.nan], [math.inf], [1e39], [1.0] * (RATE_GROUP_COUNT_MAX + 1)]
+)
+def test_what_can_be_no_factor(factors: list[float]) -> None:
+    with pytest.raises(shardwell.ArgumentError, match="factor"):
+        shardwell.GroupedRate(0.1, factors)

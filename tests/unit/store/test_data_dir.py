@@ -17,9 +17,13 @@ from fastcrc import crc32
 
 import shardwell
 from harness.files import contents_of
-from shardwell.errors import ShardwellError
+from shardwell.errors import ShardwellError, StorageError
 from shardwell_server.config import ShardConfig
+from shardwell_server.store.contract import Layout
+from shardwell_server.store.files.atomic_directory import AtomicDirectories
 from shardwell_server.store.files.data_dir import DataDir, DataDirError, kept_cluster_id
+from shardwell_server.store.files.mapped import MappedFile
+from shardwell_server.store.mmap.kept_weights import KeptWeights, file_size, make_room
 
 MINE = ShardConfig(shard_index=1, shard_count=3, cluster_id="mine")
 HOLD = """
@@ -269,3 +273,80 @@ def test_a_read_only_parent_is_refused(tmp_path: Path) -> None:
 def test_a_file_system_that_takes_no_directories_is_refused() -> None:
     with pytest.raises(DataDirError, match="this user can write to"):
         DataDir(Path("/proc/self/shard"), MINE)
+
+
+# A directory that was never made goes, and one that another process put there stays.
+
+
+def numbered(path: Path) -> AtomicDirectories:
+    made = AtomicDirectories(path, lambda _: None, is_synced=False)
+    assert list(made.existing()) == []
+    return made
+
+
+def fill(directory: Path) -> None:
+    (directory / "file").write_text("made")
+
+
+def test_a_copy_that_was_put_there_meanwhile_is_not_removed(tmp_path) -> None:
+    directories = numbered(tmp_path / "n")
+    copied = tmp_path / "n" / "000001"
+    copied.mkdir()
+    (copied / "file").write_text("somebody's")
+    with (
+        pytest.raises(StorageError, match="000001"),
+        directories.making(fill, "making it"),
+    ):
+        pytest.fail("it was made")
+    assert (copied / "file").read_text() == "somebody's"
+
+
+def test_what_could_not_be_removed_is_at_the_next_call(tmp_path, monkeypatch) -> None:
+    directories = numbered(tmp_path / "n")
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if target.suffix == ".new":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with (
+            pytest.raises(ValueError, match="taken over"),
+            directories.making(fill, "making it"),
+        ):
+            raise ValueError("not taken over")
+    assert (tmp_path / "n" / "000001").exists()
+    with directories.making(fill, "making it") as made:
+        assert made.name == "000001"
+    assert [entry.name for entry in (tmp_path / "n").iterdir()] == ["000001"]
+
+
+# Places of an older data directory have room for what is kept today.
+
+
+@pytest.mark.parametrize("count", [1, 31, 700, 8191, 491_384, 524_288])
+def test_places_of_0_2_0_are_enlarged_once(tmp_path: Path, count: int) -> None:
+    path, size = tmp_path / "kept", 2 * count + 256
+    before, layout = (
+        Layout(
+            name="m",
+            slice_size=2 * count,
+            chunk_element_count=count,
+            with_sum=False,
+            kept_size_bytes=size,
+            description={"spec": {"cutsBlocks": True}} if cuts_blocks else {},
+        )
+        for cuts_blocks in (False, True)
+    )
+    KeptWeights(MappedFile.create(path, file_size(before)), before, print).put(1, 7, b"7" * size)
+    message = b"8" * (2 * count + 100 + -(-count // max(min(count // 64, 256), 1)))
+    for _ in range(2):
+        make_room(path, layout)
+        kept = KeptWeights(MappedFile.open(path, file_size(layout)), layout, print)
+        assert kept.get(1, 9) in (None, message)
+        kept.put(1, 9, message)
+        assert kept.get(1, 9) == message
+    make_room(path, before)
+    assert path.stat().st_size == file_size(layout)

@@ -7,31 +7,23 @@ integers in float64; values and rates are such that float32 is exact.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from harness.data.sessions import applicant, session_of
 from harness.inside import register_of, tracker_of
-from harness.machines import cases
+from harness.machines import KILLS, KilledMachine, cases
 from harness.stories import parameter as story
-from harness.stories.crash import SameMachine
-from harness.stories.images import Image, image_of, restore
 from harness.stories.parameter import CONFIG, contribute, short_blocks
 from shardwell import SGD, ParameterSpec
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.config import Limits
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store.mmap.store import MmapStore
 
 NAMES = ["first", "second"]
 WORKERS = ["w0", "w1", "w2", "w3"]
@@ -82,47 +74,21 @@ class Model:
             self.open_step[chunk] = {}
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(KilledMachine):
     """Every rule is a call that is answered; `kill` decides after which of its writes it ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = contextlib.ExitStack()
         self.open.enter_context(short_blocks())
-        self.path = Path(tempfile.mkdtemp(prefix="shardwell-machine-"))
-        self.open.callback(shutil.rmtree, self.path)
         self.models: dict[str, Model] = {}
-        self.images: list[Image] | None = None
         self.tenures = itertools.count(1)
         self.over: list[tuple[str, str, int]] = []
         """Parameter, worker and tenure of those that are over."""
-        self.start()
+        self.come_back()
 
-    def teardown(self) -> None:
-        self.open.close()
-
-    def start(self) -> None:
-        """A new process: nothing is left of the old one but its files."""
-        self.shard = Shard(
-            SHARD_CONFIG, MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
-        )
-
-    def reached(self, point: str) -> None:
-        if self.images is not None:
-            self.images.append(image_of(self.path))
-
-    def call(self, make: Callable[[], object], kill: float | None) -> None:
-        """Makes a call; killed at one of its writes, the shard comes back and it is sent again."""
-        if kill is None:
-            make()
-            return
-        self.images = []
-        make()
-        images, self.images = self.images, None
-        if images:
-            restore(images[int(kill * len(images))], self.path)
-            self.start()
-            make()
+    @rule()
+    def come_back(self) -> None:
+        self.shard = Shard(SHARD_CONFIG, self.stored())
 
     @initialize(worker_count=st.sampled_from([0, 0, 1, 2, 3]), seats=st.integers(0, 3))
     def begin(self, worker_count: int, seats: int) -> None:
@@ -132,11 +98,10 @@ class StoreMachine(RuleBasedStateMachine):
         for worker in WORKERS[:seats]:
             self.take_seat(NAMES[0], worker, False, None)
 
-    kills = st.none() | st.floats(0, 1, exclude_max=True)
     names = st.sampled_from(NAMES)
     workers = st.sampled_from(WORKERS)
 
-    @rule(name=names, size=st.sampled_from([1, 16, 37]), worker_count=st.integers(0, 3), kill=kills)
+    @rule(name=names, size=st.sampled_from([1, 16, 37]), worker_count=st.integers(0, 3), kill=KILLS)
     def create(self, name: str, size: int, worker_count: int, kill: float | None) -> None:
         if name in self.models:
             return
@@ -152,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.models[name] = Model(size, worker_count)
 
     @precondition(lambda self: any(not model.is_initialized for model in self.models.values()))
-    @rule(name=names, value=st.integers(-9, 9), kill=kills)
+    @rule(name=names, value=st.integers(-9, 9), kill=KILLS)
     def set_first_weights(self, name: str, value: int, kill: float | None) -> None:
         model = self.models.get(name)
         if model is None or model.is_initialized:
@@ -172,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.models.get(name)
         return model if model is not None and model.is_initialized else None
 
-    @rule(name=names, worker=workers, anew=st.booleans(), kill=kills)
+    @rule(name=names, worker=workers, anew=st.booleans(), kill=KILLS)
     def take_seat(self, name: str, worker: str, anew: bool, kill: float | None) -> None:
         model = self.standing(name)
         if model is None:
@@ -208,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
             model.ended.remove(worker)
         self.call(join, kill)
 
-    @rule(worker=workers, kill=kills)
+    @rule(worker=workers, kill=KILLS)
     def end_session(self, worker: str, kill: float | None) -> None:
         """In order, for all parameters."""
         self.call(lambda: self.shard.end_session(session_of(worker).number), kill)
@@ -216,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
             if worker in model.seats and worker not in model.ended:
                 model.ended.append(worker)
 
-    @rule(name=names, leaver=workers, comer=workers, value=st.integers(-3, 3), kill=kills)
+    @rule(name=names, leaver=workers, comer=workers, value=st.integers(-3, 3), kill=KILLS)
     def pass_on(self, name: str, leaver: str, comer: str, value: int, kill: float | None) -> None:
         """All seats are taken, one is given to another worker, and everybody contributes."""
         model = self.standing(name)
@@ -240,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
                 contribute(made, worker, chunk, step, zeros, tenure=tenure)
 
     @precondition(lambda self: any(model.seats for model in self.models.values()))
-    @rule(data=st.data(), value=st.integers(-3, 3), kill=kills)
+    @rule(data=st.data(), value=st.integers(-3, 3), kill=KILLS)
     def contribute(self, data: st.DataObject, value: int, kill: float | None) -> None:
         """The next gradient of one worker for one chunk that need not wait for others."""
         open_ones = [
@@ -254,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
         if open_ones:
             self.send(*data.draw(st.sampled_from(open_ones)), value, kill)
 
-    @rule(name=names, value=st.integers(-3, 3), kill=kills)
+    @rule(name=names, value=st.integers(-3, 3), kill=KILLS)
     def contribute_all(self, name: str, value: int, kill: float | None) -> None:
         """What closes the open steps; the kill is at the end of the last one."""
         model = self.standing(name)
@@ -303,7 +268,7 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(StepOrderError):
             contribute(made, worker, chunk, skipped, zeros, tenure=tenure)
 
-    @rule(name=names, rate=st.sampled_from(RATES), ahead=st.integers(0, 3), kill=kills)
+    @rule(name=names, rate=st.sampled_from(RATES), ahead=st.integers(0, 3), kill=KILLS)
     def set_learning_rate(self, name: str, rate: float, ahead: int, kill: float | None) -> None:
         model = self.standing(name)
         if model is None:
@@ -314,11 +279,6 @@ class StoreMachine(RuleBasedStateMachine):
         )
         kept = {step: old for step, old in model.rates.items() if step < from_step}
         model.rates = {**kept, from_step: rate}
-
-    @rule()
-    def come_back(self) -> None:
-        """Killed while nothing is under way."""
-        self.start()
 
     @invariant()
     def all_is_as_in_the_model(self) -> None:

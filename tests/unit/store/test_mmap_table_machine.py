@@ -6,25 +6,17 @@ files after some write of a change, also of rows, with which it goes on. Oracle:
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from harness.machines import cases
-from harness.stories.crash import SameMachine
-from harness.stories.images import Image, image_of, in_memory, restore
+from harness.machines import KILLS, KilledMachine, cases
 from harness.stories.table import Step, apply, make
 from shardwell.errors import LimitError
 from shardwell_server.store import FREE, Position, TableRecord, TableStorage
-from shardwell_server.store.mmap.store import MmapStore
 
 CAPACITY = 64
 ROWS_MAX = 8
@@ -61,46 +53,17 @@ class Model:
             self.positions[step.position[0]] = Position(*step.position)
 
 
-class TableMachine(RuleBasedStateMachine):
+class TableMachine(KilledMachine):
     """Every rule is a change; `kill` decides after which of its writes it ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = contextlib.ExitStack()
-        self.path = Path(tempfile.mkdtemp(prefix="shardwell-machine-"))
-        self.open.callback(shutil.rmtree, self.path)
-        self.path = self.open.enter_context(in_memory(self.path))
         self.model = Model()
-        self.images: list[Image] | None = None
-        self.start()
+        self.come_back()
 
-    def teardown(self) -> None:
-        self.open.close()
-
-    def start(self) -> None:
-        """A new process: nothing is left of the old one but its files."""
-        self.table: TableStorage = make(
-            MmapStore(self.path, boot=SameMachine(self.path), reached=self.reached)
-        )
-
-    def reached(self, point: str) -> None:
-        if self.images is not None:
-            self.images.append(image_of(self.path))
-
-    def call(self, make_it: Callable[[], object], kill: float | None) -> None:
-        """Makes a change; killed at one of its writes, the table comes back and it is repeated."""
-        if kill is None:
-            make_it()
-            return
-        self.images = []
-        make_it()
-        images, self.images = self.images, None
-        if images:
-            restore(images[int(kill * len(images))], self.path)
-            self.start()
-            make_it()
-
-    kills = st.none() | st.floats(0, 1, exclude_max=True)
+    @rule()
+    def come_back(self) -> None:
+        self.table: TableStorage = make(self.stored())
 
     def change(self, step: Step, kill: float | None) -> None:
         version = self.model.record.version + 1
@@ -117,7 +80,7 @@ class TableMachine(RuleBasedStateMachine):
         new_count=st.integers(0, 4),
         kind=st.sampled_from(["values", "sums", "close", "evict"]),
         value=st.integers(1, 99),
-        kill=kills,
+        kill=KILLS,
     )
     def change_rows(
         self, data: st.DataObject, new_count: int, kind: str, value: int, kill: float | None
@@ -146,7 +109,7 @@ class TableMachine(RuleBasedStateMachine):
         self.change(step, kill)
 
     @precondition(lambda self: len(self.model.positions) < 4)
-    @rule(kill=kills)
+    @rule(kill=KILLS)
     def add_seat(self, kill: float | None) -> None:
         count = len(self.model.positions)
 
@@ -179,7 +142,7 @@ class TableMachine(RuleBasedStateMachine):
         else:
             begin()
 
-    @rule(row_count=st.integers(0, CAPACITY + 9), kill=kills)
+    @rule(row_count=st.integers(0, CAPACITY + 9), kill=KILLS)
     def reserve(self, row_count: int, kill: float | None) -> None:
         if row_count > CAPACITY:
             with pytest.raises(LimitError):
@@ -187,11 +150,6 @@ class TableMachine(RuleBasedStateMachine):
         else:
             self.call(lambda: self.table.reserve(row_count), kill)
             assert self.table.reserved_row_count >= row_count
-
-    @rule()
-    def come_back(self) -> None:
-        """Killed while nothing is under way."""
-        self.start()
 
     @rule(data=st.data())
     def verify(self, data: st.DataObject) -> None:

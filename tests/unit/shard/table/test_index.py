@@ -7,22 +7,25 @@ purpose; then single ideas: bad keys, growth and shrinking, what remains of remo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.data.row_keys import EXTREMES, colliding_keys
 from harness.machines import cases
 from shardwell.placement.rows import Ids, RowPlacement, mix
 from shardwell_server.shard.table import index as row_index
-from shardwell_server.shard.table.hash_slots import SlotTable
+from shardwell_server.shard.table.hash_slots import LINE, SlotTable
 from shardwell_server.shard.table.index import DirectRowIndex, HashRowIndex, RowIndex
 
 ROW_COUNT, SHARD_COUNT, SHARD = 10_007, 3, 1
 
-starts, shares = st.floats(0, 0.99), st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0])
+starts = st.floats(0, 0.99)
+shares = st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0])
 
 
 def lines_of(index: HashRowIndex) -> SlotTable:
@@ -220,3 +223,296 @@ def test_a_direct_index_touches_memory_only_where_rows_are() -> None:
     index.add(ids, np.array([2, 1, 2**33]))
     assert index.find(ids).tolist() == [2, 1, 2**33]
     assert index.find(ids - 1 + (ids == 0) * 2).tolist() == [-1, -1, -1]
+
+
+# A hash index tells what a dict would while it grows, which is little work at a time.
+
+
+SALT = 0x1234567890ABCDEF
+LOAD_MAX, ROWS_MIN = 0.6, 64
+
+growing_shares = st.sampled_from([0.0, 0.0, 0.003, 0.01, 0.03, 0.1, 0.4])
+points = st.sampled_from(["begin", "rows", "fill", "clear"])
+
+
+def without_memory(patched: pytest.MonkeyPatch, point: str, call_number: int) -> None:
+    """From that call on there is none for new tables or for moving, at one point of it."""
+    calls = itertools.count(1)
+
+    def refused(work: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*arguments: Any) -> Any:
+            if next(calls) < call_number:
+                return work(*arguments)
+            before(*arguments)
+            raise MemoryError
+
+        return replacement
+
+    def fill_half(table: SlotTable, ids: Ids, marks: Ids) -> None:
+        table.insert(ids[::2], marks[::2])
+
+    if point == "begin":
+        patched.setattr(row_index, "SlotTable", refused(SlotTable, lambda *_: None))
+    else:
+        before = fill_half if point == "fill" else lambda *_: None
+        patched.setattr(SlotTable, point, refused(getattr(SlotTable, point), before))
+
+
+def make_tiny(patched: pytest.MonkeyPatch) -> None:
+    """Two lines at first; a row moves a line; blocks of three."""
+    patched.setattr(row_index, "_SIZE_BITS_MIN", 4)
+    patched.setattr(row_index, "_MOVED_ROWS_MIN", 1)
+    patched.setattr(row_index, "_MOVED_LINES", 3)
+
+
+def old_lines(index: HashRowIndex) -> SlotTable | None:
+    """The lines that have not all been moved yet."""
+    return index._old
+
+
+def moved_count(index: HashRowIndex) -> int:
+    return index._moved
+
+
+def live_keys(table: SlotTable) -> set[int]:
+    return set(table.rows(0, table.line_count)[0].tolist())
+
+
+def check_state(index: HashRowIndex) -> None:
+    """What HashRowIndex says of itself."""
+    table, old = lines_of(index), old_lines(index)
+    if old is None:
+        assert table.used_count <= LOAD_MAX * table.size
+        return
+    assert 0 <= moved_count(index) < old.line_count
+    assert not old._slots[: moved_count(index) * LINE].any()
+    if moved_count(index) < index._filled:
+        return
+    assert not live_keys(old) & live_keys(table)
+    lines_per_row = max(old.size // table.size, 1)
+    rows_left = (old.line_count - moved_count(index)) / lines_per_row
+    assert table.used_count + old.count + rows_left <= LOAD_MAX * table.size
+
+
+class GrowingMachine(RuleBasedStateMachine):
+    """Runs of a pool of ids are added, moved, removed and looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = pytest.MonkeyPatch()
+        make_tiny(self.tiny)
+
+    def teardown(self) -> None:
+        self.tiny.undo()
+
+    @initialize(kind=st.sampled_from(["random", "last", "middle", "first", "lines", "extremes"]))
+    def open(self, kind: str) -> None:
+        random = np.random.default_rng(7)
+        pools = {
+            "random": lambda: random.integers(-(2**63), 2**63 - 1, 1000),
+            "last": lambda: colliding_keys(200, SALT),
+            "middle": lambda: colliding_keys(200, SALT, 1 << 63),
+            "first": lambda: colliding_keys(200, SALT, 0),
+            "lines": lambda: random.permutation(
+                np.concatenate([colliding_keys(60, SALT, (n << 61) + 2**60) for n in range(8)])
+            ),
+            "extremes": lambda: np.array(EXTREMES),
+        }
+        self.pool = pools[kind]()
+        self.index = HashRowIndex(SALT)
+        self.model: dict[int, int] = {}
+        self.places = itertools.count()
+
+    def some(self, start: float, share: float) -> Ids:
+        first = int(start * self.pool.size)
+        return self.pool[first : first + max(int(share * self.pool.size), 1)]
+
+    def some_places(self, ids: Ids) -> Ids:
+        return np.array(list(itertools.islice(self.places, ids.size)))
+
+    @rule(start=starts, share=growing_shares, times=st.sampled_from([1, 1, 3]))
+    def add(self, start: float, share: float, times: int) -> None:
+        """New ones, moved ones, such as were removed, and some several times."""
+        ids = np.tile(self.some(start, share), times)
+        places = self.some_places(ids)
+        self.index.add(ids, places)
+        self.model.update(zip(ids.tolist(), places.tolist(), strict=True))
+
+    @rule(start=starts, share=growing_shares, point=points, call_number=st.integers(1, 3))
+    def add_without_memory(self, start: float, share: float, point: str, call_number: int) -> None:
+        """All or nothing."""
+        ids = self.some(start, share)
+        places = self.some_places(ids)
+        with pytest.MonkeyPatch.context() as patched:
+            without_memory(patched, point, call_number)
+            try:
+                self.index.add(ids, places)
+            except MemoryError:
+                return
+        self.model.update(zip(ids.tolist(), places.tolist(), strict=True))
+
+    @rule(start=starts, share=growing_shares)
+    def remove(self, start: float, share: float) -> None:
+        ids = self.some(start, share)
+        self.index.remove(ids)
+        for key in ids.tolist():
+            self.model.pop(key, None)
+
+    @rule(start=starts, share=growing_shares, point=points, call_number=st.integers(1, 3))
+    def remove_without_memory(
+        self, start: float, share: float, point: str, call_number: int
+    ) -> None:
+        """It needs none to forget rows."""
+        with pytest.MonkeyPatch.context() as patched:
+            without_memory(patched, point, call_number)
+            self.remove(start, share)
+
+    @rule(count=st.sampled_from([0, 0, 1, 10, 300]))
+    def make_room(self, count: int) -> None:
+        """Changes nothing that can be seen."""
+        self.index.make_room(count)
+
+    @rule(start=starts, share=growing_shares)
+    def find(self, start: float, share: float) -> None:
+        ids = np.repeat(self.some(start, share), 2)
+        assert self.index.find(ids).tolist() == [self.model.get(key, -1) for key in ids.tolist()]
+
+    @invariant()
+    def all_are_there(self) -> None:
+        found = self.index.find(self.pool).tolist()
+        assert found == [self.model.get(key, -1) for key in self.pool.tolist()]
+
+    @precondition(lambda self: moved_count(self.index) >= self.index._filled)
+    @invariant()
+    def they_are_counted(self) -> None:
+        assert len(self.index) == len(self.model)
+
+    @invariant()
+    def the_state_is_what_it_says(self) -> None:
+        check_state(self.index)
+
+
+TestGrowing, TestMoreGrowing = cases(GrowingMachine, max_examples=100, step_count=40)
+
+
+class MovedLines:
+    """Counts those that are moved."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        rows = SlotTable.rows
+
+        def counted(table: SlotTable, start: int, stop: int) -> tuple[Ids, Ids]:
+            self.count += stop - start
+            return rows(table, start, stop)
+
+        patched.setattr(SlotTable, "rows", counted)
+
+    def of(self, call: Callable[[], None]) -> int:
+        """In one call."""
+        before = self.count
+        call()
+        return self.count - before
+
+
+@pytest.mark.parametrize("row_count", [1, 50, 1000, 8192])
+def test_an_add_moves_no_more_lines_than_it_has_rows(monkeypatch, row_count) -> None:
+    moved, index = MovedLines(monkeypatch), HashRowIndex()
+    keys, line_count, moving_count = np.arange(10_000 if row_count <= 50 else 100_000), 0, 0
+    index.add(keys[:600], keys[:600])
+    for start in range(600, keys.size, row_count):
+        new = keys[start : start + row_count]
+        lines = moved.of(lambda new=new: index.add(new, new))
+        assert lines <= max(new.size, ROWS_MIN)
+        line_count += lines
+        moving_count += old_lines(index) is not None
+        check_state(index)
+    assert moving_count
+    assert line_count >= lines_of(index).line_count / 4  # several growths, each of which moves all
+    assert (index.find(keys) == keys).all()
+    assert len(index) == keys.size
+
+
+def test_after_removals_an_add_moves_four_times_as_many_at_the_most(monkeypatch) -> None:
+    moved, index = MovedLines(monkeypatch), HashRowIndex()
+    keys, lines = np.arange(400_000), []
+    for start in range(0, keys.size, 500):
+        new = keys[start : start + 500]
+        lines.append(moved.of(lambda new=new: index.add(new, new)))
+        if start >= 50_000 and len(index) > 4000:
+            old = keys[start - 50_000 :][: 3 * 500]
+            lines.append(moved.of(lambda old=old: index.remove(old)))
+        check_state(index)
+    assert 500 < max(lines) <= 4 * 1500
+    where = index.find(keys)
+    assert np.count_nonzero(where >= 0) == len(index)
+    assert (where[where >= 0] == keys[where >= 0]).all()
+
+
+def test_new_room_can_be_used_at_once(monkeypatch) -> None:
+    """As at a shard's start: one table, and nothing is moved."""
+    index, keys = HashRowIndex(), np.arange(100_000)
+    index.make_room(keys.size)
+    moved, table = MovedLines(monkeypatch), lines_of(index)
+    assert old_lines(index) is None
+    for start in range(0, keys.size, 9000):
+        index.add(keys[start : start + 9000], keys[start : start + 9000])
+    assert (moved.count, lines_of(index) is table) == (0, True)
+
+
+def test_rows_that_stay_are_found_while_cleared_lines_are_given_back() -> None:
+    """Two pieces of 2 MiB, each while others are still there."""
+    index, keys = HashRowIndex(), np.random.default_rng(3).permutation(400_000)
+    index.make_room(150_000)
+    assert lines_of(index).line_count == 2 * 2**14
+    index.add(keys[:150_000], keys[:150_000])
+    added, states = 150_000, set()
+    while added < keys.size:
+        new = keys[added : added + 5000]
+        index.add(new, new)
+        added += 5000
+        states.add((moved_count(index) // 2**14, old_lines(index) is None))
+        assert (index.find(keys[:added]) == keys[:added]).all()
+    assert {(0, False), (1, False), (2, True)} <= states
+
+
+def test_each_growth_goes_on_after_memory_was_refused(monkeypatch) -> None:
+    make_tiny(monkeypatch)
+    index, keys = HashRowIndex(), np.random.default_rng(4).permutation(3000)
+    added, refusal_count = 0, 0
+    while added < keys.size:
+        new = keys[added : added + 7]
+        for point in ("begin", "rows", "fill", "clear"):
+            with monkeypatch.context() as patched:
+                without_memory(patched, point, 1)
+                try:
+                    index.add(new, new)
+                except MemoryError:
+                    refusal_count += 1
+                    assert (index.find(new) == -1).all()
+                else:
+                    added += new.size
+                    break
+            assert (index.find(keys[:added]) == keys[:added]).all()
+        else:
+            index.add(new, new)
+            added += new.size
+        check_state(index)
+    assert refusal_count > 8
+    assert (index.find(keys) == keys).all()
+    index.make_room(lines_of(index).size)  # moves what is left
+    assert len(index) == keys.size
+
+
+def test_without_memory_to_shrink_it_stays_as_large_as_it_was(monkeypatch) -> None:
+    index, keys = HashRowIndex(), np.arange(20_000)
+    index.make_room(keys.size)
+    index.add(keys, keys)
+    size = lines_of(index).size
+    with monkeypatch.context() as patched:
+        without_memory(patched, "begin", 1)
+        index.remove(keys[10:])
+    assert (len(index), lines_of(index).size) == (10, size)
+    index.remove(keys[9:10])
+    assert lines_of(index).size < size
+    assert index.find(keys[:11]).tolist() == [*range(9), -1, -1]
