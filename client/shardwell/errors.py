@@ -56,28 +56,28 @@ class ShardwellError(Exception):
     """
 
     retryable = False
+    shard_index: int | None = None
+    worker_id: str | None = None
+    parameter: str | None = None
+    table: str | None = None
+    rank: int | None = None
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        shard_index: int | None = None,
-        worker_id: str | None = None,
-        parameter: str | None = None,
-        rank: int | None = None,
-        table: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, **carried: Any) -> None:
+        """Sets the attributes that are given; others keep the values that their class has."""
         super().__init__(message)
-        self.shard_index = shard_index
-        self.worker_id = worker_id
-        self.parameter = parameter
-        self.table = table
-        self.rank = rank
+        for name, value in carried.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
 
     @property
     def message(self) -> str:
         """The text: what, where, expected against got, and what to do."""
         return str(self.args[0])
+
+    @message.setter
+    def message(self, text: str) -> None:
+        self.args = (text,)
 
 
 class ArgumentError(ShardwellError, ValueError):
@@ -91,9 +91,7 @@ class NonFiniteError(ArgumentError):
     of rows, in the array that was passed.
     """
 
-    def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
-        super().__init__(message, **where)
-        self.element_index = element_index
+    element_index: int = -1
 
 
 class DivergedError(ShardwellError):
@@ -103,9 +101,7 @@ class DivergedError(ShardwellError):
     parameter (0-based); -1 in a table, whose row and column the message names.
     """
 
-    def __init__(self, message: str, *, element_index: int = -1, **where: Any) -> None:
-        super().__init__(message, **where)
-        self.element_index = element_index
+    element_index: int = -1
 
 
 class SpecMismatchError(ShardwellError):
@@ -134,9 +130,7 @@ class InitSupersededError(ShardwellError):
 
     retryable = True
 
-    def __init__(self, message: str, *, init_epoch: int = 0, **where: Any) -> None:
-        super().__init__(message, **where)
-        self.init_epoch = init_epoch
+    init_epoch: int = 0
 
 
 class StepOrderError(ShardwellError):
@@ -165,9 +159,7 @@ class WorkerIdInUseError(ShardwellError):
 
     retryable = True
 
-    def __init__(self, message: str, *, free_in_s: float | None = None, **where: Any) -> None:
-        super().__init__(message, **where)
-        self.free_in_s = free_in_s
+    free_in_s: float | None = None
 
 
 class MembersAliveError(ShardwellError):
@@ -179,11 +171,7 @@ class MembersAliveError(ShardwellError):
 
     retryable = True
 
-    def __init__(
-        self, message: str, *, member_worker_ids: tuple[str, ...] = (), **where: Any
-    ) -> None:
-        super().__init__(message, **where)
-        self.member_worker_ids = member_worker_ids
+    member_worker_ids: tuple[str, ...] = ()
 
 
 class CorruptChunkError(ShardwellError):
@@ -241,17 +229,8 @@ class WorkersMissingError(DeadlineError):
     group, `missing_ranks` are those that did not come.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing_worker_ids: tuple[str, ...] = (),
-        missing_ranks: tuple[int, ...] = (),
-        **where: Any,
-    ) -> None:
-        super().__init__(message, **where)
-        self.missing_worker_ids = missing_worker_ids
-        self.missing_ranks = missing_ranks
+    missing_worker_ids: tuple[str, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
 
 
 class ShardUnavailableError(ShardwellError, ConnectionError):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import grpc
 import numpy as np
 
-from shardwell.checkpoint.cluster import Cluster
+from shardwell.checkpoint.cluster import Cluster, newest_version
 from shardwell.checkpoint.format import (
     CheckpointParameter,
     CheckpointTable,
@@ -28,7 +28,7 @@ from shardwell.checkpoint.format import (
     rows_path,
     slice_path,
 )
-from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceWriter, write_rows
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, TensorsWriter, slice_tensors, write_rows
 from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
@@ -63,33 +63,37 @@ _AHEAD_MAX = 2**20
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 
 SpecT = TypeVar("SpecT", ParameterSpec, TableSpec)
-FileT = TypeVar("FileT", SliceFile, RowsFile)
-EntryT = TypeVar("EntryT", CheckpointParameter, CheckpointTable)
 
 
-class _Taken(NamedTuple, Generic[FileT]):
+class _Taken(NamedTuple):
     """The part of one shard."""
 
-    files: tuple[FileT, ...]
+    files: tuple[Any, ...]
     version_min: int
     version_max: int
     learning_rate: float
 
 
-class Capture(ABC, Generic[SpecT, FileT, EntryT]):
+class Capture(ABC, Generic[SpecT]):
     """One parameter or table, from all shards into files."""
 
     _kind: ClassVar[str]
     _verb: ClassVar[str]
     """The word of messages for the call: "snapshot" or "scan"."""
+    _method: ClassVar[str]
+    _request: ClassVar[Any]
+    _asked: ClassVar[dict[str, Any]] = {}
+    """Fields of a request besides those that both kinds have."""
+    _entry: ClassVar[Any]
 
     def __init__(
-        self, spec: SpecT, cluster: Cluster, known_version: int, directory: Path, number: int
+        self, spec: SpecT, cluster: Cluster, parts: Sequence[Any], directory: Path, number: int
     ) -> None:
         self._spec: SpecT = spec
         self._cluster = cluster
         self._channels: Sequence[ShardChannel] = cluster.channels
-        self._known_version: int | None = known_version
+        self.known_version: int | None = newest_version(spec, parts)
+        """The newest version, of `parts`; None: it is to be asked, as they are of before."""
         self._directory = directory
         self._number = number
         self._traffic = cluster.traffic
@@ -101,11 +105,11 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
     def size_bytes(self) -> int:
         """The bytes to be written, about."""
 
-    def take_repeatedly(self) -> EntryT:
+    def take_repeatedly(self) -> Any:
         """Does `take`, and again where a shard went away, until the deadline."""
         return self._attempts.run(self.take)
 
-    def take(self) -> EntryT:
+    def take(self) -> Any:
         """Takes all shards' parts at one version; blocks until all files are on the disk."""
         ahead, later, wait_s = 0, 1, _FIRST_WAIT_S
         while True:
@@ -125,15 +129,24 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
                 self._attempts.pause(_LIMIT_PAUSE_S)
 
     def _newest_version(self) -> int:
-        known, self._known_version = self._known_version, None
+        known, self.known_version = self.known_version, None
         return self._cluster.newest_version(self._spec) if known is None else known
 
-    def _attempt(self, version: int, wait_s: float) -> EntryT:
+    def _attempt(self, version: int, wait_s: float) -> Any:
         with CallGroup() as call_group:
             calls = []
             for channel in self._channels:
+                request = self._request(
+                    shard=channel.identity,
+                    version=version,
+                    wait_timeout_ms=wait_milliseconds(wait_s),
+                    **self._where,
+                    **self._asked,
+                )
                 with channel.translated(**self._where):
-                    call = self._call(channel, version, wait_milliseconds(wait_s))
+                    call = channel.streaming(self._method)(
+                        request, timeout=with_answer(self._remaining_s())
+                    )
                 calls.append(call_group.add(channel, call))
             reads = [
                 partial(self._next, channel, call, call_group)
@@ -146,16 +159,12 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
             )
         rate = getattr(self._spec.optimizer, "learning_rate", None)
         return self._entry(
-            spec=self._spec,
+            spec=self._saved_spec(),
             version=min(each.version_min for each in taken),
             version_max=max(each.version_max for each in taken),
             learning_rate=None if rate is None else taken[0].learning_rate,
             files=tuple(file for each in taken for file in each.files),
         )
-
-    @abstractmethod
-    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
-        """Begins the call that has a shard's answers."""
 
     @abstractmethod
     def _receive(
@@ -164,12 +173,11 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         version: int,
         message: bytes | None,
         read: Callable[[], bytes | None],
-    ) -> _Taken[FileT]:
+    ) -> _Taken:
         """Writes one shard's answers to files: `message`, then those of `read` up to None."""
 
-    @abstractmethod
-    def _entry(self, **fields: Any) -> EntryT:
-        """Makes the checkpoint's entry."""
+    def _saved_spec(self) -> SpecT:
+        return self._spec
 
     def _next(self, channel: ShardChannel, call: Any, call_group: CallGroup) -> bytes | None:
         try:
@@ -209,10 +217,11 @@ class Capture(ABC, Generic[SpecT, FileT, EntryT]):
         return path
 
 
-class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
+class ParameterCapture(Capture[ParameterSpec]):
     """Captures a parameter."""
 
-    _kind, _verb = "parameter", "snapshot"
+    _kind, _verb, _method = "parameter", "snapshot", "Snapshot"
+    _request, _entry = pb.SnapshotRequest, CheckpointParameter
 
     def __init__(self, spec: ParameterSpec, cluster: Cluster, *rest: Any) -> None:
         super().__init__(spec, cluster, *rest)
@@ -222,25 +231,13 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
         self._context = checksum.snapshot_context(spec.name)
         self._names = (WEIGHTS_NAME, *spec.slot_names)
 
+    def _saved_spec(self) -> ParameterSpec:
+        return dataclasses.replace(self._spec, cuts_blocks=False)  # it is cut anew when restored
+
     @property
     def size_bytes(self) -> int:
         """The bytes of all its arrays."""
         return 4 * self._spec.size * len(self._names)
-
-    def _entry(self, **fields: Any) -> CheckpointParameter:
-        spec = dataclasses.replace(self._spec, cuts_blocks=False)  # it is cut anew when restored
-        return CheckpointParameter(**fields | {"spec": spec})
-
-    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
-        return channel.snapshot(
-            pb.SnapshotRequest(
-                shard=channel.identity,
-                parameter=self._spec.name,
-                version=version,
-                wait_timeout_ms=wait_timeout_ms,
-            ),
-            timeout=with_answer(self._remaining_s()),
-        )
 
     def _receive(
         self,
@@ -248,7 +245,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
         version: int,
         message: bytes | None,
         read: Callable[[], bytes | None],
-    ) -> _Taken[SliceFile]:
+    ) -> _Taken:
         header, _ = framing.parse(pb.SnapshotResponse, self._whole(channel, message))
         if header.array_count != len(self._names) or header.HasField("chunk"):
             raise self._corrupt(
@@ -262,9 +259,10 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
             "offset": str(where.offset),
             "parameter_size": str(self._spec.size),
         }
+        tensors = slice_tensors(self._names, where.size)
         expected = [where.offset] * len(self._names)
         version_min, version_max, rate = STEP_MAX, 0, 0.0
-        with SliceWriter(self._fresh(name), self._names, where.size, metadata) as writer:
+        with TensorsWriter(self._fresh(name), tensors, metadata) as writer:
             while min(expected) < where.stop:
                 message = self._whole(channel, read())
                 header, payload = framing.parse(pb.SnapshotResponse, message)
@@ -290,7 +288,7 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
                 if self._spec.allow_non_finite:
                     values = values.copy()
                     canonical_nans(values)
-                writer.write(index, part.offset - where.offset, values)
+                writer.put(self._names[index], part.offset - where.offset, values)
                 self._traffic.add_received(len(message), part.size)
                 expected[index] = part.stop
                 version_min = min(version_min, header.version)
@@ -303,14 +301,16 @@ class ParameterCapture(Capture[ParameterSpec, SliceFile, CheckpointParameter]):
         return _Taken((file,), version_min, version_max, rate)
 
 
-class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
-    """Captures a table; `row_count` is about how many rows there are."""
+class TableCapture(Capture[TableSpec]):
+    """Captures a table."""
 
-    _kind, _verb = "table", "scan"
+    _kind, _verb, _method = "table", "scan", "ScanRows"
+    _request, _entry = table_pb2.ScanRowsRequest, CheckpointTable
+    _asked: ClassVar[dict[str, Any]] = {"content": table_pb2.ScanRowsRequest.CONTENT_STATE}
 
-    def __init__(self, spec: TableSpec, *rest: Any, row_count: int) -> None:
-        super().__init__(spec, *rest)
-        self._row_count = row_count
+    def __init__(self, spec: TableSpec, cluster: Cluster, parts: Sequence[Any], *rest: Any) -> None:
+        super().__init__(spec, cluster, parts, *rest)
+        self._row_count: int = sum(each.row_count for each in parts)
         self._codec = RowStateCodec(spec)
         self._context = checksum.rows_scan_context(
             spec.name, table_pb2.ScanRowsRequest.CONTENT_STATE
@@ -321,28 +321,13 @@ class TableCapture(Capture[TableSpec, RowsFile, CheckpointTable]):
         """The bytes of about as many rows."""
         return self._row_count * (24 + 4 * sum((self._spec.dim, *self._spec.slot_widths)))
 
-    def _entry(self, **fields: Any) -> CheckpointTable:
-        return CheckpointTable(**fields)
-
-    def _call(self, channel: ShardChannel, version: int, wait_timeout_ms: int) -> Any:
-        return channel.scan_rows(
-            table_pb2.ScanRowsRequest(
-                shard=channel.identity,
-                table=self._spec.name,
-                content=table_pb2.ScanRowsRequest.CONTENT_STATE,
-                version=version,
-                wait_timeout_ms=wait_timeout_ms,
-            ),
-            timeout=with_answer(self._remaining_s()),
-        )
-
     def _receive(
         self,
         channel: ShardChannel,
         version: int,
         message: bytes | None,
         read: Callable[[], bytes | None],
-    ) -> _Taken[RowsFile]:
+    ) -> _Taken:
         files: list[RowsFile] = []
         states: list[RowState] = []
         self._whole(channel, message)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 from shardwell.errors import OtherIncarnationError
 from shardwell.process.spans import Traffic
@@ -28,6 +30,11 @@ class Contents(NamedTuple):
     software_version: str
     parameters: dict[str, pb.ParameterStatus]
     tables: dict[str, TableStatus]
+
+    def parts_of(self, spec: Spec) -> list[Any]:
+        """The status of a parameter or table, if the shard has it."""
+        held: dict[str, Any] = self.tables if isinstance(spec, TableSpec) else self.parameters
+        return [held[spec.name]] if spec.name in held else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +62,17 @@ class Cluster:
 
         return ask_all(self.channels, ask)
 
-    def parameter(self, name: str) -> list[pb.ParameterStatus]:
-        """The status of a parameter on each shard that has it."""
-        found = ask_all(self.channels, partial(ask_parameters, timeout_s=self.rest_s, name=name))
+    def parts_of(self, spec: Spec) -> list[Any]:
+        """The status of a parameter or table on each shard that has it, asked now."""
+        named: dict[str, Any] = {"timeout_s": self.rest_s, "name": spec.name}
+        if isinstance(spec, TableSpec):
+            return list(chain(*ask_all(self.channels, partial(ask_tables, **named))))
+        found = ask_all(self.channels, partial(ask_parameters, **named))
         return [each for status in found for each in status.parameters]
-
-    def table(self, name: str) -> list[TableStatus]:
-        """The status of a table on each shard that has it."""
-        found = ask_all(self.channels, partial(ask_tables, timeout_s=self.rest_s, name=name))
-        return [each for tables in found for each in tables]
 
     def newest_version(self, spec: Spec) -> int:
         """The newest version of any of a parameter or table, asked now."""
-        if isinstance(spec, TableSpec):
-            return newest_of_table(spec.name, self.table(spec.name))
-        return newest_of_parameter(self.parameter(spec.name))
+        return newest_version(spec, self.parts_of(spec))
 
     @property
     def rest_s(self) -> float:
@@ -77,17 +80,13 @@ class Cluster:
         return self.attempts.rest_s
 
 
-def newest_of_parameter(found: Iterable[pb.ParameterStatus]) -> int:
-    """The newest version of any chunk on any shard."""
-    return max((each.version_max for each in found), default=0)
-
-
-def newest_of_table(name: str, found: Sequence[TableStatus]) -> int:
-    """The newest version on any shard; OtherIncarnationError: a shard lost its memory."""
-    if len({each.incarnation for each in found} - {0}) > 1:
+def newest_version(spec: Spec, parts: Sequence[Any]) -> int:
+    """The newest version on any shard; OtherIncarnationError: a shard lost a table's memory."""
+    if isinstance(spec, TableSpec) and len({each.incarnation for each in parts} - {0}) > 1:
         raise OtherIncarnationError(
-            f"table {name!r} was made anew on some shards, which lost their memory; there is "
+            f"table {spec.name!r} was made anew on some shards, which lost their memory; there is "
             "nothing whole to save: restore a checkpoint into an empty cluster",
-            table=name,
+            table=spec.name,
         )
-    return max(each.version for each in found)
+    of_part = attrgetter("version" if isinstance(spec, TableSpec) else "version_max")
+    return max(map(of_part, parts), default=0)

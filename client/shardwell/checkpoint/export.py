@@ -25,19 +25,17 @@ import numpy as np
 
 from shardwell.checkpoint.cluster import Cluster
 from shardwell.checkpoint.directory import sync_directory, working_directory
-from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable, opened
 from shardwell.checkpoint.save import capture_all, table_specs
 from shardwell.checkpoint.steps import inspect_checkpoint
 from shardwell.checkpoint.tensor_files import (
-    RowsReader,
-    SliceReader,
+    WEIGHTS_NAME,
     Tensors,
-    VectorWriter,
+    TensorsWriter,
     file_error,
     layout_of,
 )
 from shardwell.errors import ArgumentError, StorageError
-from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
 from shardwell.process.environment import install_command
 from shardwell.process.local_paths import local_path
@@ -45,7 +43,6 @@ from shardwell.specs.fragments import grouped
 
 _BLOCK_ROW_COUNT = 2**16
 _BLOCK_ELEMENT_COUNT = 2**20
-_NO_ROWS: Float32 = np.empty((0, 0), np.float32)
 
 
 class TableExport(NamedTuple):
@@ -96,7 +93,11 @@ def export_table(cluster: Cluster, name: str, path: str | os.PathLike[str]) -> T
 
 def _check_free(path: Path) -> None:
     if os.path.lexists(path):
-        raise ArgumentError(f"{path} exists already; remove it, or give another name")
+        raise _taken(path)
+
+
+def _taken(path: Path) -> ArgumentError:
+    return ArgumentError(f"{path} exists already; remove it, or give another name")
 
 
 def _give_name(made: Path, path: Path) -> None:
@@ -105,7 +106,7 @@ def _give_name(made: Path, path: Path) -> None:
         os.link(made, path)  # not a rename, which would replace a file made meanwhile
         sync_directory(path.parent)
     except FileExistsError:
-        raise ArgumentError(f"{path} exists already; remove it, or give another name") from None
+        raise _taken(path) from None
     except OSError as error:
         raise file_error(path, error, "writing it") from None
 
@@ -144,7 +145,7 @@ def write_export(entry: CheckpointTable, directory: Path, path: Path) -> None:
 
 def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:
     """Makes a safetensors file with all rows by ascending id; returns the ids."""
-    blocks = [state_ids for state_ids, _ in _blocks(entry, directory, with_rows=False)]
+    blocks = [some_ids for (some_ids,) in _blocks(entry, directory, "ids")]
     ids = np.concatenate([np.empty(0, np.int64), *blocks])
     ids.sort()
     if (ids[1:] == ids[:-1]).any():
@@ -161,25 +162,20 @@ def _write_sorted(entry: CheckpointTable, directory: Path, path: Path) -> Ids:
         file.flush()
         if n:
             rows = np.memmap(path, "<f4", "r+", offsets["rows"], (n, dim))
-            for some_ids, values in _blocks(entry, directory, with_rows=True):
+            for some_ids, values in _blocks(entry, directory, "ids", WEIGHTS_NAME):
                 rows[np.searchsorted(ids, some_ids)] = values
             rows.flush()
         os.fsync(file.fileno())
     return ids
 
 
-def _blocks(
-    entry: CheckpointTable, directory: Path, *, with_rows: bool
-) -> Iterator[tuple[Ids, Float32]]:
+def _blocks(entry: CheckpointTable, directory: Path, *names: str) -> Iterator[list[Any]]:
+    """Yields tensors of those names of some rows at a time."""
     for file in entry.files:
-        size = _BLOCK_ROW_COUNT if with_rows else file.row_count
-        with RowsReader(directory / file.path, entry.spec, file.row_count) as reader:
-            for start in range(0, file.row_count, size):
-                stop = min(start + size, file.row_count)
-                yield (
-                    reader.read_ids(start, stop),
-                    (reader.read_weights(start, stop) if with_rows else _NO_ROWS),
-                )
+        with opened(directory, entry, file) as reader:
+            for start in range(0, file.row_count, _BLOCK_ROW_COUNT):
+                stop = min(start + _BLOCK_ROW_COUNT, file.row_count)
+                yield [reader.read(name, start, stop) for name in names]
 
 
 def _write_parquet(entry: CheckpointTable, ids: Ids, sorted_path: Path, path: Path) -> None:
@@ -277,7 +273,7 @@ def export_checkpoint(
     )
     metadata = {"format": "pt", "parameter": name, "version": str(export.version)}
     with working_directory(made) as partial:
-        with VectorWriter(partial / made.name, tensors, metadata) as writer:
+        with TensorsWriter(partial / made.name, tensors, metadata) as writer:
             _write(checkpoint.path, entries, writer)
             writer.finish()
         _give_name(partial / made.name, made)
@@ -313,12 +309,13 @@ def _tensors(name: str, entries: Sequence[CheckpointParameter]) -> Tensors:
     return found
 
 
-def _write(folder: Path, entries: Sequence[CheckpointParameter], writer: VectorWriter) -> None:
+def _write(folder: Path, entries: Sequence[CheckpointParameter], writer: TensorsWriter) -> None:
     begin = 0
     for entry in entries:
         for file in entry.files:
-            with SliceReader(folder / file.path, entry.tensor_names, file.size) as reader:
+            with opened(folder, entry, file) as reader:
                 for start in range(0, file.size, _BLOCK_ELEMENT_COUNT):
                     stop = min(start + _BLOCK_ELEMENT_COUNT, file.size)
-                    writer.write(begin + file.offset + start, reader.read(0, start, stop))
+                    values = reader.read(WEIGHTS_NAME, start, stop)
+                    writer.put_values(begin + file.offset + start, values)
         begin += entry.size

@@ -14,16 +14,18 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from shardwell.checkpoint.tensor_files import (
     WEIGHTS_NAME,
-    RowsReader,
-    SliceReader,
+    TensorsReader,
     crc_of,
     file_error,
+    row_tensors,
+    slice_tensors,
     tensor_names,
 )
 from shardwell.errors import ArgumentError, StorageError
@@ -166,7 +168,19 @@ class CheckpointTable:
         return tensor_names(self.spec)
 
 
-def load_id_of(entry: CheckpointParameter | CheckpointTable) -> int:
+Entry: TypeAlias = CheckpointParameter | CheckpointTable
+
+
+def opened(folder: Path, entry: Entry, file: SliceFile | RowsFile) -> TensorsReader:
+    """Opens a file of a checkpoint, which must have the tensors of its entry."""
+    if isinstance(entry, CheckpointTable):
+        assert isinstance(file, RowsFile)
+        return TensorsReader(folder / file.path, row_tensors(entry.spec, file.row_count))
+    assert isinstance(file, SliceFile)
+    return TensorsReader(folder / file.path, slice_tensors(entry.tensor_names, file.size))
+
+
+def load_id_of(entry: Entry) -> int:
     """The load_id of an entry, above 0, which tells it from that of any other checkpoint."""
     digest = hashlib.blake2b(digest_size=8)
     for file in entry.files:
@@ -202,26 +216,21 @@ class Checkpoint:
     """Tables, in the order of the manifest."""
 
     def _repr_html_(self) -> str:
-        parameters = [
-            ("parameter", each.spec.name, str(each.version), f"{each.spec.size:,} elements")
+        rows = [
+            ("parameter", each.name, str(each.version), f"{each.size:,} elements")
             for each in self.parameters
             if each.spec.fragment is None
         ]
-        parameters += [
+        rows += [
             ("family", each.name, versions_words(each.versions), f"{each.size:,} elements")
             for each in self.families
         ]
-        tables = [
-            (
-                "table",
-                each.spec.name,
-                str(each.version),
-                f"{sum(file.row_count for file in each.files):,} rows",
-            )
+        rows += [
+            ("table", each.name, str(each.version), f"{each.row_count:,} rows")
             for each in self.tables
         ]
         heading = f"checkpoint {self.path}, {self.size_bytes / 1e6:.1f} MB"
-        return html_table(heading, ("kind", "name", "version", "size"), [*parameters, *tables])
+        return html_table(heading, ("kind", "name", "version", "size"), rows)
 
     @property
     def size_bytes(self) -> int:
@@ -277,29 +286,19 @@ class Checkpoint:
         Raises:
             StorageError: one is not; it is named.
         """
-        for entry in self.parameters:
+        for entry in entries_of(self):
             for file in entry.files:
-                path = self._present(file)
-                with SliceReader(path, entry.tensor_names, file.size):
-                    pass
-        for table in self.tables:
-            for rows in table.files:
-                with RowsReader(self._present(rows), table.spec, rows.row_count):
-                    pass
-
-    def _present(self, file: SliceFile | RowsFile) -> Path:
-        """The path of a file, once it is known to exist with its size."""
-        path = self.path / file.path
-        try:
-            found = os.stat(path)
-        except OSError as error:
-            raise file_error(path, error, "opening it") from None
-        if not stat.S_ISREG(found.st_mode) or found.st_size != file.size_bytes:
-            raise StorageError(
-                f"{path} has {found.st_size} bytes; expected a file of {file.size_bytes}; "
-                "take another copy of the checkpoint"
-            )
-        return path
+                path = self.path / file.path
+                try:
+                    found = os.stat(path)
+                except OSError as error:
+                    raise file_error(path, error, "opening it") from None
+                if not stat.S_ISREG(found.st_mode) or found.st_size != file.size_bytes:
+                    raise StorageError(
+                        f"{path} has {found.st_size} bytes; expected a file of {file.size_bytes}; "
+                        "take another copy of the checkpoint"
+                    )
+                opened(self.path, entry, file).close()
 
     def verify(self) -> None:
         """Reads all files and compares their CRCs.
@@ -316,11 +315,13 @@ class Checkpoint:
                     "take another copy of the checkpoint"
                 )
 
-    def _files(self) -> Iterator[SliceFile | RowsFile]:
-        for parameter in self.parameters:
-            yield from parameter.files
-        for table in self.tables:
-            yield from table.files
+    def _files(self) -> list[SliceFile | RowsFile]:
+        return [file for entry in entries_of(self) for file in entry.files]
+
+
+def entries_of(checkpoint: Checkpoint) -> list[Entry]:
+    """The parameters of a checkpoint, then its tables."""
+    return [*checkpoint.parameters, *checkpoint.tables]
 
 
 def slice_path(number: int, name: str, shard_index: int) -> str:

@@ -28,9 +28,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastcrc import crc32
 from google.protobuf import json_format
@@ -39,6 +39,7 @@ from shardwell.checkpoint.format import (
     Checkpoint,
     CheckpointParameter,
     CheckpointTable,
+    Entry,
     RowsFile,
     SliceFile,
 )
@@ -51,7 +52,6 @@ from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import ROW_COUNT_MAX, TableSpec
-from shardwell.v1 import table_pb2, types_pb2
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
@@ -62,6 +62,24 @@ _CRC = re.compile(rb'"crc32c": "([0-9a-f]{8})"')
 _FILE_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 FieldT = TypeVar("FieldT")
+
+
+class _Number(NamedTuple):
+    """A number that says what a file covers: its field, and the numbers that it may be."""
+
+    name: str
+    least: int
+    most: int
+
+
+_COVERS: Mapping[Any, Mapping[str, _Number]] = {
+    SliceFile: {"offset": _Number("offset", 0, SIZE_MAX), "size": _Number("size", 1, SIZE_MAX)},
+    RowsFile: {"rows": _Number("row_count", 1, ROW_COUNT_MAX)},
+}
+_KINDS: Mapping[str, tuple[Any, Any, Any]] = {
+    "parameter": (CheckpointParameter, ParameterSpec, SliceFile),
+    "table": (CheckpointTable, TableSpec, RowsFile),
+}
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
@@ -90,7 +108,7 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
         raise file_error(path, error, "writing it") from None
 
 
-def _to_json(entry: CheckpointParameter | CheckpointTable) -> dict[str, Any]:
+def _to_json(entry: Entry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "spec": json_format.MessageToDict(
@@ -102,21 +120,15 @@ def _to_json(entry: CheckpointParameter | CheckpointTable) -> dict[str, Any]:
         "version_max": entry.version_max,
         "learning_rate": entry.learning_rate,
         "slots": list(entry.spec.slot_names),
-        "files": [_file_to_json(file) for file in entry.files],
-    }
-
-
-def _file_to_json(file: SliceFile | RowsFile) -> dict[str, Any]:
-    cover = (
-        {"offset": file.offset, "size": file.size}
-        if isinstance(file, SliceFile)
-        else {"rows": file.row_count}
-    )
-    return {
-        "path": file.path,
-        **cover,
-        "bytes": file.size_bytes,
-        "crc32c": f"{file.crc32c:08x}",
+        "files": [
+            {
+                "path": file.path,
+                **{key: getattr(file, each.name) for key, each in _COVERS[type(file)].items()},
+                "bytes": file.size_bytes,
+                "crc32c": f"{file.crc32c:08x}",
+            }
+            for file in entry.files
+        ],
     }
 
 
@@ -166,10 +178,14 @@ def read_manifest(directory: Path) -> Checkpoint:
 
 
 def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
-    parameters = tuple(map(_parameter, _typed(fields, "parameters", list)))
-    tables = tuple(map(_table, _typed({"tables": [], **fields}, "tables", list)))
-    for entries, what in ((parameters, "parameter"), (tables, "table")):
-        names = [entry.name for entry in entries]
+    entries = {
+        what: tuple(
+            _entry(each, what) for each in _typed({"tables": [], **fields}, f"{what}s", list)
+        )
+        for what in _KINDS
+    }
+    for what, found in entries.items():
+        names = [entry.name for entry in found]
         if len(set(names)) != len(names):
             raise ArgumentError(f"a {what} occurs twice in {names}")
     return Checkpoint(
@@ -177,50 +193,29 @@ def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
         cluster_id=check_name("cluster_id", fields["cluster_id"]),
         shard_count=check_integer("shard_count", fields["shard_count"], 1, 2**32),
         software_version=_typed(fields, "shardwell_version", str),
-        parameters=parameters,
-        tables=tables,
+        parameters=entries["parameter"],
+        tables=entries["table"],
     )
 
 
-def _progress(fields: Any) -> dict[str, Any]:
+def _entry(fields: Any, what: str) -> Any:
+    kind, spec_kind, file_kind = _KINDS[what]
+    message = json_format.ParseDict(_typed(fields, "spec", dict), spec_kind.MESSAGE())
     rate = fields["learning_rate"]
-    return {
-        "version": check_integer("version", fields["version"], 0, STEP_MAX),
-        "version_max": check_integer("version_max", fields["version_max"], 0, STEP_MAX),
-        "learning_rate": None if rate is None else check_learning_rate("learning_rate", rate),
-    }
-
-
-def _parameter(fields: Any) -> CheckpointParameter:
-    spec = ParameterSpec.from_proto(
-        json_format.ParseDict(_typed(fields, "spec", dict), types_pb2.ParameterSpec())
+    entry = kind(
+        spec=spec_kind.from_proto(message),
+        version=check_integer("version", fields["version"], 0, STEP_MAX),
+        version_max=check_integer("version_max", fields["version_max"], 0, STEP_MAX),
+        learning_rate=None if rate is None else check_learning_rate("learning_rate", rate),
+        files=tuple(_file(each, file_kind) for each in _typed(fields, "files", list)),
     )
-    entry = CheckpointParameter(
-        spec=spec,
-        **_progress(fields),
-        files=tuple(map(_file, _typed(fields, "files", list))),
-    )
-    _check_entry(entry, fields, "parameter")
-    _check_cover(spec, entry.files)
+    _check_entry(entry, fields, what)
+    if isinstance(entry, CheckpointParameter):
+        _check_cover(entry.spec, entry.files)
     return entry
 
 
-def _table(fields: Any) -> CheckpointTable:
-    spec = TableSpec.from_proto(
-        json_format.ParseDict(_typed(fields, "spec", dict), table_pb2.TableSpec())
-    )
-    entry = CheckpointTable(
-        spec=spec,
-        **_progress(fields),
-        files=tuple(map(_rows_file, _typed(fields, "files", list))),
-    )
-    _check_entry(entry, fields, "table")
-    return entry
-
-
-def _check_entry(
-    entry: CheckpointParameter | CheckpointTable, fields: dict[str, Any], what: str
-) -> None:
+def _check_entry(entry: Entry, fields: dict[str, Any], what: str) -> None:
     expected = (entry.spec.name, list(entry.spec.slot_names))
     found = (fields["name"], fields["slots"])
     if found != expected:
@@ -238,32 +233,19 @@ def _check_entry(
         )
 
 
-def _file(fields: Any) -> SliceFile:
-    return SliceFile(
-        offset=check_integer("offset", fields["offset"], 0, SIZE_MAX),
-        size=check_integer("size", fields["size"], 1, SIZE_MAX),
-        **_place(fields),
-    )
-
-
-def _rows_file(fields: Any) -> RowsFile:
-    return RowsFile(
-        row_count=check_integer("rows", fields["rows"], 1, ROW_COUNT_MAX), **_place(fields)
-    )
-
-
-def _place(fields: Any) -> dict[str, Any]:
+def _file(fields: Any, kind: Any) -> Any:
     path = _typed(fields, "path", str)
     if not all(_FILE_PART.fullmatch(part) for part in path.split("/")):
         raise ArgumentError(f"{path!r:.200} is no path below the checkpoint's directory")
     crc = _typed(fields, "crc32c", str)
     if not re.fullmatch(r"[0-9a-f]{8}", crc):
         raise ArgumentError(f"the CRC32C of {path} must be eight hexadecimal digits; got {crc!r}")
-    return {
-        "path": path,
-        "size_bytes": check_integer("bytes", fields["bytes"], 1, 2**62),
-        "crc32c": int(crc, 16),
+    cover = {
+        each.name: check_integer(key, fields[key], each.least, each.most)
+        for key, each in _COVERS[kind].items()
     }
+    size_bytes = check_integer("bytes", fields["bytes"], 1, 2**62)
+    return kind(path=path, size_bytes=size_bytes, crc32c=int(crc, 16), **cover)
 
 
 def _check_cover(spec: ParameterSpec, files: Iterable[SliceFile]) -> None:

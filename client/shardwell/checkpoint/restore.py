@@ -16,10 +16,9 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import numpy as np
@@ -29,11 +28,14 @@ from shardwell.checkpoint.format import (
     Checkpoint,
     CheckpointParameter,
     CheckpointTable,
+    Entry,
+    SliceFile,
     load_id_of,
+    opened,
 )
 from shardwell.checkpoint.save import chosen_names
 from shardwell.checkpoint.steps import inspect_checkpoint
-from shardwell.checkpoint.tensor_files import RowsReader, SliceReader
+from shardwell.checkpoint.tensor_files import TensorsReader, read_rows
 from shardwell.errors import (
     ArgumentError,
     DeadlineError,
@@ -45,12 +47,12 @@ from shardwell.parameter.first_weights import FirstWeights
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import Slice
+from shardwell.process.connected import Closing
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
-from shardwell.specs.table import TableSpec
 from shardwell.threads.asking import ask_all, batches
 from shardwell.transport.call_group import CallGroup
 from shardwell.v1 import parameter_server_pb2
@@ -63,7 +65,6 @@ _WAITING_COUNT_MAX = 4
 _LOOK_S = 0.2
 """A thread that waits for a shard looks so often whether one has failed."""
 _OTHERWISE = "restore into a cluster without it, or under another name (names=, --name)"
-Entry: TypeAlias = CheckpointParameter | CheckpointTable
 
 
 def restore(
@@ -86,8 +87,8 @@ def restore(
     contents = cluster.contents()
     _check_names_free(every, contents)
     unfinished = [each for each in table_entries if not _is_table_whole(each, contents)]
-    for shard in contents:
-        _check_parameters_free(entries, shard)
+    for each in entries:
+        _check_parameter_free(each, contents)
 
     def create(entry: CheckpointParameter) -> ParameterSpec:
         """Makes a parameter on all shards, and returns the spec that they have."""
@@ -167,7 +168,7 @@ def _check_names_free(entries: Sequence[Entry], contents: Sequence[Contents]) ->
                 held[each.spec.fragment.family] = "family"
         held |= dict.fromkeys(shard.tables, "table")
     for entry in entries:
-        own_kind = "parameter" if isinstance(entry, CheckpointParameter) else "table"
+        own_kind = _kind_of(entry)
         for kind, name in (_called(entry), (own_kind, entry.name)):
             if held.get(name, kind) == kind:
                 continue
@@ -179,34 +180,43 @@ def _check_names_free(entries: Sequence[Entry], contents: Sequence[Contents]) ->
             )
 
 
-def _check_parameters_free(entries: Sequence[CheckpointParameter], shard: Contents) -> None:
-    """Refuses parameters that a shard has already, with other values or another spec.
+def _check_parameter_free(entry: CheckpointParameter, contents: Sequence[Contents]) -> None:
+    """Refuses a parameter that a shard has already, with other values or another spec.
 
     Values of this checkpoint that nothing has changed since are what a restore left that was cut
     off; it is done again.
     """
-    for entry in entries:
-        here = shard.parameters.get(entry.name)
-        if here is None:
-            continue
-        is_average = isinstance(entry.spec.optimizer, Average)
-        has_values = here.version_max if is_average else here.initialized
-        if has_values and not _is_parameter_whole(entry, here):
-            raise _taken(entry.name)
-        differences = ParameterSpec.from_proto(here.spec).differences(entry.spec)
-        if differences:
-            raise SpecMismatchError(
-                f"parameter {entry.name!r} exists with another spec than the checkpoint's: "
-                f"{'; '.join(differences)}; {_OTHERWISE}",
-                shard_index=shard.shard_index,
-                parameter=entry.name,
-            )
+    is_average = isinstance(entry.spec.optimizer, Average)
+    for shard in contents:
+        for here in shard.parts_of(entry.spec):
+            has_values = here.version_max if is_average else here.initialized
+            if has_values and not _is_parameter_whole(entry, here):
+                raise _taken(entry)
+            _check_spec(entry, here, shard_index=shard.shard_index)
 
 
-def _taken(name: str) -> ArgumentError:
+def _check_spec(entry: Entry, here: Any, **where: Any) -> None:
+    spec: Any = entry.spec
+    differences = type(spec).from_proto(here.spec).differences(spec)
+    if differences:
+        kind = _kind_of(entry)
+        raise SpecMismatchError(
+            f"{kind} {entry.name!r} exists with another spec than the checkpoint's: "
+            f"{'; '.join(differences)}; {_OTHERWISE}",
+            **{kind: entry.name, **where},
+        )
+
+
+def _kind_of(entry: Entry) -> str:
+    return "table" if isinstance(entry, CheckpointTable) else "parameter"
+
+
+def _taken(entry: Entry) -> ArgumentError:
+    kind = _kind_of(entry)
+    where: dict[str, Any] = {kind: entry.name}
+    has = "rows" if kind == "table" else "first weights"
     return ArgumentError(
-        f"parameter {name!r} has first weights already; {_OTHERWISE}, before workers start",
-        parameter=name,
+        f"{kind} {entry.name!r} has {has} already; {_OTHERWISE}, before workers start", **where
     )
 
 
@@ -223,15 +233,9 @@ def _is_parameter_whole(
 
 def _is_table_whole(entry: CheckpointTable, contents: Sequence[Contents]) -> bool:
     """Returns True for a table that is as a restore of `entry` left it that was cut off."""
-    here = [shard.tables[entry.name] for shard in contents if entry.name in shard.tables]
+    here = [table for shard in contents for table in shard.parts_of(entry.spec)]
     for table in here:
-        differences = TableSpec.from_proto(table.spec).differences(entry.spec)
-        if differences:
-            raise SpecMismatchError(
-                f"table {entry.name!r} exists with another spec than the checkpoint's: "
-                f"{'; '.join(differences)}; {_OTHERWISE}",
-                table=entry.name,
-            )
+        _check_spec(entry, table)
     # Where some stand and others do not, a restore was cut off; it is done again.
     if len(here) < len(contents) or any(table.loading for table in here):
         return False
@@ -245,10 +249,7 @@ def _is_table_whole(entry: CheckpointTable, contents: Sequence[Contents]) -> boo
     ):
         return True
     if any(table.version or table.row_count for table in here):
-        raise ArgumentError(
-            f"table {entry.name!r} has rows already; {_OTHERWISE}, before workers start",
-            table=entry.name,
-        )
+        raise _taken(entry)
     return False
 
 
@@ -270,11 +271,11 @@ def _restore_parameter(
         )
         attempts.run(first.settle)
     is_own = first.is_own  # else another's, or what this restore set when it was cut off
-    if not is_own and any(e.load_id != load_id_of(entry) for e in cluster.parameter(entry.name)):
-        raise _taken(entry.name)
+    if not is_own and any(e.load_id != load_id_of(entry) for e in cluster.parts_of(entry.spec)):
+        raise _taken(entry)
 
 
-class _CheckpointValues:
+class _CheckpointValues(Closing):
     """A parameter's values in files, as FirstValues. A context manager; one file is open."""
 
     def __init__(self, path: Path, entry: CheckpointParameter) -> None:
@@ -287,39 +288,36 @@ class _CheckpointValues:
         self.load_id = load_id_of(entry)
         self._path = path
         self._entry = entry
-        self._number = -1
-        self._reader: SliceReader | None = None
-        self._stack = ExitStack()
+        self._file: SliceFile | None = None
+        """The file that is open."""
+        self._reader: TensorsReader | None = None
         self._lock = threading.Lock()
 
     def read(self, array_index: int, where: Slice) -> Float32:
         """Returns a copy."""
-        with self._lock:
-            return self._read(array_index, where)
-
-    def _read(self, array_index: int, where: Slice) -> Float32:
         values = np.empty(where.size, np.float32)
-        for number, file in enumerate(self._entry.files):
-            start, stop = max(where.offset, file.offset), min(where.stop, file.offset + file.size)
-            if start < stop:
-                values[start - where.offset : stop - where.offset] = self._opened(number).read(
-                    array_index, start - file.offset, stop - file.offset
-                )
+        name = self._entry.tensor_names[array_index]
+        with self._lock:
+            for file in self._entry.files:
+                start = max(where.offset, file.offset)
+                stop = min(where.stop, file.offset + file.size)
+                if start < stop:
+                    values[start - where.offset : stop - where.offset] = self._opened(file).read(
+                        name, start - file.offset, stop - file.offset
+                    )
         return values
 
-    def _opened(self, number: int) -> SliceReader:
-        if self._reader is None or number != self._number:
-            self._stack.close()
-            file = self._entry.files[number]
-            reader = SliceReader(self._path / file.path, self._entry.tensor_names, file.size)
-            self._reader, self._number = self._stack.enter_context(reader), number
+    def _opened(self, file: SliceFile) -> TensorsReader:
+        if self._reader is None or file is not self._file:
+            self.close()
+            self._reader, self._file = opened(self._path, self._entry, file), file
         return self._reader
 
-    def __enter__(self) -> _CheckpointValues:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def close(self) -> None:
+        """Closes the file."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
 
 # Tables.
@@ -380,30 +378,22 @@ class TableRestore:
         unfinished = self._unfinished()
         for beginning in unfinished:
             ask_all(beginning, self._begin)
-        channels = [channel for beginning in unfinished for channel in beginning]
-        streams: list[_UploadStream] = []
         with CallGroup() as call_group:
-            try:
-                for channel in channels:
-                    streams.append(
-                        _UploadStream(channel, self._opening(channel), self._timeout_s())
-                    )
-                    call_group.add(channel, streams[-1].call)
-                for file in self._entry.files:
-                    path = self._path / file.path
-                    with RowsReader(path, self._entry.spec, file.row_count) as reader:
-                        self._send(reader, file.row_count, streams, call_group)
-                end = self._message(
-                    pb.LoadRowsRequest(finish=True), empty_state(self._entry.spec, 0)
+            streams = [
+                _UploadStream(
+                    channel, self._entry.name, self._opening(channel), self._timeout_s(), call_group
                 )
-                for stream in streams:
-                    self._put(stream, end, call_group)
-                    self._put(stream, None, call_group)
-                for stream in streams:
-                    self._check_count(stream, self._result(stream, call_group))
-            finally:
-                for stream in streams:
-                    stream.stop()
+                for channel in itertools.chain(*unfinished)
+            ]
+            for file in self._entry.files:
+                with opened(self._path, self._entry, file) as reader:
+                    self._send(reader, file.row_count, streams)
+            end = self._message(pb.LoadRowsRequest(finish=True), empty_state(self._entry.spec, 0))
+            for stream in streams:
+                self._put(stream, end)
+                self._put(stream, None)
+            for stream in streams:
+                self._check_count(stream, stream.result())
 
     def _unfinished(self) -> list[list[ShardChannel]]:
         """The shards that it is to be done on; those of one list may begin at once.
@@ -412,7 +402,7 @@ class TableRestore:
         refuse before any other has begun. So no later restore takes those for what one left that
         was cut off.
         """
-        every = list(zip(self._channels, self._cluster.table(self._entry.name), strict=True))
+        every = list(zip(self._channels, self._cluster.parts_of(self._entry.spec), strict=True))
         if all(status.load_id == self._header.load_id for _, status in every):
             begun = [channel for channel, status in every if status.loading]
             if begun:
@@ -430,7 +420,9 @@ class TableRestore:
         """Makes a shard take no gradients, by a stream that only opens."""
         with channel.translated(table=self._entry.name):
             channel.result_of(
-                channel.load_rows.future(iter([self._opening(channel)]), timeout=self._timeout_s())
+                channel.streaming("LoadRows").future(
+                    iter([self._opening(channel)]), timeout=self._timeout_s()
+                )
             )
 
     def _check_count(self, stream: _UploadStream, row_count: int) -> None:
@@ -453,16 +445,11 @@ class TableRestore:
         start = checksum.rows_load(self._context, finish=header.finish)
         return self._codec.encode(header, header.rows, state, start=start)
 
-    def _send(
-        self,
-        reader: RowsReader,
-        row_count: int,
-        streams: list[_UploadStream],
-        call_group: CallGroup,
-    ) -> None:
+    def _send(self, reader: TensorsReader, row_count: int, streams: list[_UploadStream]) -> None:
         block = self._codec.row_count_max * self._placement.shard_count
         for start in range(0, row_count, block):
-            state = reader.read(start, min(start + block, row_count))
+            stop = min(start + block, row_count)
+            state = read_rows(reader, self._entry.spec, start, stop)
             self._check_ids(state)
             shards = self._placement.shards_of(state.ids)
             for stream in streams:
@@ -471,7 +458,7 @@ class TableRestore:
                 stream.row_count += part.ids.size
                 for piece in part.pieces(self._codec.row_count_max):
                     message = self._message(pb.LoadRowsRequest(), piece)
-                    self._put(stream, message, call_group)
+                    self._put(stream, message)
                     self._traffic.add_sent(len(message), piece.weights.size)
 
     def _check_ids(self, state: RowState) -> None:
@@ -485,23 +472,11 @@ class TableRestore:
                     table=self._entry.name,
                 )
 
-    def _put(self, stream: _UploadStream, message: bytes | None, call_group: CallGroup) -> None:
+    def _put(self, stream: _UploadStream, message: bytes | None) -> None:
         while not stream.offer(message):
             if not stream.call.is_active():
-                self._result(stream, call_group)
+                stream.result()
             self._timeout_s()
-
-    def _result(self, stream: _UploadStream, call_group: CallGroup) -> int:
-        try:
-            answer = stream.channel.received(stream.call.result(), table=self._entry.name)
-            row_count: int = answer.row_count
-        except grpc.RpcError as error:
-            channel, first = call_group.failure(stream.channel, error)
-            raise channel.translate(first, table=self._entry.name) from None
-        except grpc.FutureCancelledError:
-            channel, first = call_group.failure(stream.channel, stream.call)
-            raise channel.translate(first, table=self._entry.name) from None
-        return row_count
 
     def _timeout_s(self) -> float:
         remaining_s = self._attempts.remaining_s
@@ -521,13 +496,25 @@ def _has_past(status: pb.TableStatus) -> bool:
 class _UploadStream:
     """The stream to one shard; gRPC takes messages from it on a thread of its own."""
 
-    def __init__(self, channel: ShardChannel, opening: bytes, timeout_s: float) -> None:
+    def __init__(
+        self,
+        channel: ShardChannel,
+        table: str,
+        opening: bytes,
+        timeout_s: float,
+        call_group: CallGroup,
+    ) -> None:
         self.channel = channel
         self.row_count = 0
+        self._table = table
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING_COUNT_MAX)
-        self._is_stopped = False
+        self._call_group = call_group
+        self.call: Any = None
         with channel.translated():
-            self.call: Any = channel.load_rows.future(self._messages(opening), timeout=timeout_s)
+            self.call = channel.streaming("LoadRows").future(
+                self._messages(opening), timeout=timeout_s
+            )
+        call_group.add(channel, self.call)
 
     def offer(self, message: bytes | None) -> bool:
         """Takes a message, None being the end; False if there is no room yet."""
@@ -537,13 +524,20 @@ class _UploadStream:
             return False
         return True
 
-    def stop(self) -> None:
-        """Ends the messages, and so lets go of gRPC's thread."""
-        self._is_stopped = True
+    def result(self) -> int:
+        """Waits for the rows that the shard has of the table."""
+        try:
+            answer = self.channel.received(self.call.result(), table=self._table)
+            row_count: int = answer.row_count
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            failed = error if isinstance(error, grpc.RpcError) else self.call
+            channel, first = self._call_group.failure(self.channel, failed)
+            raise channel.translate(first, table=self._table) from None
+        return row_count
 
     def _messages(self, opening: bytes) -> Iterator[bytes]:
         yield opening
-        while not self._is_stopped:
+        while self.call is None or self.call.is_active():
             try:
                 message = self._waiting.get(timeout=_LOOK_S)
             except queue.Empty:

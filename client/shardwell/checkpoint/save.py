@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwell.checkpoint.capture import Capture, ParameterCapture, TableCapture
-from shardwell.checkpoint.cluster import Cluster, Contents, newest_of_parameter, newest_of_table
+from shardwell.checkpoint.cluster import Cluster, Contents
 from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
 from shardwell.checkpoint.manifest import write_manifest
@@ -77,7 +77,13 @@ def save(
             )
             write_manifest(making, checkpoint)
     except DivergedError as error:
-        raise _not_saved(error) from None
+        kind, name = ("table", error.table) if error.table else ("parameter", error.parameter)
+        advice = "evict such rows, or " if error.table else ""
+        error.message = (
+            f"nothing was saved: {error.message}; to save the rest, {advice}leave {kind} {name!r} "
+            f"out ({kind}s=, --{kind}), naming what is to be in"
+        )
+        raise
     if steps is not None and keep is not None:
         steps.prune(keep, step)
     return same or checkpoint
@@ -90,22 +96,17 @@ def capture_all(
     directory: Path,
 ) -> tuple[list[CheckpointParameter], list[CheckpointTable]]:
     """Writes all to a directory: small ones several at once, large ones in turn."""
-    captures: list[Capture[Any, Any, Any]] = []
+    captures: list[Capture[Any]] = []
     for number, spec in enumerate(specs, 1):
         (directory / f"{number:06d}-{spec.name}").mkdir()
-        if isinstance(spec, TableSpec):
-            here = [each.tables[spec.name] for each in contents if spec.name in each.tables]
-            newest, row_count = newest_of_table(spec.name, here), sum(e.row_count for e in here)
-            captures.append(
-                TableCapture(spec, cluster, newest, directory, number, row_count=row_count)
-            )
-        else:
-            held = [e.parameters[spec.name] for e in contents if spec.name in e.parameters]
-            newest = newest_of_parameter(held)
-            captures.append(ParameterCapture(spec, cluster, newest, directory, number))
+        parts = [part for each in contents for part in each.parts_of(spec)]
+        kind: Any = TableCapture if isinstance(spec, TableSpec) else ParameterCapture
+        captures.append(kind(spec, cluster, parts, directory, number))
     entries: list[Any] = []
     for batch in batches(captures, lambda capture: capture.size_bytes):
         entries += ask_all(batch, lambda capture: capture.take_repeatedly())
+        for capture in captures:
+            capture.known_version = None  # of before the batch, which took a while
     of_tables = [each for each in entries if isinstance(each, CheckpointTable)]
     return [each for each in entries if isinstance(each, CheckpointParameter)], of_tables
 
@@ -182,32 +183,14 @@ def _check_begun(family: Family[ParameterSpec], begun: Sequence[str]) -> None:
         )
 
 
-def _not_saved(error: DivergedError) -> DivergedError:
-    if error.table is not None:
-        advice = f"evict such rows, or leave table {error.table!r} out (tables=, --table)"
-    else:
-        advice = f"leave parameter {error.parameter!r} out (parameters=, --parameter)"
-    return DivergedError(
-        f"nothing was saved: {error.message}; to save the rest, {advice}, naming what is to be in",
-        element_index=error.element_index,
-        shard_index=error.shard_index,
-        parameter=error.parameter,
-        table=error.table,
-    )
-
-
 def chosen_names(
     parameters: Sequence[str] | None, tables: Sequence[str] | None
 ) -> tuple[Sequence[str] | None, Sequence[str] | None]:
     """Returns both, checked; one kind named alone excludes the other. None: all."""
-    _check_names("parameters", parameters)
-    _check_names("tables", tables)
+    for what, names in (("parameters", parameters), ("tables", tables)):
+        if isinstance(names, str):
+            raise ArgumentError(f"{what} must be a list of names; got {names!r:.140}")
     return (
         () if parameters is None and tables else parameters,
         () if tables is None and parameters else tables,
     )
-
-
-def _check_names(what: str, names: Sequence[str] | None) -> None:
-    if isinstance(names, str):
-        raise ArgumentError(f"{what} must be a list of names; got {names!r:.140}")

@@ -15,12 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwell.checkpoint.directory import MARK_NAME, sync_directory
-from shardwell.checkpoint.format import (
-    Checkpoint,
-    CheckpointParameter,
-    CheckpointTable,
-    load_id_of,
-)
+from shardwell.checkpoint.format import Checkpoint, entries_of, load_id_of
 from shardwell.checkpoint.manifest import MANIFEST_NAME, read_checkpoint, read_manifest
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
@@ -123,7 +118,7 @@ class StepPaths:
             return None
         try:
             here = read_checkpoint(made.path)
-            if _contents(here) == _contents(made):
+            if [*map(load_id_of, entries_of(here))] == [*map(load_id_of, entries_of(made))]:
                 return here
         except StorageError as error:
             _LOG.warning("replacing a checkpoint that is not whole: %s", error.message)
@@ -175,11 +170,6 @@ def _or_warn(remove: Callable[[Path], None], path: Path) -> None:
         _LOG.warning("keep= left %s as it is: %s", path, error.message)
 
 
-def _contents(checkpoint: Checkpoint) -> list[int]:
-    entries: list[CheckpointParameter | CheckpointTable] = [*checkpoint.parameters]
-    return [load_id_of(entry) for entry in [*entries, *checkpoint.tables]]
-
-
 def _own_checkpoint(path: Path) -> Checkpoint:
     """Reads the checkpoint of a directory that holds nothing else; its files may be damaged."""
     if path.is_symlink():
@@ -208,8 +198,7 @@ def _finish_removal(gone: Path) -> None:
     if not os.path.lexists(gone):
         return
     try:
-        is_empty = not gone.is_symlink() and gone.is_dir() and not os.listdir(gone)
-        if is_empty:
+        if not gone.is_symlink() and gone.is_dir() and not os.listdir(gone):
             gone.rmdir()
             return
     except OSError as error:
@@ -217,25 +206,17 @@ def _finish_removal(gone: Path) -> None:
     _remove(gone, _own_checkpoint(gone))
 
 
-def _entries(checkpoint: Checkpoint) -> list[CheckpointParameter | CheckpointTable]:
-    return [*checkpoint.parameters, *checkpoint.tables]
-
-
 def _unnamed(path: Path, checkpoint: Checkpoint) -> Path | None:
     """Returns something in a checkpoint's directory that no save put there."""
-    entries = _entries(checkpoint)
+    entries = entries_of(checkpoint)
     files = {path / MANIFEST_NAME, path / MARK_NAME}
     files.update(path / file.path for entry in entries for file in entry.files)
     directories = {path / f"{number:06d}-{entry.name}" for number, entry in enumerate(entries, 1)}
     for top, directory_names, file_names in os.walk(path, onerror=_reraise):
-        for name in directory_names:
-            found = Path(top, name)
-            if found not in directories or found.is_symlink():
-                return found
-        for name in file_names:
-            found = Path(top, name)
-            if found not in files or found.is_symlink():
-                return found
+        for names, expected in ((directory_names, directories), (file_names, files)):
+            for found in (Path(top, name) for name in names):
+                if found not in expected or found.is_symlink():
+                    return found
     return None
 
 
@@ -245,7 +226,7 @@ def _reraise(error: OSError) -> None:
 
 def _remove(gone: Path, checkpoint: Checkpoint) -> None:
     """Removes what a manifest names, then the manifest."""
-    entries = _entries(checkpoint)
+    entries = entries_of(checkpoint)
     try:
         for number, entry in enumerate(entries, 1):
             for file in entry.files:

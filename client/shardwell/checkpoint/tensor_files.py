@@ -30,7 +30,6 @@ from safetensors import SafetensorError, safe_open
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
-from shardwell.placement.rows import Ids
 from shardwell.process.connected import Closing
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
@@ -105,6 +104,11 @@ class TensorsWriter(Closing):
         offset = start * math.prod(shape[1:]) * plain.itemsize
         self._write(plain.view(np.uint8).data, self._offsets[name] + offset)
 
+    def put_values(self, start: int, values: Float32) -> None:
+        """Puts elements from number `start` on of all tensors, as one vector of float32."""
+        plain = np.ascontiguousarray(values, "<f4")
+        self._write(plain.view(np.uint8).data, min(self._offsets.values()) + start * 4)
+
     def finish(self) -> tuple[int, int]:
         """Brings all of it to the disk; returns the file's bytes and their CRC32C."""
         try:
@@ -133,29 +137,6 @@ class TensorsWriter(Closing):
             raise file_error(self._path, error, "writing it") from None
 
 
-class VectorWriter(TensorsWriter):
-    """A file of tensors that are one vector of float32, one behind the other."""
-
-    def write(self, start: int, values: Float32) -> None:
-        """Puts elements where they belong, from number `start` of the vector on."""
-        plain = np.ascontiguousarray(values, "<f4")
-        self._write(plain.view(np.uint8).data, min(self._offsets.values()) + start * 4)
-
-
-class SliceWriter(TensorsWriter):
-    """A file of a slice of a parameter, weights and optimizer state, as float32."""
-
-    def __init__(
-        self, path: Path, names: Sequence[str], size: int, metadata: Mapping[str, str]
-    ) -> None:
-        self._names = names
-        super().__init__(path, _slice_tensors(names, size), metadata)
-
-    def write(self, array_index: int, start: int, values: Float32) -> None:
-        """Puts values where they belong, from element `start` of a tensor on."""
-        self.put(self._names[array_index], start, values)
-
-
 class TensorsReader(Closing):
     """A safetensors file to read from, which must have just these tensors. A context manager."""
 
@@ -179,7 +160,7 @@ class TensorsReader(Closing):
             self.close()
             raise StorageError(f"{path} has tensors {found}; expected {tensors}; take another copy")
 
-    def read_part(self, name: str, start: int, stop: int) -> Any:
+    def read(self, name: str, start: int, stop: int) -> Any:
         """Copies elements, or rows, [start, stop) of a tensor."""
         try:
             return self._file.get_slice(name)[start:stop]
@@ -191,20 +172,8 @@ class TensorsReader(Closing):
         self._open.__exit__(None, None, None)
 
 
-class SliceReader(TensorsReader):
-    """The file that a SliceWriter wrote."""
-
-    def __init__(self, path: Path, names: Sequence[str], size: int) -> None:
-        self._names = names
-        super().__init__(path, _slice_tensors(names, size))
-
-    def read(self, array_index: int, start: int, stop: int) -> Float32:
-        """Copies elements [start, stop) of a tensor."""
-        values: Float32 = self.read_part(self._names[array_index], start, stop)
-        return values
-
-
-def _slice_tensors(names: Sequence[str], size: int) -> Tensors:
+def slice_tensors(names: Sequence[str], size: int) -> Tensors:
+    """The tensors of a file of a slice."""
     return {name: ("F32", [size]) for name in names}
 
 
@@ -213,7 +182,8 @@ def tensor_names(spec: TableSpec) -> tuple[str, ...]:
     return ("ids", WEIGHTS_NAME, *spec.optimizer.slot_names, "update_counts", "last_steps")
 
 
-def _tensors(spec: TableSpec, row_count: int) -> Tensors:
+def row_tensors(spec: TableSpec, row_count: int) -> Tensors:
+    """The tensors of a file of a table's rows."""
     whole, n = ("I64", [row_count]), row_count
     values = [("F32", [n, width]) for width in (spec.dim, *spec.slot_widths)]
     return dict(zip(tensor_names(spec), [whole, *values, whole, whole], strict=True))
@@ -223,7 +193,7 @@ def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple
     """Makes a file, and brings it to the disk; returns its bytes and their CRC32C."""
     row_count = sum(state.ids.size for state in states)
     metadata = {"format": "shardwell-rows", "table": spec.name, "dim": str(spec.dim)}
-    with TensorsWriter(path, _tensors(spec, row_count), metadata) as writer:
+    with TensorsWriter(path, row_tensors(spec, row_count), metadata) as writer:
         for number, name in enumerate(tensor_names(spec)):
             start = 0
             for state in states:
@@ -232,26 +202,9 @@ def write_rows(path: Path, spec: TableSpec, states: Sequence[RowState]) -> tuple
         return writer.finish()
 
 
-class RowsReader(TensorsReader):
-    """The file that `write_rows` wrote."""
-
-    def __init__(self, path: Path, spec: TableSpec, row_count: int) -> None:
-        self._spec = spec
-        super().__init__(path, _tensors(spec, row_count))
-
-    def read(self, start: int, stop: int) -> RowState:
-        """Copies rows [start, stop)."""
-        ids, weights, *slots, counts, steps = (
-            self.read_part(name, start, stop) for name in tensor_names(self._spec)
-        )
-        return RowState(ids, weights, tuple(slots), counts, steps)
-
-    def read_ids(self, start: int, stop: int) -> Ids:
-        """Copies the ids of rows [start, stop)."""
-        ids: Ids = self.read_part("ids", start, stop)
-        return ids
-
-    def read_weights(self, start: int, stop: int) -> Float32:
-        """Copies the weights of rows [start, stop)."""
-        weights: Float32 = self.read_part(WEIGHTS_NAME, start, stop)
-        return weights
+def read_rows(reader: TensorsReader, spec: TableSpec, start: int, stop: int) -> RowState:
+    """Copies rows [start, stop) of a file that `write_rows` made."""
+    ids, weights, *slots, counts, steps = (
+        reader.read(name, start, stop) for name in tensor_names(spec)
+    )
+    return RowState(ids, weights, tuple(slots), counts, steps)

@@ -92,6 +92,7 @@ def to_status(error: errors.ShardwellError) -> Status:
 
 def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
     """The fields of `error` besides its text, as a message."""
+    free_in_s: float | None = getattr(error, "free_in_s", None)
     return types_pb2.ErrorDetail(
         code=_entry_of(error).code,
         shard_index=error.shard_index or 0,
@@ -103,16 +104,12 @@ def to_detail(error: errors.ShardwellError) -> types_pb2.ErrorDetail:
         rank=error.rank,
         missing_ranks=getattr(error, "missing_ranks", ())[:_RANK_COUNT_MAX],
         init_epoch=getattr(error, "init_epoch", 0),
-        free_in_ms=_milliseconds(getattr(error, "free_in_s", None)),
+        free_in_ms=None if free_in_s is None else int(free_in_s * 1000),
     )
 
 
 def _entry_of(error: errors.ShardwellError) -> _Entry:
     return next((entry for entry in _CATALOGUE if isinstance(error, entry.kind)), _CATALOGUE[-1])
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds * 1000)
 
 
 def _bounded(worker_ids: Sequence[str]) -> list[str]:

@@ -160,8 +160,14 @@ class FirstWeights:
                 timeout_s = self._attempts.rest_s
                 if self._values.array_count == 1 and len(_ranges(where)) == 1:
                     (message,) = messages
-                    return channel.set_first_weights(message, timeout_s, self._name).version
-                call = channel.init_weights.future(
+                    return channel.call(
+                        "InitWeights",
+                        message,
+                        pb.InitWeightsResponse,
+                        timeout_s=timeout_s,
+                        parameter=self._name,
+                    ).version
+                call = channel.streaming("InitWeights").future(
                     self._ended_by_failure(messages), timeout=timeout_s
                 )
                 version: int = channel.result_of(call, self._name).version

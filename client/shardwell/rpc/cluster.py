@@ -90,7 +90,7 @@ class Shards:
             _MADE.add(self)
         self._looked_s = -math.inf
         self._closed = threading.Event()
-        closing = _Closing(self.channels, self._closed, core_threads, self.heartbeats)
+        closing = partial(_close, self.channels, self._closed, core_threads, self.heartbeats)
         self._end = weakref.finalize(self, threads.close, closing)
 
     @property
@@ -203,27 +203,17 @@ class Shards:
         self._end()
 
 
-class _Closing:
-    """Closes channels and ends threads; knows nothing of the object that has them."""
-
-    def __init__(
-        self,
-        channels: Sequence[ShardChannel],
-        closed: threading.Event,
-        core_threads: CoreThreads,
-        heartbeats: Heartbeats,
-    ) -> None:
-        self._heartbeats = heartbeats
-        self._channels = channels
-        self._closed = closed
-        self._core_threads = core_threads
-
-    def __call__(self) -> None:
-        self._closed.set()
-        self._heartbeats.close()
-        for channel in self._channels:
-            channel.close()
-        self._core_threads.close()
+def _close(
+    channels: Sequence[ShardChannel],
+    closed: threading.Event,
+    core_threads: CoreThreads,
+    heartbeats: Heartbeats,
+) -> None:
+    closed.set()
+    heartbeats.close()
+    for channel in channels:
+        channel.close()
+    core_threads.close()
 
 
 def connect_shards(

@@ -149,7 +149,10 @@ class Deletion:
     def _ask(
         channel: ShardChannel, request: pb.DeleteRequest, attempts: Attempts
     ) -> pb.DeleteResponse:
-        return attempts.run(lambda: channel.delete(request, attempts.rest_s))
+        request.shard.CopyFrom(channel.identity)
+        return attempts.run(
+            lambda: channel.call("Delete", request, pb.DeleteResponse, timeout_s=attempts.rest_s)
+        )
 
     def _kind_of(self, looks: Sequence[Sequence[pb.HeldName]]) -> pb.NameKind:
         kinds = {each.kind for look in looks for each in look}

@@ -33,6 +33,7 @@ _TOLD_S = 60.0
 _ENDED_COUNT_MAX = 1024
 _ANSWER_S = 10.0
 """The time for an answer; later heartbeats do not wait for it."""
+_FAILED = (grpc.RpcError, grpc.FutureCancelledError, CorruptChunkError)
 
 
 class Membership(NamedTuple):
@@ -47,14 +48,9 @@ class Membership(NamedTuple):
 
     def to_proto(self) -> pb.EndedTenure:
         """Returns the form in which heartbeats name one that is over."""
-        is_parameter = self.kind == "parameter"
-        return pb.EndedTenure(
-            parameter=self.name if is_parameter else "",
-            table="" if is_parameter else self.name,
-            incarnation=self.incarnation,
-            worker_id=self.worker_id,
-            tenure=self.tenure,
-        )
+        fields = self._asdict()
+        fields[fields.pop("kind")] = fields.pop("name")
+        return pb.EndedTenure(**fields)
 
     @staticmethod
     def from_proto(message: pb.EndedTenure) -> Membership:
@@ -153,9 +149,7 @@ class Heartbeats:
         for channel, call in calls:
             try:
                 self._take(channel, call.result(max(until_s - time.monotonic(), 0.0)))
-            except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                silent.append(channel.shard_index)
-            except CorruptChunkError:
+            except (grpc.FutureTimeoutError, *_FAILED):
                 silent.append(channel.shard_index)
         return silent
 
@@ -194,7 +188,7 @@ class Heartbeats:
         if asked is not None and not asked.done():
             return
         if asked is not None:
-            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError, CorruptChunkError):
+            with contextlib.suppress(*_FAILED):
                 self._take(channel, asked.result())
         # gRPC's, for a closed channel; Python's, for a thread as the process ends.
         with contextlib.suppress(ValueError, RuntimeError, ClosedError):

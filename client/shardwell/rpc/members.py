@@ -163,13 +163,16 @@ def end_tenures(
         )
         rest = f"these are: {', '.join(map(repr, present[:20]))}" if present else "it has none"
         raise ArgumentError(f"{worker_id!r} is no member of {what}; {rest}")
+
+    def end(channel: ShardChannel, **where: Any) -> pb.EndTenureResponse:
+        request = pb.EndTenureRequest(
+            shard=channel.identity, worker_id=worker_id, drain=drains, **where
+        )
+        return channel.call(
+            "EndTenure", request, pb.EndTenureResponse, timeout_s=attempts.rest_s, **where
+        )
+
     for each in joined:
-        where: dict[str, Any] = {each.kind: each.name}
         for channel in channels:
-            request = pb.EndTenureRequest(worker_id=worker_id, drain=drains, **where)
-            attempts.run(partial(_end_tenure, channel, request, attempts))
+            attempts.run(partial(end, channel, **{each.kind: each.name}))
     return joined
-
-
-def _end_tenure(channel: ShardChannel, request: pb.EndTenureRequest, attempts: Attempts) -> None:
-    channel.end_tenure(request, attempts.rest_s)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
 
-from shardwell.connection.options import unary_stub
 from shardwell.errors import ShardUnavailableError, ShardwellError
 from shardwell.process.spans import Spans, clock_id, now_ns
 from shardwell.rpc.held_call import HeldCall
@@ -17,7 +16,6 @@ from shardwell.threads.pool import begin
 from shardwell.v1 import trace_pb2 as pb
 from shardwell.v1 import types_pb2
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["TraceService"].full_name
 _CLOCK_COUNT = 4
 """The quickest of so many answers counts."""
 _GIVE_S = 2.0
@@ -33,9 +31,8 @@ class ClockOffset(NamedTuple):
     """The most that it may be wrong, either way; 0: it is one clock."""
 
 
-def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
-    """Measures a shard's clock against this process's. Blocks up to `timeout_s` a few times."""
-    ask = unary_stub(channel, f"/{_SERVICE}/GetClock", pb.GetClockResponse)
+def clock_offset(ask: Any, shard: types_pb2.ShardIdentity, timeout_s: float) -> ClockOffset:
+    """Measures a shard's clock by its GetClock. Blocks up to `timeout_s` a few times."""
     found = []
     for _ in range(_CLOCK_COUNT):
         begin_ns = now_ns()
@@ -52,50 +49,31 @@ def clock_offset(channel: Any, shard: types_pb2.ShardIdentity, timeout_s: float)
     return min(found, key=lambda each: each.error_ns)
 
 
-def record(
-    channel: Any, shard: types_pb2.ShardIdentity, wait_s: float, timeout_s: float
-) -> Iterator[pb.RecordResponse]:
-    """Yields a shard's last spans, then those of its clients. Blocks."""
-    call: Any = channel.unary_stream(
-        f"/{_SERVICE}/Record",
-        request_serializer=pb.RecordRequest.SerializeToString,
-        response_deserializer=pb.RecordResponse.FromString,
-    )
-    request = pb.RecordRequest(shard=shard, wait_timeout_ms=round(wait_s * 1000))
-    yield from call(request, timeout=timeout_s)
+class SpanGiver(HeldCall):
+    """Gives a client's spans to the recording on shard 0. Any thread may use it.
 
-
-class SpanGiver:
-    """Gives a client's spans to the recording on shard 0. Any thread may use it."""
+    `unary` has gRPC's call of a method.
+    """
 
     def __init__(
         self,
         spans: Spans,
-        channel: Callable[[], Any],
+        unary: Callable[[str], Any],
         who: Callable[[], pb.AwaitRecordingRequest],
         translate: Callable[[Any], ShardwellError],
     ) -> None:
         self._spans = spans
-        self._channel = channel
+        self._unary = unary
         self._who = who
-        self._held = HeldCall(self._await, translate, self._answered)
+        super().__init__(self._await, translate, self._answered)
 
     def ensure(self) -> None:
         """Makes the call if it is not open. Never fails."""
         with contextlib.suppress(ShardwellError, ValueError):  # a shard that knows no such call
-            self._held.ensure()
-
-    def begin_anew(self) -> None:
-        """Makes the call over the channel that is used now."""
-        self._held.begin_anew()
-
-    def close(self) -> None:
-        """Ends the call, and makes none from now on. Safe to repeat."""
-        self._held.close()
+            super().ensure()
 
     def _await(self) -> Any:
-        ask = unary_stub(self._channel(), f"/{_SERVICE}/AwaitRecording", pb.AwaitRecordingResponse)
-        return ask.future(self._who(), wait_for_ready=True)
+        return self._unary("AwaitRecording").future(self._who(), wait_for_ready=True)
 
     def _answered(self, call: Any) -> None:
         recording = call.result().recording
@@ -106,13 +84,12 @@ class SpanGiver:
 
     def _give(self, recording: int) -> None:
         with contextlib.suppress(grpc.RpcError, ShardwellError, ValueError):  # it may lack them
-            channel, who = self._channel(), self._who()
-            offset = clock_offset(channel, who.shard, _GIVE_S)
+            who = self._who()
+            offset = clock_offset(self._unary("GetClock"), who.shard, _GIVE_S)
             process = self._spans.to_proto()
             process.worker_id = who.worker_id
             process.clock_offset_ns, process.clock_error_ns = offset
-            give = unary_stub(channel, f"/{_SERVICE}/GiveSpans", pb.GiveSpansResponse)
             request = pb.GiveSpansRequest(
                 shard=who.shard, session=who.session, recording=recording, process=process
             )
-            give(request, timeout=_GIVE_S)
+            self._unary("GiveSpans")(request, timeout=_GIVE_S)

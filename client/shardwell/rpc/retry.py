@@ -129,7 +129,7 @@ class Attempts:
                     raise self._with_wait(error) from None
                 if self.remaining_s <= 0:  # of which the shard knows what was left for it
                     whole = f"waited {self.timeout_s:g} s"
-                    error.args = (_WAITED.sub(whole, error.message, count=1),)
+                    error.message = _WAITED.sub(whole, error.message, count=1)
                 raise  # because of other workers, which it names
             self._await(lost)
 
@@ -173,13 +173,5 @@ class Attempts:
         waited_s = min(self._now_s() - self._began_s, self.timeout_s)
         is_said = "timeout_s" in message or isinstance(error, AuthenticationError)
         advice = "" if is_said else "; raise timeout_s to wait longer"
-        waited = type(error)(
-            f"waited {waited_s:.3g} s: {message}{advice}",
-            shard_index=error.shard_index,
-            worker_id=error.worker_id,
-            parameter=error.parameter,
-            table=error.table,
-            rank=error.rank,
-        )
-        waited.retryable = error.retryable
-        return waited
+        error.message = f"waited {waited_s:.3g} s: {message}{advice}"
+        return error

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from shardwell.connection.credentials import NO_CREDENTIALS, Credentials
-from shardwell.connection.options import unary_stub
 from shardwell.errors import (
     ClosedError,
     CorruptChunkError,
@@ -39,12 +39,16 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 
 _LOG = logging.getLogger("shardwell")
-_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-_TABLE_SERVICE = table_pb2.DESCRIPTOR.services_by_name["TableService"].full_name
-_NAME_SERVICE = names_pb2.DESCRIPTOR.services_by_name["NameService"].full_name
-_SESSION_SERVICE = session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name
-EXCHANGE = f"/{_SERVICE}/Exchange"
-EXCHANGE_ROWS = f"/{_TABLE_SERVICE}/ExchangeRows"
+_METHODS = {
+    method.name: method
+    for module in (names_pb2, pb, session_pb2, table_pb2, trace_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+_PATHS = {
+    name: f"/{method.containing_service.full_name}/{name}" for name, method in _METHODS.items()
+}
+EXCHANGE, EXCHANGE_ROWS = _PATHS["Exchange"], _PATHS["ExchangeRows"]
 _HEARTBEAT_CONNECTION = -1
 """Streams have numbers from 0."""
 _CERTIFICATES_S = 1.0
@@ -81,42 +85,10 @@ class ShardChannel(ShardEndpoint):
         self._attended_with = ""
         """The authorization of the call by which it attends."""
         self._logged_s = -SAID_S
-        self._bind()
+        self._stubs: dict[str, Any] = {}
         self._attendance = HeldCall(self._attended, super().translate)
         self._giver = recording.SpanGiver(
-            self.spans, lambda: self._channel.current, self._asks_for_recordings, self.translate
-        )
-
-    def _bind(self) -> None:
-        channel = self._channel.current
-        self._stubs: dict[str, Any] = {}
-        self.init_weights: Any = channel.stream_unary(
-            f"/{_SERVICE}/InitWeights",
-            response_deserializer=pb.InitWeightsResponse.FromString,
-        )
-        self._init_weights_at_once: Any = channel.unary_unary(
-            f"/{_SERVICE}/InitWeights",
-            response_deserializer=pb.InitWeightsResponse.FromString,
-        )
-        """A stream of one message, which needs no thread that writes it."""
-        self.snapshot: Any = channel.unary_stream(
-            f"/{_SERVICE}/Snapshot",
-            request_serializer=checksum.sealed,
-        )
-        self.scan_rows: Any = channel.unary_stream(
-            f"/{_TABLE_SERVICE}/ScanRows",
-            request_serializer=checksum.sealed,
-        )
-        self.load_rows: Any = channel.stream_unary(
-            f"/{_TABLE_SERVICE}/LoadRows",
-            response_deserializer=table_pb2.LoadRowsResponse.FromString,
-        )
-        self._attend: Any = channel.unary_stream(
-            f"/{_SESSION_SERVICE}/Attend",
-            request_serializer=checksum.sealed,
-        )
-        self._end_session: Any = unary_stub(
-            channel, f"/{_SESSION_SERVICE}/EndSession", session_pb2.EndSessionResponse
+            self.spans, self.unary, self._asks_for_recordings, self.translate
         )
 
     def attend(self) -> None:
@@ -140,7 +112,7 @@ class ShardChannel(ShardEndpoint):
             process=self.session.process,
             software_version=software_version(),
         )
-        return self._attend(request, wait_for_ready=True)
+        return self.streaming("Attend")(request, wait_for_ready=True)
 
     def _begin_anew(self) -> None:
         self._attendance.begin_anew()
@@ -155,53 +127,17 @@ class ShardChannel(ShardEndpoint):
         """Begins to tell the shard that the session has ended in order; returns the call."""
         self._attendance.let_end()
         request = session_pb2.EndSessionRequest(shard=self.identity, session=self.session.number)
-        return self._end_session.future(request, timeout=timeout_s)
+        return self.unary("EndSession").future(request, timeout=timeout_s)
 
     def heartbeat(self, request: session_pb2.HeartbeatRequest, timeout_s: float) -> Any:
         """Begins to say that a member lives, over a connection of its own; returns the call."""
-        stub = unary_stub(
-            self._channel_of(_HEARTBEAT_CONNECTION),
-            f"/{_SESSION_SERVICE}/Heartbeat",
-            session_pb2.HeartbeatResponse,
-        )
+        stub = _unary(self._channel_of(_HEARTBEAT_CONNECTION), "Heartbeat")
         return stub.future(request, timeout=timeout_s)
-
-    def end_tenure(
-        self, request: session_pb2.EndTenureRequest, timeout_s: float
-    ) -> session_pb2.EndTenureResponse:
-        """Ends a member's tenure, or asks the member to leave; blocks up to `timeout_s`."""
-        request.shard.CopyFrom(self.identity)
-        with self.translated(request.parameter or None, request.table or None):
-            call = self.start(
-                "EndTenure",
-                request,
-                session_pb2.EndTenureResponse,
-                timeout_s=timeout_s,
-                service=_SESSION_SERVICE,
-            )
-            response: session_pb2.EndTenureResponse = self.result_of(call)
-            return response
-
-    def delete(
-        self, request: names_pb2.DeleteRequest, timeout_s: float
-    ) -> names_pb2.DeleteResponse:
-        """Does a stage of a deletion; blocks up to `timeout_s`."""
-        request.shard.CopyFrom(self.identity)
-        with self.translated():
-            call = self.start(
-                "Delete",
-                request,
-                names_pb2.DeleteResponse,
-                timeout_s=timeout_s,
-                service=_NAME_SERVICE,
-            )
-            response: names_pb2.DeleteResponse = self.result_of(call)
-            return response
 
     def call(
         self,
         method: str,
-        request: Any,
+        request: Message | bytes,
         response_type: type[ResponseT],
         *,
         timeout_s: float,
@@ -209,60 +145,32 @@ class ShardChannel(ShardEndpoint):
         parameter: str | None = None,
         table: str | None = None,
     ) -> ResponseT:
-        """Makes a unary call, of TableService on behalf of a table; blocks up to `timeout_s`."""
+        """Makes a call of one message each way; blocks up to `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         with self.translated(parameter, table):
             if self.unix.is_there and not wait_for_ready:
-                name = self._method_name(method, of_table=table is not None)
-                answer = self._asked_here(name, checksum.sealed(request), timeout_s)
+                answer = self._asked_here(_PATHS[method], _written(request), timeout_s)
                 if answer is not None:
                     return self.received(_parsed(response_type, answer), parameter, table)
-            call = self.start(
-                method,
-                request,
-                response_type,
-                timeout_s=max(until_s - time.monotonic(), TIMEOUT_S_MIN),
-                wait_for_ready=wait_for_ready,
-                of_table=table is not None,
-            )
+            rest_s = max(until_s - time.monotonic(), TIMEOUT_S_MIN)
+            call = self.unary(method).future(request, timeout=rest_s, wait_for_ready=wait_for_ready)
             response: ResponseT = self.result_of(call, parameter, table)
             return response
 
-    def set_first_weights(
-        self, message: bytes, timeout_s: float, parameter: str
-    ) -> pb.InitWeightsResponse:
-        """Sends a slice that fits into one message; errors are gRPC's. Blocks up to `timeout_s`."""
-        until_s = time.monotonic() + timeout_s
-        if self.unix.is_there:
-            answer = self._asked_here(f"/{_SERVICE}/InitWeights", message, timeout_s)
-            if answer is not None:
-                return self.received(_parsed(pb.InitWeightsResponse, answer), parameter)
-        rest_s = max(until_s - time.monotonic(), TIMEOUT_S_MIN)
-        call = self._init_weights_at_once.future(message, timeout=rest_s)
-        response: pb.InitWeightsResponse = self.result_of(call, parameter)
-        return response
+    def unary(self, method: str) -> Any:
+        """The call by gRPC of one message each way, also where a method takes a stream of them."""
+        if method not in self._stubs:
+            self._stubs[method] = _unary(self._channel.current, method)
+        return self._stubs[method]
 
-    @staticmethod
-    def _method_name(method: str, *, of_table: bool) -> str:
-        return f"/{_TABLE_SERVICE if of_table else _SERVICE}/{method}"
-
-    def start(
-        self,
-        method: str,
-        request: Any,
-        response_type: type[ResponseT],
-        *,
-        timeout_s: float,
-        wait_for_ready: bool = False,
-        of_table: bool = False,
-        service: str = "",
-    ) -> Any:
-        """Begins a unary call; returns a gRPC future for `result_of`."""
-        name = f"/{service}/{method}" if service else self._method_name(method, of_table=of_table)
-        stub = self._stubs.get(name)
-        if stub is None:
-            stub = self._stubs[name] = unary_stub(self._channel.current, name, response_type)
-        return stub.future(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+    def streaming(self, method: str) -> Any:
+        """The call by gRPC of a method with a stream one way, whose messages are bytes."""
+        channel = self._channel.current
+        if _METHODS[method].server_streaming:
+            return channel.unary_stream(_PATHS[method], request_serializer=checksum.sealed)
+        return channel.stream_unary(
+            _PATHS[method], response_deserializer=_response_type(method).FromString
+        )
 
     def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
         """Blocks for the answer of a call; grpc.RpcError: it failed, or was cancelled."""
@@ -287,23 +195,25 @@ class ShardChannel(ShardEndpoint):
         try:
             checksum.check_sealed(response)
         except (CorruptChunkError, VersionMismatchError) as error:
-            raise type(error)(
-                f"shard {self.shard_index} at {self.address} answered: {error.message}",
-                shard_index=self.shard_index,
-                parameter=parameter,
-                table=table,
-            ) from None
+            error.message = f"shard {self.shard_index} at {self.address} answered: {error.message}"
+            error.shard_index = self.shard_index
+            error.parameter, error.table = parameter, table
+            raise
         return response
 
     def clock_offset(self, timeout_s: float) -> recording.ClockOffset:
         """Measures the shard's clock against this process's; blocks 4 timeouts at most."""
         with self.translated():
-            return recording.clock_offset(self._channel.current, self.identity, timeout_s)
+            return recording.clock_offset(self.unary("GetClock"), self.identity, timeout_s)
 
     def record(self, wait_s: float, timeout_s: float) -> Iterator[trace_pb2.RecordResponse]:
         """Yields the shard's last spans, then its clients'; blocks up to `timeout_s` in all."""
         with self.translated():
-            yield from recording.record(self._channel.current, self.identity, wait_s, timeout_s)
+            request = trace_pb2.RecordRequest(
+                shard=self.identity, wait_timeout_ms=round(wait_s * 1000)
+            )
+            for message in self.streaming("Record")(request, timeout=timeout_s):
+                yield trace_pb2.RecordResponse.FromString(message)
 
     def is_worth_telling(self) -> bool:
         """Returns True once a minute: a silent shard is logged no more often, however many wait."""
@@ -335,26 +245,22 @@ class ShardChannel(ShardEndpoint):
     def _renew(self) -> bool:
         if not self._channel.renew():
             return False
-        self._bind()
+        self._stubs = {}
         return True
 
     def _asked(self, timeout_s: float) -> grpc.StatusCode:
         question = self.question(timeout_s)
         code = self._code_of(question)
-        if code is grpc.StatusCode.OK and (answer := question.result()) is not None:
+        if code is grpc.StatusCode.OK:
             with contextlib.suppress(CorruptChunkError, ShardUnavailableError):
-                self.received(_parsed(pb.GetStatusResponse, answer))
+                self.received(question.result())
         return code
 
     def question(self, timeout_s: float) -> Any:
         """Begins to ask the shard for its identity; returns the call."""
-        stub: Any = self._channel.current.unary_unary(
-            f"/{_SERVICE}/GetStatus",
-            request_serializer=checksum.sealed,
-        )
         question = pb.GetStatusRequest(identity_only=True)
         with self.translated():
-            return stub.future(question, timeout=timeout_s, wait_for_ready=True)
+            return self.unary("GetStatus").future(question, timeout=timeout_s, wait_for_ready=True)
 
     def is_silent(self, question: Any) -> bool:
         """Returns True if no answer to a `question` has come in its time; blocks until then."""
@@ -384,6 +290,22 @@ class ShardChannel(ShardEndpoint):
         self._attendance.close()
         self._giver.close()
         super().close()
+
+
+def _unary(channel: Any, method: str) -> Any:
+    return channel.unary_unary(
+        _PATHS[method],
+        request_serializer=_written,
+        response_deserializer=_response_type(method).FromString,
+    )
+
+
+def _response_type(method: str) -> Any:
+    return GetMessageClass(_METHODS[method].output_type)
+
+
+def _written(request: Message | bytes) -> bytes:
+    return request if isinstance(request, bytes) else checksum.sealed(request)
 
 
 def _parsed(response_type: type[ResponseT], answer: bytes) -> ResponseT | None:

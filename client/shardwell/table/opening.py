@@ -237,7 +237,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
         found = [np.empty(0, np.int64)]
         context = checksum.rows_scan_context(self.spec.name, request.content)
         with channel.translated(**self.of):
-            call = channel.scan_rows(request, timeout=with_answer(attempts.rest_s))
+            call = channel.streaming("ScanRows")(request, timeout=with_answer(attempts.rest_s))
             try:
                 with cancelled_by(call.cancel):
                     for message in call:

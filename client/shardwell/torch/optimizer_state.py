@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, SliceReader
+from shardwell.checkpoint.format import opened
+from shardwell.checkpoint.tensor_files import WEIGHTS_NAME
 from shardwell.client import Client
 from shardwell.errors import ArgumentError, StepOrderError, UnknownParameterError
 from shardwell.numerics.codec import Float32
@@ -199,9 +200,9 @@ def saved_values(client: Client, parameter: Parameter[NamedArrays], version: int
             )
         arrays = {name: np.empty(entry.size, np.float32) for name in entry.tensor_names}
         for file in entry.files:
-            with SliceReader(path / file.path, entry.tensor_names, file.size) as reader:
-                for index, array in enumerate(arrays.values()):
-                    array[file.offset : file.offset + file.size] = reader.read(index, 0, file.size)
+            with opened(path, entry, file) as reader:
+                for name, array in arrays.items():
+                    array[file.offset : file.offset + file.size] = reader.read(name, 0, file.size)
     return {
         name: {
             tensor.name: torch.from_numpy(array[tensor.offset : tensor.stop]).view(tensor.shape)

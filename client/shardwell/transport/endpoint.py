@@ -199,22 +199,18 @@ class ShardEndpoint:
 
     def _refused(self, error: ShardwellError) -> ShardwellError:
         whose = "" if self._token is None else f" (of {self._token.path})"
-        refused = type(error)(
-            f"shard {self.shard_index} at {self.address}: {error.message}{whose}",
-            shard_index=self.shard_index,
-            parameter=error.parameter,
-            table=error.table,
-        )
+        error.message = f"shard {self.shard_index} at {self.address}: {error.message}{whose}"
+        error.shard_index = self.shard_index
         # Whom it let in before has had a token that was good: another one may come in its file.
         is_known = bool(self.identity.cluster_id) and self._token is not None
-        refused.retryable = isinstance(refused, AuthenticationError) and is_known
+        error.retryable = isinstance(error, AuthenticationError) and is_known
         now_s = time.monotonic()
-        if refused.retryable and (refused.message != self._said or now_s - self._said_s > SAID_S):
-            self._said, self._said_s = refused.message, now_s
+        if error.retryable and (error.message != self._said or now_s - self._said_s > SAID_S):
+            self._said, self._said_s = error.message, now_s
             _LOG.warning(
-                "%s; calls wait for another one there, until their deadline", refused.message
+                "%s; calls wait for another one there, until their deadline", error.message
             )
-        return refused
+        return error
 
     def close(self) -> None:
         """Ends every connection and the calls on it."""

@@ -178,7 +178,7 @@ def _missing(
         f"{kind} {name!r}: waited {deadline.timeout_s:g} s for {where}; missing of {spec.crew}: "
         f"{named or none}; start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
-        **of,  # type: ignore[arg-type]
+        **of,
     )
 
 

@@ -18,7 +18,7 @@ from harness.polling import BRIEF_S, PATIENCE_S, eventually
 from harness.wire_client.alterations import Alteration, altered, with_altered
 from harness.wire_client.worker import WireParameter, WireWorker, error_detail, spec
 from shardwell.checkpoint.restore import _CheckpointValues
-from shardwell.checkpoint.tensor_files import SliceWriter
+from shardwell.checkpoint.tensor_files import TensorsWriter
 from shardwell.parameter import first_weights
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2 as types
@@ -240,7 +240,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
     running = cluster(2, data_dir=tmp_path / "data", processes=True, chunk_size_bytes=2**20)
     client = connect(running, "w0")
     _trained(client)
-    write = SliceWriter.write
+    write = TensorsWriter.put
 
     size = 2**23  # 32 MB from each shard: more than what may be on its way already
     client.parameter("large", size=size, optimizer=SGD).init(np.zeros(size, np.float32))
@@ -252,7 +252,7 @@ def test_a_shard_that_is_killed_during_a_save(cluster, connect, tmp_path, monkey
             kills.append(1)
             kill_and_start_again(running, 1)
 
-    monkeypatch.setattr(SliceWriter, "write", killing)
+    monkeypatch.setattr(TensorsWriter, "put", killing)
     made = client.save_checkpoint(tmp_path / "c")
     assert kills == [1]
     assert [entry.version for entry in made.parameters] == [0, 2]

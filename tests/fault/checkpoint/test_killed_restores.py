@@ -231,16 +231,16 @@ def cut_off(client: shardwell.Client, path: Path, finishing: int, monkeypatch: A
             return True
         return offer(self, message)
 
-    def ending(self: TableRestore, stream: _UploadStream, call_group: Any) -> int:
-        if stream.channel.shard_index == finishing:
-            count: int = stream.call.result().row_count
+    def ending(self: _UploadStream) -> int:
+        if self.channel.shard_index == finishing:
+            count: int = self.call.result().row_count
             assert count
             raise EndedError
         return 0
 
     with monkeypatch.context() as patch:
         patch.setattr(_UploadStream, "offer", only_one)
-        patch.setattr(TableRestore, "_result", ending)
+        patch.setattr(_UploadStream, "result", ending)
         patch.setattr(TableRestore, "_check_count", lambda *_: None)
         with pytest.raises(EndedError):
             client.restore_checkpoint(path)

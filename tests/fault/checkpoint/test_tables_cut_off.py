@@ -21,9 +21,8 @@ from harness.wire_client import crc as wire_crc
 from harness.wire_client.alterations import Alteration, altered, with_altered
 from harness.wire_client.table import WireTable, table_spec
 from harness.wire_client.worker import WireWorker, error_detail
-from shardwell.checkpoint import capture
-from shardwell.checkpoint.restore import TableRestore
-from shardwell.checkpoint.tensor_files import RowsReader
+from shardwell.checkpoint import capture, restore
+from shardwell.checkpoint.restore import _UploadStream
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1 import types_pb2 as types
 from shardwell_server import LocalCluster
@@ -90,22 +89,22 @@ def test_a_shard_that_is_killed_while_a_table_is_restored(
             kill_and_start_again(running, killed)
 
     if moment == "rows":
-        read = RowsReader.read
+        read = restore.read_rows
 
-        def killing_read(self: Any, start: int, stop: int) -> Any:
+        def killing_read(*given: Any) -> Any:
             kill()
-            return read(self, start, stop)
+            return read(*given)
 
-        monkeypatch.setattr(RowsReader, "read", killing_read)
+        monkeypatch.setattr(restore, "read_rows", killing_read)
     else:
-        result = TableRestore._result
+        result = _UploadStream.result
 
-        def killing_result(self: Any, stream: Any, call_group: Any) -> int:
-            count = result(self, stream, call_group)
+        def killing_result(self: _UploadStream) -> int:
+            count = result(self)
             kill()
             return count
 
-        monkeypatch.setattr(TableRestore, "_result", killing_result)
+        monkeypatch.setattr(_UploadStream, "result", killing_result)
     client.restore_checkpoint(saved)
     assert kills == [killed]
     assert_goes_on(client)
@@ -122,7 +121,7 @@ def test_a_restore_that_is_cut_off_takes_no_gradients(
         raise shardwell.StorageError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowsReader, "read", failing)
+        patch.setattr(restore, "read_rows", failing)
         with pytest.raises(shardwell.StorageError, match="the disk is gone"):
             client.restore_checkpoint(saved)
     for shard_index in range(2):

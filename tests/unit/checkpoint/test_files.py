@@ -24,9 +24,15 @@ from safetensors.numpy import load_file
 import shardwell
 from harness.data.manifests import MANIFEST, change_manifest
 from shardwell.checkpoint.directory import MARK_NAME, whole_directory
-from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, SliceFile, slice_path
+from shardwell.checkpoint.format import (
+    Checkpoint,
+    CheckpointParameter,
+    SliceFile,
+    opened,
+    slice_path,
+)
 from shardwell.checkpoint.manifest import write_manifest
-from shardwell.checkpoint.tensor_files import SliceReader, SliceWriter
+from shardwell.checkpoint.tensor_files import TensorsReader, TensorsWriter, slice_tensors
 from shardwell.errors import ArgumentError, DeadlineError, StorageError
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.slices import slice_of
@@ -67,11 +73,12 @@ def write(
         for index in range(min(shard_count, size)):
             where = slice_of(size, index, shard_count)
             relative = slice_path(1, name, index)
-            with SliceWriter(partial / relative, names, where.size, {"parameter": name}) as writer:
+            tensors = slice_tensors(names, where.size)
+            with TensorsWriter(partial / relative, tensors, {"parameter": name}) as writer:
                 for array_index in reversed(range(len(names))):
                     values = values_of(array_index, size)[where.offset : where.stop]
                     for start in reversed(range(0, where.size, 10)):
-                        writer.write(array_index, start, values[start : start + 10])
+                        writer.put(names[array_index], start, values[start : start + 10])
                 size_bytes, crc = writer.finish()
             files.append(
                 SliceFile(
@@ -138,9 +145,11 @@ def test_the_manifest_is_json_that_says_everything(tmp_path: Path) -> None:
 def test_ranges_may_be_read_from_anywhere(tmp_path: Path) -> None:
     made = write(tmp_path / "c", shard_count=1)
     (entry,) = made.parameters
-    with SliceReader(made.path / entry.files[0].path, entry.tensor_names, 103) as reader:
-        np.testing.assert_array_equal(reader.read(1, 90, 103), values_of(1, 103)[90:])
-        assert reader.read(0, 5, 5).size == 0
+    with opened(made.path, entry, entry.files[0]) as reader:
+        np.testing.assert_array_equal(
+            reader.read("momentum_buffer", 90, 103), values_of(1, 103)[90:]
+        )
+        assert reader.read("weights", 5, 5).size == 0
 
 
 class TestDamage:
@@ -309,7 +318,7 @@ def test_files_of_anything_are_refused_in_words(tmp_path_factory: Any, data: byt
     path = tmp_path_factory.mktemp("any") / "x"
     path.write_bytes(data)
     with pytest.raises(StorageError, match="take another copy"):
-        SliceReader(path, ("weights",), 1)
+        TensorsReader(path, slice_tensors(("weights",), 1))
 
 
 class TestWholeDirectory:

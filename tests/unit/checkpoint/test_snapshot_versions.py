@@ -6,17 +6,20 @@ Each attempt takes 10 ms of a clock that is the test's.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwell import SGD, ParameterSpec, Traffic
+from shardwell.checkpoint import save
 from shardwell.checkpoint.capture import ParameterCapture
-from shardwell.checkpoint.cluster import Cluster
+from shardwell.checkpoint.cluster import Cluster, Contents
 from shardwell.checkpoint.format import CheckpointParameter
 from shardwell.errors import DeadlineError, LimitError, StepOrderError, WorkersMissingError
 from shardwell.rpc.retry import Attempts
+from shardwell.v1.parameter_server_pb2 import ParameterStatus
 
 SPEC = ParameterSpec(name="p", size=1, optimizer=SGD(learning_rate=1.0), worker_count=1)
 DONE = CheckpointParameter(spec=SPEC, version=0, version_max=0, learning_rate=1.0, files=())
@@ -63,7 +66,7 @@ class Modelled(ParameterCapture):
         cluster = type("Modelled", (Cluster,), {"newest_version": ask})(
             channels=[], worker_id="w", traffic=Traffic(), attempts=Attempts(timeout_s, self._clock)
         )
-        super().__init__(SPEC, cluster, newest(), Path(), 1)
+        super().__init__(SPEC, cluster, [ParameterStatus(version_max=newest())], Path(), 1)
         self.asked: list[int] = []
         self._answer = answer
 
@@ -142,3 +145,23 @@ def test_others_that_take_snapshots_are_waited_for_a_while() -> None:
     with pytest.raises(LimitError):
         snapshot.take()
     assert 5 <= len(snapshot.asked) <= 10
+
+
+def test_a_later_batch_asks_for_the_newest_version(tmp_path: Path, monkeypatch) -> None:
+    """What the shards said before the first batch is old by then."""
+    known: list[int | None] = []
+
+    class Large(ParameterCapture):
+        size_bytes = 2**30
+
+        def take_repeatedly(self) -> CheckpointParameter:
+            known.append(self.known_version)
+            return DONE
+
+    monkeypatch.setattr(save, "ParameterCapture", Large)
+    specs = [dataclasses.replace(SPEC, name=name) for name in "abc"]
+    held = {spec.name: ParameterStatus(version_max=7) for spec in specs}
+    attempts = Attempts(20.0, Clock())
+    cluster = Cluster(channels=[], worker_id="w", traffic=Traffic(), attempts=attempts)
+    save.capture_all(cluster, [Contents(0, "0.2.0", held, {})], specs, tmp_path)
+    assert known == [7, None, None]

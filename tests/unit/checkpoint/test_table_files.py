@@ -20,9 +20,9 @@ import shardwell
 from harness.data.manifests import MANIFEST, change_manifest
 from shardwell.checkpoint.directory import whole_directory
 from shardwell.checkpoint.export import check_target, write_export
-from shardwell.checkpoint.format import Checkpoint, CheckpointTable, RowsFile, rows_path
+from shardwell.checkpoint.format import Checkpoint, CheckpointTable, RowsFile, opened, rows_path
 from shardwell.checkpoint.manifest import write_manifest
-from shardwell.checkpoint.tensor_files import RowsReader, write_rows
+from shardwell.checkpoint.tensor_files import read_rows, write_rows
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.specs.table import TableSpec
 from shardwell.wire.row_state import RowState
@@ -114,10 +114,9 @@ def test_what_was_written_is_read(tmp_path, optimizer) -> None:
         for name, array in zip(entry.tensor_names, expected.arrays, strict=True):
             assert tensors[name].dtype == array.dtype
             np.testing.assert_array_equal(tensors[name], array)
-        with RowsReader(tmp_path / "c" / file.path, spec, file.row_count) as reader:
-            for found, array in zip(
-                reader.read(0, file.row_count - 1).arrays, expected.arrays, strict=True
-            ):
+        with opened(tmp_path / "c", entry, file) as reader:
+            rows = read_rows(reader, spec, 0, file.row_count - 1)
+            for found, array in zip(rows.arrays, expected.arrays, strict=True):
                 np.testing.assert_array_equal(found, array[:-1])
 
 
