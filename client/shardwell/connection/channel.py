@@ -12,7 +12,7 @@ from shardwell.connection.credentials import NO_CREDENTIALS, AuthorizedChannel, 
 from shardwell.connection.options import CHANNEL_OPTIONS, PROXY_VARIABLE, check_fork
 from shardwell.connection.tls import Contents
 from shardwell.process.ending import has_main_ended
-from shardwell.process.environment import variable
+from shardwell.process.environment import is_on
 
 
 class Channel:
@@ -73,7 +73,7 @@ class Channel:
         options: dict[str, Any] = dict(CHANNEL_OPTIONS)
         if name:
             options["grpc.ssl_target_name_override"] = name
-        if variable(PROXY_VARIABLE).lower() in ("1", "true", "yes", "on"):
+        if is_on(PROXY_VARIABLE):
             options["grpc.enable_http_proxy"] = 1
         return grpc.secure_channel(
             self._address,

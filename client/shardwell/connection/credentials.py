@@ -22,7 +22,7 @@ import grpc
 from shardwell.connection.tls import TlsArgument, TlsFiles, tls_files
 from shardwell.errors import ArgumentError, AuthenticationError
 from shardwell.process.changing_files import ChangingFiles, FilePath
-from shardwell.process.environment import variable
+from shardwell.process.environment import is_on, variable
 
 _LOG = logging.getLogger("shardwell")
 TOKEN_FILE_VARIABLE = "SHARDWELL_TOKEN_FILE"  # noqa: S105, the name of a variable
@@ -127,9 +127,7 @@ def is_loopback(address: str) -> bool:
 
 def insecure_setting(is_insecure: bool | None) -> bool:
     """Returns True if strangers may be let in: as the caller says, or else the environment."""
-    if is_insecure is not None:
-        return bool(is_insecure)
-    return variable(INSECURE_VARIABLE).lower() in ("1", "true", "yes", "on")
+    return is_on(INSECURE_VARIABLE) if is_insecure is None else bool(is_insecure)
 
 
 class SameToken:
@@ -173,21 +171,10 @@ class AuthorizedChannel:
         self._channel = channel
         self._token = token
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """Makes gRPC's call with the token."""
-        return _Authorized(self._channel.unary_unary(*args, **options), self._token)
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        """Makes gRPC's call with the token."""
-        return _Authorized(self._channel.unary_stream(*args, **options), self._token)
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        """Makes gRPC's call with the token."""
-        return _Authorized(self._channel.stream_unary(*args, **options), self._token)
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        """Makes gRPC's call with the token."""
-        return _Authorized(self._channel.stream_stream(*args, **options), self._token)
+    def __getattr__(self, shape: str) -> Any:
+        """Returns gRPC's maker of calls of that shape, such as `unary_unary`."""
+        make = getattr(self._channel, shape)
+        return lambda *args, **options: _Authorized(make(*args, **options), self._token)
 
     def close(self) -> None:
         """Closes gRPC's channel."""

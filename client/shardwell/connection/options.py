@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ForkedError
 from shardwell.process.connected import OwnerProcess
+from shardwell.process.environment import is_on
 from shardwell.wire import checksum
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
@@ -97,7 +98,7 @@ def server_options(
 
 def check_fork() -> None:
     """Refuses gRPC where it would crash or hang: in a child of a process that has used it."""
-    if os.environ.get(_FORK_SUPPORT_VARIABLE, "0").lower() in ("1", "true", "yes", "on"):
+    if is_on(_FORK_SUPPORT_VARIABLE):
         return
     first = _first_user_of_grpc()
     if not first.is_here:

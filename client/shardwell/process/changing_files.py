@@ -49,16 +49,12 @@ class ChangingFiles(Generic[ReadT]):
             if stamps != self._stamps:
                 try:
                     found = self._read()
-                except ArgumentError as error:
-                    self._log.error("%s; what was there before is used", error.message)
-                    self._stamps = stamps
-                except Exception as error:  # whose text may have secrets of the files
+                except Exception as error:
                     where = ", ".join(str(os.fspath(path)) for path in self._paths)
-                    self._log.error(
-                        "%s can't be read (%s); what was there before is used",
-                        where,
-                        type(error).__name__,
-                    )
+                    reason = f"{where} can't be read ({type(error).__name__})"
+                    if isinstance(error, ArgumentError):  # another's text may have files' secrets
+                        reason = error.message
+                    self._log.error("%s; what was there before is used", reason)
                     self._stamps = stamps
                 else:
                     if self._found() == stamps:  # else they are read once more, by the next

@@ -6,7 +6,7 @@ A fork copies the objects, and not the threads that serve them, nor what locks t
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from typing_extensions import override
 
@@ -41,14 +41,7 @@ class Connected:
 
     @override
     def __reduce__(self) -> NoReturn:
-        raise self._not_copied()
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise self._not_copied()
-
-    def _not_copied(self) -> ArgumentError:
-        return ArgumentError(
+        raise ArgumentError(
             f"{type(self).__name__} can't be copied or pickled: its connections are those of this "
             f"process; {self._elsewhere}"
         )

@@ -46,6 +46,11 @@ def variable(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
+def is_on(name: str) -> bool:
+    """True if a variable is set to a word for yes."""
+    return variable(name).lower() in ("1", "true", "yes", "on")
+
+
 def misspelt_variables() -> list[str]:
     """Returns a sentence for each set variable that nothing reads, and that is like a known one."""
     said = []

@@ -109,8 +109,8 @@ class StepExporter:
         self._spans = spans
         self._shard_index = shard_index
         self._is_table = is_table
-        self._done: set[tuple[str, int, str]] = set()
-        """Name, step and worker of exported steps that are still recorded."""
+        self._done: dict[tuple[str, int, str], int] = {}
+        """The end of each exported step that is still recorded, by name, step and worker."""
         self.is_interrupted = False
         """Set, by any thread, to end an export behind the step that is under way."""
 
@@ -123,21 +123,30 @@ class StepExporter:
         if otel is None:
             return
         recorded: dict[tuple[str, int], list[Span]] = {}
+        given: dict[tuple[str, int], set[tuple[str, int]]] = {}
         for span in self._spans.all():
-            if span.kind in _OF_STEP:
-                recorded.setdefault((span.subject, span.step), []).append(span)
+            if span.kind not in _OF_STEP:
+                continue
+            key = span.subject, span.step
+            if span.kind in _CONTRIBUTIONS and span.peer:
+                contribution = span.peer, span.chunk
+                if contribution in given.setdefault(key, set()):  # its parameter was made anew
+                    recorded[key], given[key] = [], set()
+                given[key].add(contribution)
+            recorded.setdefault(key, []).append(span)
         workers = {
             (*key, span.peer) for key, spans in recorded.items() for span in spans if span.peer
         }
-        self._done &= workers
+        self._done = {key: end_ns for key, end_ns in self._done.items() if key in workers}
         until_ns = now_ns() - round(quiet_s * 1e9)
-        for subject, step, worker_id in sorted(workers - self._done):
+        for subject, step, worker_id in sorted(workers):
             if self.is_interrupted:
                 return
             spans = recorded[subject, step]
+            is_done = spans[0].begin_ns <= self._done.get((subject, step, worker_id), -1)
             is_closed = any(each.kind in _CLOSING for each in spans)
-            if is_closed and max(map(_end_ns, spans)) <= until_ns:
-                self._done.add((subject, step, worker_id))
+            if is_closed and not is_done and max(map(_end_ns, spans)) <= until_ns:
+                self._done[subject, step, worker_id] = max(map(_end_ns, spans))
                 flushes = recorded.get((subject, NO_STEP), [])
                 with _apart():
                     self._export(otel, worker_id, spans, flushes)

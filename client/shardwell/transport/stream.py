@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -17,13 +17,6 @@ from shardwell.transport.arena import Arena
 from shardwell.transport.call_group import CallGroup
 from shardwell.transport.endpoint import ShardEndpoint
 from shardwell.transport.unix_call import ENDED, CallEndedError, UnixCall
-
-
-class Submit(Protocol):
-    """A function that sends messages over a stream."""
-
-    def __call__(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:
-        """Sends messages, each made as it leaves; if few and small, `is_short`, on this thread."""
 
 
 class ShardStream:
@@ -46,7 +39,8 @@ class ShardStream:
         self._unix_call = unix_call
         self._call: Any = unix_call or channel.stream(method, connection)(self._messages())
         # Bound once: on this machine no layer lies between a message and its socket.
-        self.submit: Submit = self._submit if unix_call is None else unix_call.send
+        self.submit: Callable[..., None] = self._submit if unix_call is None else unix_call.send
+        """Sends messages, each made as it leaves; if few and small, `is_short`, on this thread."""
         self.read: Callable[[], bytes] = self._read if unix_call is None else unix_call.read
         """Returns the next answer; blocks. Raises grpc.RpcError when the stream has failed."""
         if not self._call.add_callback(self._end_messages):

@@ -104,6 +104,14 @@ class UnixCalls:
         self._poll.modify(file, select.POLLIN)
 
 
+def opening_frame(method: str, authorization: str) -> bytes:
+    """The first frame of a call."""
+    opening = unix_stream_pb2.UnixStreamOpen(
+        method=method, authorization=authorization, wire_version=WIRE_VERSION
+    ).SerializeToString()
+    return head(FrameKind.OPEN, len(opening)) + opening
+
+
 def write_frame(connection: socket.socket, kind: FrameKind, contents: bytes) -> bool:
     """Sends a frame over a non-blocking socket; blocks for room. False: none is taken now."""
     start = head(kind, len(contents))
@@ -158,11 +166,7 @@ class UnixCall:
         self.is_full = False
         self._callbacks: list[Callable[[], None]] = []
         self._writer: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        first = unix_stream_pb2.UnixStreamOpen(
-            method=method, authorization=authorization, wire_version=WIRE_VERSION
-        )
-        opening = first.SerializeToString()
-        connection.send(head(FrameKind.OPEN, len(opening)) + opening)  # a new one has room for it
+        connection.send(opening_frame(method, authorization))  # a new one has room for it
         calls.add(connection.fileno(), self)
 
     def send(self, messages: Iterator[bytes], *, is_short: bool = False) -> None:

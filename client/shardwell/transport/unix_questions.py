@@ -21,9 +21,7 @@ from shardwell.errors import CorruptChunkError
 from shardwell.process.connected import OwnerProcess
 from shardwell.threads.calls import cancelled_by
 from shardwell.transport.neighbour import PAUSE_S
-from shardwell.transport.unix_call import CallEndedError, ending_of, write_all
-from shardwell.v1 import unix_stream_pb2
-from shardwell.wire.checksum import WIRE_VERSION
+from shardwell.transport.unix_call import CallEndedError, ending_of, opening_frame, write_all
 from shardwell.wire.frames import FrameKind, FrameReader, head
 from shardwell.wire.messages import MESSAGE_SIZE_MAX_BYTES
 
@@ -139,17 +137,10 @@ class _Line:
         return is_young and not self._is_cancelled and not self._poll.poll(0)
 
     def ask(self, method: str, request: bytes, authorization: str, until_s: float) -> bytes | None:
-        opening = unix_stream_pb2.UnixStreamOpen(
-            method=method, authorization=authorization, wire_version=WIRE_VERSION
-        )
-        first = opening.SerializeToString()
+        opening = opening_frame(method, authorization)
         sent = write_all(
             self._connection,
-            [
-                head(FrameKind.OPEN, len(first)) + first + head(FrameKind.MESSAGE, len(request)),
-                request,
-                head(FrameKind.END, 0),
-            ],
+            [opening + head(FrameKind.MESSAGE, len(request)), request, head(FrameKind.END, 0)],
         )
         try:
             found = self._answer(until_s) if sent else None

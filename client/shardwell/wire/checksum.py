@@ -507,3 +507,18 @@ def before_rows(start: int, row_count: int, ids: Bytes | None, *, lz4: bool = Fa
 def of_rows(start: int, rows: table_pb2.Rows, payload: Bytes) -> int:
     """The CRC32C of a message with Rows; `start` has come so far."""
     return before_rows(start, rows.row_count, payload, lz4=rows.lz4)
+
+
+def check(message: types_pb2.Chunk | table_pb2.Rows, payload: Bytes, found: int) -> None:
+    """Refuses a message with a payload that was damaged, or meant for something else."""
+    if found != message.crc32c:
+        raise CorruptChunkError(
+            f"{named(message)}: CRC32C of the header, the {payload.size} payload bytes and what "
+            f"they were sent for is {found:#010x}; the message says {message.crc32c:#010x}, so it "
+            "was damaged or is not for this stream; send it again"
+        )
+
+
+def named(message: types_pb2.Chunk | table_pb2.Rows) -> str:
+    """The words of messages for a chunk or rows."""
+    return f"chunk {message.chunk_index}" if isinstance(message, types_pb2.Chunk) else "rows"

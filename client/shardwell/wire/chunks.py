@@ -19,7 +19,7 @@ from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec
-from shardwell.v1 import types_pb2
+from shardwell.v1 import table_pb2, types_pb2
 from shardwell.wire import checksum
 from shardwell.wire.messages import SCALES_MAX_BYTES, OutgoingMessage, Room
 
@@ -48,17 +48,26 @@ def check_chunk(chunk: types_pb2.Chunk, payload: Bytes, start: int) -> IntactChu
     if payload.flags.writeable:
         payload = payload.copy()
         payload.flags.writeable = False
-    _check_crc(chunk, payload, checksum.of_chunk(start, chunk, payload))
+    checksum.check(chunk, payload, checksum.of_chunk(start, chunk, payload))
     return IntactChunk(chunk, payload)
 
 
-def _check_crc(chunk: types_pb2.Chunk, payload: Bytes, found: int) -> None:
-    if found != chunk.crc32c:
-        raise CorruptChunkError(
-            f"chunk {chunk.chunk_index}: CRC32C of its header, its {payload.size} payload bytes "
-            f"and what they were sent for is {found:#010x}; the message says {chunk.crc32c:#010x}, "
-            "so it was damaged or is not for this stream; send it again"
+def unpacked(
+    message: types_pb2.Chunk | table_pb2.Rows, payload: Bytes, size: int, *, is_allowed: bool
+) -> Bytes:
+    """Returns the `size` bytes of an LZ4 block; ArgumentError: the spec allows none."""
+    if not is_allowed:
+        raise ArgumentError(
+            f"{checksum.named(message)}: the payload is compressed, but the spec says "
+            "COMPRESSION_NONE"
         )
+    try:
+        found = lz4.block.decompress(payload, uncompressed_size=size)
+    except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+        raise CorruptChunkError(
+            f"{checksum.named(message)}: the payload is no LZ4 block of {size} bytes: {error}"
+        ) from None
+    return np.frombuffer(found, np.uint8)
 
 
 class ChunkCodec:
@@ -130,7 +139,7 @@ class ChunkCodec:
         copied = scratch.payload(payload.size) if payload.flags.writeable else None
         head = checksum.before_payload(start, chunk)
         peak_bits, crc = self.codec.take(payload, copied, head)
-        _check_crc(chunk, payload, crc)
+        checksum.check(chunk, payload, crc)
         return IntactChunk(chunk, payload if copied is None else copied, peak_bits)
 
     def read(
@@ -146,7 +155,7 @@ class ChunkCodec:
             head = checksum.before_payload(start, chunk)
             may_change = payload.flags.writeable
             crc = self.codec.decode_checked(payload, values, head, may_change=may_change)
-            _check_crc(chunk, payload, crc)
+            checksum.check(chunk, payload, crc)
         if self._allow_non_finite:
             canonical_nans(values)
 
@@ -165,7 +174,7 @@ class ChunkCodec:
             )
         size = self.codec.encoded_bytes(where.size)
         if chunk.lz4:
-            payload = self._unpack(chunk, payload, size)
+            payload = unpacked(chunk, payload, size, is_allowed=self.lz4)
         if payload.size != size:
             raise CorruptChunkError(
                 f"chunk {chunk.chunk_index}: {where.size} elements of {self.codec.name} are "
@@ -182,16 +191,3 @@ class ChunkCodec:
     def first_non_finite(self, payload: Bytes) -> int | None:
         """Returns the index of the first value that the spec refuses; None if none is."""
         return None if self._allow_non_finite else self.codec.first_non_finite(payload)
-
-    def _unpack(self, chunk: types_pb2.Chunk, payload: Bytes, size: int) -> Bytes:
-        if not self.lz4:
-            raise ArgumentError(
-                f"chunk {chunk.chunk_index} is compressed, but the spec says COMPRESSION_NONE"
-            )
-        try:
-            unpacked = lz4.block.decompress(payload, uncompressed_size=size)
-        except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
-            raise CorruptChunkError(
-                f"chunk {chunk.chunk_index}: the payload is no LZ4 block of {size} bytes: {error}"
-            ) from None
-        return np.frombuffer(unpacked, np.uint8)

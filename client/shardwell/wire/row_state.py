@@ -20,7 +20,7 @@ from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
 from shardwell.wire import checksum
 from shardwell.wire.messages import OutgoingMessage
-from shardwell.wire.rows import check_rows, rows_per_scan_message_max
+from shardwell.wire.rows import rows_per_scan_message_max
 
 Int64 = npt.NDArray[np.int64]
 
@@ -92,7 +92,7 @@ class RowStateCodec:
 
     def open(self, rows: table_pb2.Rows, payload: Bytes, *, start: int) -> RowState:
         """Checks rows that came, and copies them; raises as `RowCodec.open` and `check` do."""
-        check_rows(rows, payload, start)
+        checksum.check(rows, payload, checksum.of_rows(start, rows, payload))
         count = rows.row_count
         if count > self.row_count_max or rows.lz4:
             raise ArgumentError(

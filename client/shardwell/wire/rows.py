@@ -23,7 +23,7 @@ from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
 from shardwell.wire import checksum
-from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
+from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES, unpacked
 from shardwell.wire.messages import OutgoingMessage
 
 ROWS_PER_MESSAGE_MAX = 65536
@@ -54,20 +54,6 @@ class OpenedRows(NamedTuple):
     """(n,) int64, read-only; empty where the payload has values alone."""
     values: Bytes
     """The codec's bytes of (n, dim) values, read-only; empty where the payload has ids alone."""
-
-
-def check_rows(rows: table_pb2.Rows, payload: Bytes, start: int) -> None:
-    """Refuses rows that were damaged, or meant for something else."""
-    _compare(rows, payload, checksum.of_rows(start, rows, payload))
-
-
-def _compare(rows: table_pb2.Rows, payload: Bytes, found: int) -> None:
-    if found != rows.crc32c:
-        raise CorruptChunkError(
-            f"rows: CRC32C of their header, their {payload.size} payload bytes and what they were "
-            f"sent for is {found:#010x}; the message says {rows.crc32c:#010x}, so it was damaged "
-            "or is not for this stream; send them again"
-        )
 
 
 class RowCodec:
@@ -171,7 +157,7 @@ class RowCodec:
         CorruptChunkError: CRC or length do not fit, or an LZ4 block is broken. ArgumentError: too
         many rows, or compression that the spec does not allow.
         """
-        check_rows(rows, payload, start)
+        checksum.check(rows, payload, checksum.of_rows(start, rows, payload))
         count = rows.row_count
         if count > self.row_count_max:
             raise ArgumentError(
@@ -184,7 +170,7 @@ class RowCodec:
             raise ArgumentError("rows without values have lz4 false; got true")
         values = payload[id_size:]
         if rows.lz4 and payload.size >= id_size:
-            values = self._unpack(values, value_size)
+            values = unpacked(rows, values, value_size, is_allowed=self._lz4)
         if payload.size < id_size or values.size != value_size:
             got = f"{payload.size} bytes" + (", the values unpacked" if rows.lz4 else "")
             raise CorruptChunkError(
@@ -206,7 +192,7 @@ class RowCodec:
             values = np.empty((count, self.dim), np.float32)
             before = checksum.before_rows(start, count, ids)
             bits, crc = codec.decode_looked(written, values.reshape(-1), before)
-            _compare(rows, payload, crc)
+            checksum.check(rows, payload, crc)
             return OpenedRows(ids.view(np.int64), written), values, codec.peak_of_bits(bits)
         opened = self.open(rows, payload, start=start, with_ids=True, with_values=True)
         values = np.empty((count, self.dim), np.float32)
@@ -236,7 +222,7 @@ class RowCodec:
             before = checksum.before_rows(start, count, None)
             reads = codec.reads(0, 1, 1.0)
             crc = row_batches.spread(reads, payload, places, starts, first, stop, into, before)
-            _compare(rows, payload, crc)
+            checksum.check(rows, payload, crc)
             if self._allow_non_finite:
                 spread = places[starts[first] : starts[stop]]
                 values = into[spread]
@@ -265,17 +251,6 @@ class RowCodec:
         if self._allow_non_finite or not opened.values.size:
             return None
         return self.codec.first_non_finite(opened.values)
-
-    def _unpack(self, packed: Bytes, size: int) -> Bytes:
-        if not self._lz4:
-            raise ArgumentError("rows are compressed, but the spec says COMPRESSION_NONE")
-        try:
-            unpacked = lz4.block.decompress(packed, uncompressed_size=size)
-        except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
-            raise CorruptChunkError(
-                f"rows: the values are no LZ4 block of {size} bytes: {error}"
-            ) from None
-        return np.frombuffer(unpacked, np.uint8)
 
 
 def check_ids(ids: Ids, placement: RowPlacement, shard_index: int) -> None:

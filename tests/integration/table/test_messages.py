@@ -103,7 +103,7 @@ IDS = {
 }
 SPOILED: dict[str, tuple[Spoil, tuple[Any, Any], str]] = {
     **{name: (spoil, INVALID, text) for name, (spoil, text) in IDS.items()},
-    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of their header, their 60 payload bytes"),
+    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of the header, the 60 payload bytes"),
     "flipped bit": (lambda m: setattr(m, "payload", b"\1" + m.payload[1:]), LOST, "CRC32C"),
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 59 bytes"),
     "long": (with_payload(lambda payload: payload + b"0"), LOST, "the payload has 61 bytes"),
@@ -163,7 +163,7 @@ def assert_matches(text: str, message: str) -> None:
 
 FETCHES = {
     **{name: (spoil, INVALID, text) for name, (spoil, text) in IDS.items()},
-    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of their header, their 24 payload bytes"),
+    "CRC": (with_fields(crc32c=7), LOST, "CRC32C of the header, the 24 payload bytes"),
     "short": (with_payload(lambda payload: payload[:-1]), LOST, "the payload has 23 bytes"),
     "with values": (with_payload(lambda payload: payload * 2), LOST, "the payload has 48 bytes"),
     "too many rows": (with_fields(row_count=2**20), INVALID, "at most 52428 rows"),

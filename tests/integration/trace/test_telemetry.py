@@ -292,6 +292,22 @@ def test_a_step_is_exported_once_when_it_has_closed_and_is_quiet(recorder) -> No
     assert found[0].attributes["shardwell.waited_for"] == "w1"
 
 
+def test_a_step_of_a_parameter_that_was_made_anew_is_exported_too(recorder) -> None:
+    """Its number is that of a step before, whose spans are still recorded."""
+    spans = Spans()
+    exports = exporter(spans)
+    for _ in range(2):
+        noted(spans, pb.SPAN_KIND_ADD, "w0")
+        noted(spans, pb.SPAN_KIND_UPDATE, "w1")
+        exports.export(0.0)
+        exports.export(0.0)
+    found = recorder.spans("step")
+    workers = [each.attributes["shardwell.worker_id"] for each in found]
+    assert workers == ["w0", "w1", "w0", "w1"]
+    for step in found:
+        assert {child.attributes["shardwell.count"] for child in recorder.children(step)} == {1}
+
+
 def test_who_was_late_has_a_span_too(recorder) -> None:
     spans = Spans()
     noted(spans, pb.SPAN_KIND_UPDATE, "w0")

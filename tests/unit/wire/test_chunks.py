@@ -250,7 +250,9 @@ def test_another_length_is_refused(name: str, difference: int | None) -> None:
 
 def test_compression_that_the_spec_does_not_allow_is_refused() -> None:
     packed = lz4.block.compress(bytes(2 * WHERE.size), store_size=False)
-    with pytest.raises(ArgumentError, match=r"chunk 7 is compressed.*COMPRESSION_NONE"):
+    with pytest.raises(
+        ArgumentError, match=r"chunk 7: the payload is compressed.*COMPRESSION_NONE"
+    ):
         opened(ChunkCodec(SUMMED_CODECS["fp16"]), spoiled(packed, lz4=True), packed)
 
 

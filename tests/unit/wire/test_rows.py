@@ -164,7 +164,7 @@ GOOD = np.arange(2).tobytes() + np.ones(12, np.float32).tobytes()
 @pytest.mark.parametrize(
     ("payload", "fields", "kind", "text"),
     [
-        (GOOD, {"crc32c": 1}, CorruptChunkError, "CRC32C of their header, their 64 payload bytes"),
+        (GOOD, {"crc32c": 1}, CorruptChunkError, "CRC32C of the header, the 64 payload bytes"),
         (GOOD[:-1], {}, CorruptChunkError, "the payload has 63 bytes"),
         (GOOD + b"0", {}, CorruptChunkError, "the payload has 65 bytes"),
         (b"", {}, CorruptChunkError, "the payload has 0 bytes"),
