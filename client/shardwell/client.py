@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 from shardwell.checkpoint.cluster import Cluster
 from shardwell.checkpoint.export import TableExport, export_table
@@ -36,7 +36,7 @@ from shardwell.process.environment import variable, warn_of_misspelt_variables
 from shardwell.process.html_table import html_table
 from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import CallScope
-from shardwell.rpc.cluster import connect_shards
+from shardwell.rpc.cluster import Shards, connect_shards
 from shardwell.rpc.cluster_status import ClusterStatus, merged_members
 from shardwell.rpc.deletion import Deletion, delete_family
 from shardwell.rpc.members import ask_members, end_tenures, find_family
@@ -79,6 +79,19 @@ SpecT = TypeVar("SpecT", bound=TrainingSpec)
 
 ResultT = TypeVar("ResultT")
 OpenT = TypeVar("OpenT", bound=Handle[Any])
+
+
+class _Options(TypedDict, total=False):
+    optimizer: Optimizer | NotGiven
+    worker_count: int | NotGiven
+    members: Elastic | NotGiven
+    min_contributors: int | NotGiven
+    grace_s: float | NotGiven
+    late: LateName
+    codec: CodecName | NotGiven
+    mode: ModeName | NotGiven
+    allow_non_finite: bool | NotGiven
+    fragment: Fragment | NotGiven
 
 
 def connect(
@@ -137,6 +150,7 @@ def connect(
         ...     client.shard_count
         2
     """
+    __tracebackhide__ = True  # of notebooks and of pytest
     warn_of_misspelt_variables()
     if target is None:
         target = variable(TARGET_VARIABLE)
@@ -149,16 +163,17 @@ def connect(
         worker_id = variable(WORKER_ID_VARIABLE) or unique_worker_id()
     if keep_freed_memory:
         tune_malloc()
-    return Client(
+    timeout_s = check_timeout(timeout_s)
+    shards = connect_shards(
         target,
         worker_id=check_name("worker_id", worker_id),
         cluster_id=None if cluster_id is None else check_name("cluster_id", cluster_id),
-        timeout_s=check_timeout(timeout_s),
-        connect_timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
+        timeout_s=check_timeout(connect_timeout_s, "connect_timeout_s"),
         same_host=same_host_setting(is_wanted=same_host) != "off",
-        thread_count=thread_count(threads),
         credentials=Credentials.of(tls, token_file),
+        thread_count=thread_count(threads),
     )
+    return Client(shards, timeout_s)
 
 
 class Client(Connected, Closing):
@@ -171,33 +186,13 @@ class Client(Connected, Closing):
         array([0.5, 1.5, 2.5], dtype=float32)
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        worker_id: str,
-        cluster_id: str | None,
-        timeout_s: float,
-        connect_timeout_s: float,
-        same_host: bool,
-        thread_count: int,
-        credentials: Credentials,
-    ) -> None:
-        __tracebackhide__ = True  # of notebooks and of pytest
-        self.worker_id = worker_id
+    def __init__(self, shards: Shards, timeout_s: float) -> None:
+        self.worker_id = shards.worker_id
         """This worker's name."""
         self.traffic = Traffic()
         """Bytes moved so far."""
         self._timeout_s = timeout_s
-        self._shards = connect_shards(
-            target,
-            worker_id=worker_id,
-            cluster_id=cluster_id,
-            timeout_s=connect_timeout_s,
-            same_host=same_host,
-            credentials=credentials,
-            thread_count=thread_count,
-        )
+        self._shards = shards
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._at_step: dict[int, weakref.WeakSet[Handle[Any]]] = {}
         """Parameters and tables that came to be open at a step and are given none since."""
@@ -300,16 +295,7 @@ class Client(Connected, Closing):
         *,
         tensors: Mapping[str, Any],
         groups: Sequence[TensorGroup] = (),
-        optimizer: Optimizer | NotGiven = NOT_GIVEN,
-        worker_count: int | NotGiven = NOT_GIVEN,
-        members: Elastic | NotGiven = NOT_GIVEN,
-        min_contributors: int | NotGiven = NOT_GIVEN,
-        grace_s: float | NotGiven = NOT_GIVEN,
-        late: LateName = "drop",
-        codec: CodecName | NotGiven = NOT_GIVEN,
-        mode: ModeName | NotGiven = NOT_GIVEN,
-        allow_non_finite: bool | NotGiven = NOT_GIVEN,
-        fragment: Fragment | NotGiven = NOT_GIVEN,
+        **options: Unpack[_Options],
     ) -> Parameter[NamedArrays]: ...
 
     @overload
@@ -318,34 +304,11 @@ class Client(Connected, Closing):
         name: str,
         *,
         size: int,
-        optimizer: Optimizer | NotGiven = NOT_GIVEN,
-        worker_count: int | NotGiven = NOT_GIVEN,
-        members: Elastic | NotGiven = NOT_GIVEN,
-        min_contributors: int | NotGiven = NOT_GIVEN,
-        grace_s: float | NotGiven = NOT_GIVEN,
-        late: LateName = "drop",
-        codec: CodecName | NotGiven = NOT_GIVEN,
-        mode: ModeName | NotGiven = NOT_GIVEN,
-        allow_non_finite: bool | NotGiven = NOT_GIVEN,
-        fragment: Fragment | NotGiven = NOT_GIVEN,
+        **options: Unpack[_Options],
     ) -> Parameter: ...
 
     @overload
-    def parameter(
-        self,
-        name: str,
-        *,
-        optimizer: Optimizer | NotGiven = NOT_GIVEN,
-        worker_count: int | NotGiven = NOT_GIVEN,
-        members: Elastic | NotGiven = NOT_GIVEN,
-        min_contributors: int | NotGiven = NOT_GIVEN,
-        grace_s: float | NotGiven = NOT_GIVEN,
-        late: LateName = "drop",
-        codec: CodecName | NotGiven = NOT_GIVEN,
-        mode: ModeName | NotGiven = NOT_GIVEN,
-        allow_non_finite: bool | NotGiven = NOT_GIVEN,
-        fragment: Fragment | NotGiven = NOT_GIVEN,
-    ) -> Parameter[Any]: ...
+    def parameter(self, name: str, **options: Unpack[_Options]) -> Parameter[Any]: ...
 
     def parameter(
         self,

@@ -65,7 +65,7 @@ def incarnation_of(handle: Any) -> Any:
 
 def prefetched(table: Any) -> Any:
     """The fetches of rows that a table has under way."""
-    return table._reading._prefetches._entries
+    return table._reading.prefetches._entries
 
 
 def generation_of(group: Any) -> Any:

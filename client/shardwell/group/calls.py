@@ -22,7 +22,7 @@ from shardwell.group.engine import Call, plan_of
 from shardwell.group.schedule.arithmetic import Reduction
 from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Strategy
-from shardwell.numerics.arguments import as_writable, check_finite, check_integer
+from shardwell.numerics.arguments import as_output, check_finite, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName
 from shardwell.specs.deadlines import check_timeout, wait_milliseconds
@@ -119,7 +119,7 @@ class CallMaker:
             call.codec_name = _checked("codec", codec or self._codec, tuple(GROUP_CODECS))
             announcement.codec = GROUP_CODECS[call.codec_name]
             if operation is not None:
-                call.array = as_writable("array", array)
+                call.array = as_output(array, None, "array")
                 announcement.element_count = call.array.size
                 if operation.reduces:
                     call.reduction = Reduction(_checked("op", op, REDUCTIONS))

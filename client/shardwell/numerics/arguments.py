@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.ma  # here, and not at its first use on a thread: see connection/options.py
@@ -86,15 +86,12 @@ def as_flat(what: str, values: Any, size: int | None) -> npt.NDArray[Any]:
     return array.reshape(-1)
 
 
-def is_output(out: Any) -> TypeGuard[Float32]:
-    """Returns True for what is plainly such an array as `as_output` takes; others may be, too."""
-    return type(out) is np.ndarray and out.dtype is _FLOAT32 and out.flags.carray
-
-
 def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
     """The caller's `out=` as one dimension of float32 that can be written in place."""
-    if is_output(out) and (size is None or out.size == size):
-        return out.reshape(-1)
+    is_plain = type(out) is np.ndarray and out.dtype is _FLOAT32 and out.flags.carray
+    if is_plain and (size is None or out.size == size):
+        flat: Float32 = out.reshape(-1)
+        return flat
     given = out
     if hasattr(out, "detach"):
         with contextlib.suppress(Exception):  # on another device, sparse: refused below
@@ -120,11 +117,6 @@ def as_output(out: Any, size: int | None, what: str = "out") -> Float32:
             f"on the CPU; got {found}"
         )
     return np.asarray(out).reshape(-1)
-
-
-def as_writable(what: str, array: Any) -> Float32:
-    """An array of any size that is to be written in place, as one dimension."""
-    return as_output(array, None, what)
 
 
 def _described(values: Any) -> str:

@@ -22,7 +22,7 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -333,7 +333,8 @@ class Bf16(Codec):
 class BlockCodec(Codec):
     """A codec of blocks of elements with a scale each; they are read to float32 before a sum."""
 
-    arithmetic: ClassVar[BlockArithmetic]
+    arithmetic = int8
+    """The module of the functions on payloads."""
 
     @property
     @override
@@ -405,33 +406,11 @@ class BlockCodec(Codec):
             return np.subtract(plain, read, out=read)
 
 
-class BlockArithmetic(Protocol):
-    """The functions of a module such as int8.py, which says what each does."""
-
-    BLOCK_SIZE: int
-
-    def encoded_bytes(self, count: int, /) -> int:
-        """The bytes of the payload of so many elements."""
-
-    def element_count(self, size_bytes: int, /) -> int:
-        """The elements of a payload; -1 where no payload has that size."""
-
-    def quantize(self, values: Float32, payload: Bytes, start: int = 0, /) -> float:
-        """Writes values from an element on; returns the largest magnitude."""
-
-    def dequantize(self, payload: Bytes, values: Float32, start: int = 0, /) -> None:
-        """Reads values from an element on."""
-
-    def peak(self, payload: Bytes, /) -> float:
-        """The largest magnitude of the values once read."""
-
-
 class Int8(BlockCodec):
     """A byte an element, and a float32 scale for each block of 4,096."""
 
     name = "int8"
     item_size = 1
-    arithmetic: ClassVar[BlockArithmetic] = int8
 
 
 CODECS: dict[str, Codec] = {

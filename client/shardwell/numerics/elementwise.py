@@ -388,10 +388,6 @@ def _add_scaled(each: Operation, part: _Part) -> None:
     to += _product(part.block(each.source), factor)
 
 
-def _add_constant(values: Array, constant: float) -> None:
-    np.add(values, np.float32(constant), out=values)
-
-
 def _mean(each: Operation, part: _Part) -> None:
     values = part.block(each.to)
     total = thread_scratch().temporary(_PRODUCT)[: values.size]
@@ -408,19 +404,13 @@ def _clip(each: Operation, part: _Part) -> None:
     np.clip(values, -bound, bound, out=values)
 
 
-_SIGNED: dict[Any, Any] = {
-    np.dtype(np.uint16): np.dtype(np.int16),
-    np.dtype(np.uint32): np.dtype(np.int32),
-}
-
-
 def _magnitude(bits: Array) -> int:
     """Returns the largest without signs: two maxima, no temporary."""
     sign = 1 << (8 * bits.itemsize - 1)
     unsigned = int(np.maximum.reduce(bits, initial=0))
     if unsigned < sign:
         return unsigned
-    signed = int(np.maximum.reduce(bits.view(_SIGNED[bits.dtype])))
+    signed = int(np.maximum.reduce(bits.view(f"i{bits.itemsize}")))
     return max(unsigned - sign, signed)
 
 
@@ -439,7 +429,9 @@ _NUMPY: dict[Code, Callable[[Operation, _Part], Any]] = {
     Code.FILL: lambda each, part: part.block(each.to).fill(each.factor),
     Code.SCALE: lambda each, part: _scale(part.block(each.to), each.factor),
     Code.ADD_SCALED: _add_scaled,
-    Code.ADD_CONSTANT: lambda each, part: _add_constant(part.block(each.to), each.factor),
+    Code.ADD_CONSTANT: lambda each, part: np.add(
+        part.block(each.to), np.float32(each.factor), out=part.block(each.to)
+    ),
     Code.MULTIPLY: lambda each, part: np.multiply(
         part.block(each.source), part.block(each.other), out=part.block(each.to)
     ),

@@ -27,10 +27,10 @@ from shardwell.numerics.update_rules import (
     WEIGHTS,
     AnyAdam,
     Slots,
-    Step,
     clips_of,
     decay_add,
     follow_momentum,
+    initial_slots_of,
     moments_of,
     powers,
     rule_of,
@@ -64,13 +64,10 @@ class RowUpdateRule:
 
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
         self._clips = clips_of(optimizer)
-        self._of_elements: Step | None = None
-        """The rule of whole parameters, where that asks for no count; None: it looks at rows."""
-        self._of_rows: _RowStep | None = None
-        if _looks_at_rows(optimizer):
-            self.initial_slots, self._of_rows = _row_rule_of(optimizer)
-        else:
-            self.initial_slots, self._of_elements = rule_of(optimizer)
+        self.initial_slots = initial_slots_of(optimizer)
+        self._of_rows = _row_rule_of(optimizer)
+        """None: it does not look at rows, and is the rule of whole parameters, without a count."""
+        self._of_elements = rule_of(optimizer) if self._of_rows is None else None
         self.learning_rate: float = getattr(optimizer, "learning_rate", 0.0)
 
     def operations(self, learning_rate: float) -> Operations | None:
@@ -118,22 +115,18 @@ class RowUpdateRule:
                 self._of_rows(rows, learning_rate)
 
 
-def _looks_at_rows(optimizer: optimizers.Optimizer) -> bool:
-    if isinstance(optimizer, optimizers.SGD):
-        return optimizer.momentum != 0
-    return not isinstance(optimizer, optimizers.Adagrad)
-
-
-def _row_rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], _RowStep]:
+def _row_rule_of(optimizer: optimizers.Optimizer) -> _RowStep | None:
     match optimizer:
-        case optimizers.SGD():
-            return (0.0,), _sgd_with_momentum(optimizer)
+        case optimizers.SGD() if optimizer.momentum:
+            return _sgd_with_momentum(optimizer)
+        case optimizers.SGD() | optimizers.Adagrad():
+            return None
         case optimizers.RowWiseAdagrad():
-            return (optimizer.initial_accumulator,), _row_wise_adagrad(optimizer)
+            return _row_wise_adagrad(optimizer)
         case optimizers.Adam() | optimizers.AdamW():
-            return (0.0, 0.0), _adam(optimizer)
+            return _adam(optimizer)
         case optimizers.FTRL():
-            return (0.0, 0.0), _ftrl(optimizer)
+            return _ftrl(optimizer)
     raise TypeError(f"no update rule for rows with {optimizer!r}")
 
 

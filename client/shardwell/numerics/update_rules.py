@@ -119,7 +119,8 @@ class UpdateRule:
     def __init__(self, optimizer: optimizers.Optimizer) -> None:
         self._clips = clips_of(optimizer)
         self.learning_rate: float | None = getattr(optimizer, "learning_rate", None)
-        self.initial_slots, self._step = rule_of(optimizer)
+        self.initial_slots = initial_slots_of(optimizer)
+        self._step = rule_of(optimizer)
 
     def operations(self, *, update_count: int, learning_rate: float) -> Operations:
         """The operations that update WEIGHTS and slots with the mean in GRADIENT; see Step."""
@@ -211,19 +212,24 @@ def decay_into_state(optimizer: optimizers.Optimizer) -> float:
     return float(getattr(optimizer, "weight_decay", 0.0))
 
 
-def rule_of(optimizer: optimizers.Optimizer) -> tuple[tuple[float, ...], Step]:
-    """The initial state, and the arithmetic, without clipping."""
+def initial_slots_of(optimizer: optimizers.Optimizer) -> tuple[float, ...]:
+    """The value that each array of optimizer state begins with."""
+    return (getattr(optimizer, "initial_accumulator", 0.0),) * len(optimizer.slot_names)
+
+
+def rule_of(optimizer: optimizers.Optimizer) -> Step:
+    """The arithmetic, without clipping."""
     match optimizer:
         case optimizers.Average():
-            return (), _average
+            return lambda count, rate: (Operation(Code.COPY, WEIGHTS, GRADIENT),)
         case optimizers.SGD():
-            return (() if optimizer.momentum == 0 else (0.0,)), _sgd(optimizer)
+            return _sgd(optimizer)
         case optimizers.Adagrad():
-            return (optimizer.initial_accumulator,), _adagrad(optimizer)
+            return _adagrad(optimizer)
         case optimizers.RMSProp():
-            return ((0.0,) if optimizer.momentum == 0 else (0.0, 0.0)), _rms_prop(optimizer)
+            return _rms_prop(optimizer)
         case optimizers.Adam() | optimizers.AdamW():
-            return (0.0, 0.0), _adam(optimizer)
+            return _adam(optimizer)
     raise TypeError(f"no update rule for {optimizer!r}")
 
 
@@ -235,10 +241,6 @@ def decay_add(to: int, keep: float, source: int, factor: float) -> Operations:
 def square_into(to: int, source: int) -> Operation:
     """The operation that sets `to` to the square of `source`."""
     return Operation(Code.MULTIPLY, to, source, source)
-
-
-def _average(count: int, rate: float) -> Operations:
-    return (Operation(Code.COPY, WEIGHTS, GRADIENT),)
 
 
 def _sgd(spec: optimizers.SGD) -> Step:

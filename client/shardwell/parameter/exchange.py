@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import override
@@ -86,21 +86,21 @@ class Gradient:
     outcomes: dict[int, pb.StepOutcome] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
 class ShardSlice:
     """The part of this parameter on one shard that owns a slice of it."""
 
-    def __init__(
-        self, channel: ShardChannel, where: Slice, chunk_element_count: int, first_chunk: int
-    ) -> None:
-        self.channel = channel
-        self.where = where
-        self.chunk_element_count = chunk_element_count
-        self.first_chunk = first_chunk
-        """Chunks of all parts before this one."""
-        self.chunks = [
-            where.chunk(index, chunk_element_count)
-            for index in range(where.chunk_count(chunk_element_count))
-        ]
+    channel: ShardChannel
+    where: Slice
+    chunk_element_count: int
+    first_chunk: int
+    """Chunks of all parts before this one."""
+
+    @cached_property
+    def chunks(self) -> list[Slice]:
+        """The ranges of its chunks."""
+        size = self.chunk_element_count
+        return [self.where.chunk(index, size) for index in range(self.where.chunk_count(size))]
 
 
 @dataclass
@@ -431,18 +431,9 @@ class Transfer(StepTransfer[ShardSlice]):
                 pieces.append([[] for _ in starts])
                 for messages, start in zip(pieces[-1], starts, strict=True):
                     stretch = (start, min(start + size, line.stop))
-                    spread.give(self._make, messages, line, work, common, stretch)
+                    # Made where the list takes them, which is on the other thread.
+                    spread.give(messages.extend, self._messages(line, work, common, stretch))
         return [list(itertools.chain.from_iterable(made)) for made in pieces]
-
-    def _make(
-        self,
-        messages: list[bytes],
-        line: Line,
-        work: Gradient,
-        common: types_pb2.GradientChunk,
-        stretch: tuple[int, int],
-    ) -> None:
-        messages += self._messages(line, work, common, stretch)
 
     def _begin(self, request: pb.ExchangeRequest, line: Line) -> None:
         if line.opens:

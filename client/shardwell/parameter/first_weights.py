@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,34 +65,23 @@ class GivenValues:
         return self._arrays[array_index][where.offset : where.stop]
 
 
+@dataclass(eq=False)
 class FirstWeights:
     """One client's values for one parameter."""
 
-    def __init__(
-        self,
-        spec: ParameterSpec,
-        values: FirstValues,
-        channels: list[ShardChannel],
-        *,
-        worker_id: str,
-        traffic: Traffic,
-        attempts: Attempts,
-        incarnation: int = 0,
-    ) -> None:
-        self._name = spec.name
-        self._slice_unit = spec.slice_unit
-        self._incarnation = incarnation
-        self._values = values
-        self._channels = channels
-        self._worker_id = worker_id
-        self._traffic = traffic
-        self._attempts = attempts
-        self._epoch = 0
-        self._above_epoch = 0
-        """The highest epoch that a shard has seen which refused the last claim."""
-        self._failure: ShardwellError | None = None
-        self.is_own = False
-        """True once this client's values are the committed ones."""
+    spec: ParameterSpec
+    values: FirstValues
+    channels: list[ShardChannel]
+    worker_id: str
+    traffic: Traffic
+    attempts: Attempts
+    incarnation: int = 0
+    is_own: bool = False
+    """True once this client's values are the committed ones."""
+    _epoch: int = 0
+    _above_epoch: int = 0
+    """The highest epoch that a shard has seen which refused the last claim."""
+    _failure: ShardwellError | None = None
 
     def settle(self) -> int:
         """Blocks until this client's values or another's are committed; returns the version.
@@ -108,7 +98,9 @@ class FirstWeights:
             if claim.granted:
                 self._epoch = claim.epoch
                 try:
-                    version = self._send(claim.epoch)
+                    send = partial(self._send_to, epoch=claim.epoch)
+                    ask_all(self.channels[1:], send)
+                    version = send(self.channels[0])
                     self._confirm(claim.epoch)
                     self.is_own = True
                     return version
@@ -116,61 +108,57 @@ class FirstWeights:
                     # Another worker was granted a later claim; shard 0 may have forgotten that.
                     self._above_epoch = max(self._above_epoch, error.init_epoch)
             # Not all at once: those who take turns in claiming would take it from one another.
-            self._attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
+            self.attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _claim(self) -> pb.ClaimInitResponse:
-        remaining_s = self._attempts.remaining_s
+        remaining_s = self.attempts.remaining_s
         if remaining_s <= 0:
             raise DeadlineError(
-                f"first weights of {self._name!r}: another client claimed to set them and has not "
-                "finished; check that client, or raise timeout_s",
-                parameter=self._name,
+                f"first weights of {self.spec.name!r}: another client claimed to set them and has "
+                "not finished; check that client, or raise timeout_s",
+                parameter=self.spec.name,
                 shard_index=0,
             )
-        shard = self._channels[0]
+        shard = self.channels[0]
         return shard.call(
             "ClaimInit",
             pb.ClaimInitRequest(
                 shard=shard.identity,
-                parameter=self._name,
-                worker_id=self._worker_id,
-                wait_timeout_ms=wait_milliseconds(self._attempts.rest_s),
+                parameter=self.spec.name,
+                worker_id=self.worker_id,
+                wait_timeout_ms=wait_milliseconds(self.attempts.rest_s),
                 above_epoch=self._above_epoch,
-                incarnation=self._incarnation,
+                incarnation=self.incarnation,
             ),
             pb.ClaimInitResponse,
-            timeout_s=with_answer(self._attempts.rest_s),
-            parameter=self._name,
+            timeout_s=with_answer(self.attempts.rest_s),
+            parameter=self.spec.name,
         )
 
     def _confirm(self, epoch: int) -> None:
-        confirm(self._name, self._channels, epoch, self._attempts, self._incarnation)
-
-    def _send(self, epoch: int) -> int:
-        ask_all(self._channels[1:], partial(self._send_to, epoch=epoch))
-        return self._send_to(self._channels[0], epoch=epoch)
+        confirm(self.spec.name, self.channels, epoch, self.attempts, self.incarnation)
 
     def _send_to(self, channel: ShardChannel, *, epoch: int) -> int:
-        count = len(self._channels)
-        where = slice_of(self._values.size, channel.shard_index, count, self._slice_unit)
+        count = len(self.channels)
+        where = slice_of(self.values.size, channel.shard_index, count, self.spec.slice_unit)
         try:
-            with channel.translated(self._name):
+            with channel.translated(self.spec.name):
                 messages = self._messages(channel, where, epoch)
-                timeout_s = self._attempts.rest_s
-                if self._values.array_count == 1 and len(_ranges(where)) == 1:
+                timeout_s = self.attempts.rest_s
+                if self.values.array_count == 1 and len(_ranges(where)) == 1:
                     (message,) = messages
                     return channel.call(
                         "InitWeights",
                         message,
                         pb.InitWeightsResponse,
                         timeout_s=timeout_s,
-                        parameter=self._name,
+                        parameter=self.spec.name,
                     ).version
                 call = channel.streaming("InitWeights").future(
                     self._ended_by_failure(messages), timeout=timeout_s
                 )
-                version: int = channel.result_of(call, self._name).version
+                version: int = channel.result_of(call, self.spec.name).version
         finally:
             if self._failure is not None:
                 raise self._failure from None
@@ -186,29 +174,29 @@ class FirstWeights:
     def _messages(self, channel: ShardChannel, where: Slice, epoch: int) -> Iterator[bytes]:
         opening = types_pb2.StreamOpen(
             shard=channel.identity,
-            parameter=self._name,
-            worker_id=self._worker_id,
+            parameter=self.spec.name,
+            worker_id=self.worker_id,
             session=channel.session.number,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
         )
         header = pb.InitWeightsRequest(
             open=checksum.seal(opening),
             epoch=epoch,
-            version=self._values.version,
-            learning_rate=self._values.learning_rate,
-            load_id=self._values.load_id,
-            array_count=self._values.array_count,
+            version=self.values.version,
+            learning_rate=self.values.learning_rate,
+            load_id=self.values.load_id,
+            array_count=self.values.array_count,
         )
         context = checksum.first_weights_context(header)
         # An empty slice has one range of its own, without elements: its CRC32C covers `open`.
-        array_count = self._values.array_count if where.size else 1
+        array_count = self.values.array_count if where.size else 1
         for array_index in range(array_count):
             for index, part in enumerate(_ranges(where)):
                 header.array_index = array_index
-                values = self._values.read(array_index, part)
+                values = self.values.read(array_index, part)
                 start = checksum.first_weights(context, array_index)
                 message = _CODEC.encode(header, header.chunk, part, index, values, start=start)
-                self._traffic.add_sent(len(message), part.size)
+                self.traffic.add_sent(len(message), part.size)
                 yield message
                 header = pb.InitWeightsRequest()
 

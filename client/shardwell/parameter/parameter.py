@@ -90,9 +90,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     ) -> None:
         opening = ParameterOpening(spec, shards.channels, shards.worker_id)
         super().__init__(spec, opening, shards, timeout_s)
-        self.is_draining = False
-        """Whether an operator wants this elastic member to leave after its step, as `shardwell
-        members drain` asks it: a loop that looks here calls `leave`, or closes the client."""
         codec = block_codec(spec.codec_name) if spec.has_image else None
         self._feedback = Feedback(spec.size, codec)
         self.late = late
@@ -105,11 +102,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._traffic = traffic
         self._values: Values[ValuesT] = values_of(spec)
         self._reports = Reports(opening, self._calls, shards.channels[0])
-        self._opening = opening
         pool = StreamPool(idle_streams, opening.what, count_max=None, **opening.of)
         self._transfer = Transfer(opening, pool, shards, traffic)
         rules = TensorRules(spec.optimizer, spec.layout)
-        self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
+        self._tools = Tools(
+            spec, opening, self._transfer, self._feedback, rules, self._member, self._go_on
+        )
         self._tried = Tried()
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
@@ -328,10 +326,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def put(attempts: Attempts) -> int:
             call = self._step_call(gradient, sample_count, learning_rate, attempts)
-            try:
-                call.put(attempts)
-            finally:
-                self._go_on(call)
+            call.put(attempts)
             return call.work.step
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_gradient")
@@ -430,10 +425,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def abandon(attempts: Attempts) -> int:
             call = self._step_call(None, 0, None, attempts, has_values=False)
-            try:
-                call.abandon(attempts)
-            finally:
-                self._go_on(call)
+            call.abandon(attempts)
             return call.work.step
 
         return self._calls.run(abandon, timeout_s, in_turn=True, verb="abandon_step")
@@ -491,10 +483,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         def finish(rest: Callable[[Attempts], int], own_s: float | None) -> ValuesT:
             def end(attempts: Attempts) -> ValuesT:
                 call.look_again()
-                try:
-                    call.exchange(weights, attempts, rest, begun.await_pieces)
-                finally:
-                    self._go_on(call)
+                call.exchange(weights, attempts, rest, begun.await_pieces)
                 if self._member is not None and self._member.has_joined():  # with this gradient
                     self._read_first(self._member, weights, attempts)
                 return result
@@ -725,10 +714,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         weights, result = self._values.room(out)
         if weights.overlaps(call.work.values):
             raise ArgumentError(_OVERLAPS)
-        try:
-            call.exchange(weights, attempts)
-        finally:
-            self._go_on(call)
+        call.exchange(weights, attempts)
         member = self._member
         if member is not None and not reads_first:
             member.first_step = None
@@ -797,12 +783,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._is_in_step = True
         return call
 
-    def _go_on(self, call: StepCall) -> None:
-        if call.outcome is not None:
-            if call.found_version is not None:
-                self.version = call.found_version
-            self.outcome, self.next_step = call.outcome, call.next_step
-            self.is_draining, self._is_in_step, self._tried = call.is_draining, False, Tried()
+    def _go_on(self, call: StepCall, outcome: Outcome, next_step: int) -> None:
+        if call.found_version is not None:
+            self.version = call.found_version
+        self.outcome, self.next_step = outcome, next_step
+        self._is_in_step, self._tried = False, Tried()
 
     def _end_tried(self, attempts: Attempts) -> None:
         """Asks for the outcome of a step in which calls have failed, and that has closed since.
@@ -814,10 +799,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         work = Gradient(zeros(self.spec.size), step, 0, None, after_refusal=True)
         work.superseded = tried.superseded
         call = StepCall(self._tools, tried, work, self.version, has_effect=False, is_clipped=True)
-        try:
-            call.abandon(attempts)
-        finally:
-            self._go_on(call)
+        call.abandon(attempts)
 
 
 class SliceProbe(Parameter[Any]):

@@ -51,6 +51,8 @@ class Tools:
     feedback: Feedback
     rules: TensorRules
     member: Member | None
+    ended: Callable[[StepCall, Outcome, int], None]
+    """Takes the outcome of a call whose step has ended, and the worker's next step."""
 
     @cached_property
     def clips(self) -> bool:
@@ -90,14 +92,10 @@ class StepCall:
     is_again: bool = False
     """True if a piece has failed that may have sent some of it."""
     found_version: int | None = None
-    outcome: Outcome | None = None
-    """Set once all of it is counted, with all that follows here."""
-    next_step: int = -1
-    is_draining: bool = False
+    """The version of the weights after it; None: they are not known."""
 
     def put(self, attempts: Attempts) -> None:
         """Sends all of it until it is counted, and ends the step."""
-        self.outcome = None
         self._clip()
         self.work.after_refusal |= self.tried.is_refused
         try:
@@ -109,7 +107,6 @@ class StepCall:
 
     def abandon(self, attempts: Attempts) -> None:
         """Ends the step, of which no value here is new to the shards."""
-        self.outcome = None
         self._put(attempts)
         self._end(attempts)
 
@@ -124,7 +121,6 @@ class StepCall:
 
         With `rest`, `await_pieces` returns when no piece of it is under way.
         """
-        self.outcome = None
         if not self.is_clipped:
             self._clip()
         self.work.after_refusal |= self.tried.is_refused
@@ -230,12 +226,12 @@ class StepCall:
         if feedback.keeps:
             feedback.end(work.step, work.values if self.has_effect else None, self.own, ended)
         if spec.has_open_sets:
-            self._end_open(ended, superseded)
+            outcome, next_step = self._end_open(ended, superseded)
         else:
-            self.next_step = work.step + 1
+            next_step = work.step + 1
             version = self.version if self.found_version is None else self.found_version
             version = max(version, work.step)
-            self.outcome = Outcome(
+            outcome = Outcome(
                 step=work.step, size=spec.size, version=version, superseded=superseded
             )
         if superseded:
@@ -248,8 +244,9 @@ class StepCall:
                 sum(where.size for where in superseded),
                 spec.size,
             )
+        self.tools.ended(self, outcome, next_step)
 
-    def _end_open(self, ended: Ended, superseded: tuple[Slice, ...]) -> None:
+    def _end_open(self, ended: Ended, superseded: tuple[Slice, ...]) -> tuple[Outcome, int]:
         """Goes on behind a step that may have closed without this gradient."""
         spec, work, member = self.tools.spec, self.work, self.tools.member
         outcomes = list(work.outcomes.values())
@@ -257,12 +254,9 @@ class StepCall:
         version = min((int(each.version) for each in outcomes), default=work.step)
         is_over = any(each.tenure_is_over for each in outcomes)
         if member is not None:
-            member.is_settled |= not work.late
-            if is_over:
-                member.lose()
-        self.is_draining = any(each.is_draining for each in outcomes)
+            member.end_step(outcomes, is_whole=not work.late)
         # It may give the step again in its next tenure alone; what it gave counts once.
-        self.next_step = max(version, work.step + (not is_over or not work.late))
+        next_step = max(version, work.step + (not is_over or not work.late))
         if ended.unknown:
             _LOG.warning(
                 "parameter %r: worker %r was away for so long that no shard knows whether step %d "
@@ -273,7 +267,7 @@ class StepCall:
                 sum(where.size for where in ended.unknown),
                 spec.size,
             )
-        self.outcome = Outcome(
+        outcome = Outcome(
             step=work.step,
             size=spec.size,
             version=version,
@@ -282,3 +276,4 @@ class StepCall:
             unknown=merged(ended.unknown),
             contributors=tuple(sorted(names)),
         )
+        return outcome, next_step

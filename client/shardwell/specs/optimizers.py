@@ -49,6 +49,7 @@ class Optimizer(Alternative[types_pb2.Optimizer]):
     MESSAGE: ClassVar[Any] = types_pb2.Optimizer
     ONEOF: ClassVar[str] = "rule"
     SHARED: ClassVar[tuple[str, ...]] = ("clip_value", "clip_norm")
+    _slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self, lr: float | None) -> None:
         self._name_rate(lr)
@@ -89,7 +90,8 @@ class Optimizer(Alternative[types_pb2.Optimizer]):
     @property
     def slot_names(self) -> tuple[str, ...]:
         """The arrays of state, in the order of the shards', named as torch.optim names them."""
-        return ()
+        has_momentum = getattr(self, "momentum", 0.0) > 0.0
+        return (*self._slots, "momentum_buffer") if has_momentum else self._slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,7 @@ class RowWiseAdagrad(Optimizer):
     """L2 factor."""
 
     field_name: ClassVar[str] = "row_wise_adagrad"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("row_sum",)
+    _slots: ClassVar[tuple[str, ...]] = ("row_sum",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +135,7 @@ class FTRL(Optimizer):
     """L2 factor."""
 
     field_name: ClassVar[str] = "ftrl"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("z", "n")
+    _slots: ClassVar[tuple[str, ...]] = ("z", "n")
 
     @override
     def __post_init__(self, lr: float | None) -> None:
@@ -177,11 +171,6 @@ class SGD(Optimizer):
 
     field_name: ClassVar[str] = "sgd"
 
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.momentum else ()
-
     @override
     def __post_init__(self, lr: float | None) -> None:
         super().__post_init__(lr)
@@ -213,11 +202,7 @@ class Adagrad(Optimizer):
     """L2 factor."""
 
     field_name: ClassVar[str] = "adagrad"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("sum",)
+    _slots: ClassVar[tuple[str, ...]] = ("sum",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,11 +225,7 @@ class RMSProp(Optimizer):
     """L2 factor."""
 
     field_name: ClassVar[str] = "rms_prop"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("square_avg", "momentum_buffer") if self.momentum else ("square_avg",)
+    _slots: ClassVar[tuple[str, ...]] = ("square_avg",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,11 +248,7 @@ class Adam(Optimizer):
     """L2 factor, added to the gradient."""
 
     field_name: ClassVar[str] = "adam"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    _slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,11 +272,7 @@ class AdamW(Optimizer):
     """Decoupled decay factor; the paper's (and torch's) default."""
 
     field_name: ClassVar[str] = "adam_w"
-
-    @property
-    @override
-    def slot_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    _slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)

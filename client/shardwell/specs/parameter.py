@@ -94,6 +94,7 @@ def _codec_fields(codec: CodecName) -> dict[str, Any]:
 class TrainingSpec(Record[Any]):
     """The base of the specs of parameters and of tables."""
 
+    name: str
     optimizer: Optimizer
     worker_count: int
     codec: CodecName

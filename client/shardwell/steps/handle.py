@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from typing_extensions import override
 
@@ -17,50 +17,13 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.members import ask_steps
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.take_over import was_cut_off
-from shardwell.specs.members import Elastic
-from shardwell.specs.optimizers import Optimizer, check_learning_rate
+from shardwell.specs.optimizers import check_learning_rate
+from shardwell.specs.parameter import TrainingSpec
 from shardwell.steps.member import Member
 from shardwell.steps.opening import Opening, Ranking
 
-
-class Spec(Protocol):
-    """The common part of the specs of parameters and of tables."""
-
-    @property
-    def name(self) -> str:
-        """Returns the name."""
-
-    @property
-    def mode(self) -> str:
-        """Returns "sync" or "async"."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Returns the optimizer."""
-
-    @property
-    def members(self) -> Elastic | None:
-        """Returns the limits of elastic members; None: the workers are fixed."""
-
-    @property
-    def crew(self) -> str:
-        """Returns the workers that make a step, in words."""
-
-    @property
-    def worker_count(self) -> int:
-        """Returns the number of fixed workers that make a step."""
-
-    @property
-    def has_open_sets(self) -> bool:
-        """Returns True if a step may close without a worker."""
-
-
-SpecT = TypeVar("SpecT", bound=Spec)
+SpecT = TypeVar("SpecT", bound=TrainingSpec)
 _LOG = logging.getLogger("shardwell")
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class Handle(Connected, Closing, Generic[SpecT]):
@@ -81,11 +44,12 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """The spec that all workers agreed on."""
         self.name: str = spec.name
         """The name in the cluster."""
-        self.on_close: Callable[[], None] = _do_nothing
+        self.on_close: Callable[[], None] = lambda: None
         self._elsewhere = (
             f"connect in the other process, and open the {self.kind} there by its name"
         )
         self._shards = shards
+        self._opening = opening
         self._what = opening.what
         self._calls = CallScope(shards, timeout_s, self._what, **opening.of)
         self._member: Member | None = None
@@ -122,6 +86,15 @@ class Handle(Connected, Closing, Generic[SpecT]):
         if is_fixed:
             self._ranking = found
         return found
+
+    @property
+    def is_draining(self) -> bool:
+        """Returns True when an operator wants this elastic member to leave after its step.
+
+        `shardwell members drain` asks it. A loop that looks here calls `leave`, or closes the
+        client.
+        """
+        return self._member is not None and self._member.is_draining
 
     # A worker that was started again, see docs/adr/0024.
 

@@ -7,7 +7,7 @@ shard has found its tenure to be over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from shardwell.errors import DeadlineError, ShardUnavailableError
@@ -38,6 +38,8 @@ class Member:
         """True if the tenure of `opening` goes on, by all that this worker has heard."""
         self.is_settled = False
         """True once a gradient of its tenure has counted whole."""
+        self.is_draining = False
+        """True if an operator wants it to leave after its step."""
         self.first_step: int | None = None
         """The step from which on shards await it, until it has the data of that step."""
 
@@ -118,6 +120,13 @@ class Member:
         membership = self.forget()
         if membership is not None:
             self._heartbeats.end(membership, min(_LEAVE_S, attempts.rest_s))
+
+    def end_step(self, outcomes: Collection[Any], *, is_whole: bool) -> None:
+        """Takes what shards say of its tenure with a step's outcome; `is_whole`: all counted."""
+        self.is_settled |= is_whole
+        if any(each.tenure_is_over for each in outcomes):
+            self.lose()
+        self.is_draining = any(each.is_draining for each in outcomes)
 
     def lose(self) -> None:
         """Notes that its tenure is over against its will."""

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
@@ -20,6 +20,7 @@ from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.take_over import claim_seat, common_tenure
+from shardwell.specs.parameter import TrainingSpec
 from shardwell.threads.asking import ask_all
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -36,18 +37,7 @@ class Ranking(NamedTuple):
     worker_count: int
 
 
-class Declared(Protocol):
-    """The common part of the specs of parameters and of tables."""
-
-    @property
-    def name(self) -> str:
-        """Returns the name."""
-
-    def to_proto(self) -> Message:
-        """Returns the message."""
-
-
-SpecT = TypeVar("SpecT", bound=Declared)
+SpecT = TypeVar("SpecT", bound=TrainingSpec)
 AnswerT = TypeVar("AnswerT", bound=Any)
 
 

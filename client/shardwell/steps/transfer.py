@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
@@ -49,15 +49,8 @@ _SPREAD_BYTES = 256 * 1024
 Answer: TypeAlias = tuple[Any, Bytes, int]
 
 
-class OfShard(Protocol):
-    """The part of a call for one shard."""
-
-    @property
-    def channel(self) -> ShardChannel:
-        """Returns the shard."""
-
-
-PartT = TypeVar("PartT", bound=OfShard)
+PartT = TypeVar("PartT", bound=Any)
+"""The part of a call for one shard, whose `channel` it has."""
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,36 +50,28 @@ from shardwell.wire.rows import ID_SIZE_BYTES, RowCodec
 _LOG = logging.getLogger("shardwell")
 
 
+@dataclass(eq=False)
 class RowPut:
     """One step's gradient on its way, over all attempts; `sums` None: the step is abandoned."""
 
-    def __init__(
-        self,
-        ids: ShardedIds,
-        sums: RowSums | None,
-        *,
-        step: int,
-        sample_count: int,
-        row_count_max: int,
-    ) -> None:
-        self.ids = ids
-        self.sums = sums
-        self.step = step
-        self.sample_count = sample_count
-        self.counted_shards: set[int] = set()
-        """Shards that have confirmed all of the step."""
-        self.is_sent = False
-        """True once any of it may have reached a shard."""
-        self.is_again = False
-        """True if some of it may have reached a shard in an earlier attempt."""
-        self.outcomes: dict[int, pb.RowsOutcome] = {}
-        """The outcome on each shard that has counted it, with elastic members."""
-        self._row_count_max = row_count_max
+    ids: ShardedIds
+    sums: RowSums | None
+    step: int
+    sample_count: int
+    row_count_max: int
+    counted_shards: set[int] = field(default_factory=set)
+    """Shards that have confirmed all of the step."""
+    is_sent: bool = False
+    """True once any of it may have reached a shard."""
+    is_again: bool = False
+    """True if some of it may have reached a shard in an earlier attempt."""
+    outcomes: dict[int, pb.RowsOutcome] = field(default_factory=dict)
+    """The outcome on each shard that has counted it, with elastic members."""
 
     def parts(self, shard_index: int) -> list[Span]:
         """Returns the parts for a shard; at least one, which ends the step there."""
         start = self.ids.bounds[shard_index]
-        return self.ids.messages(shard_index, self._row_count_max) or [Span(start, start)]
+        return self.ids.messages(shard_index, self.row_count_max) or [Span(start, start)]
 
     def is_late(self, shard_index: int) -> bool:
         """Returns True if a shard has answered that some of it came too late."""
@@ -100,45 +93,38 @@ class RowPut:
         return self.sums.element_index(parts[0], index)
 
 
+@dataclass(eq=False)
 class RowFetch:
-    """Rows on their way, over all attempts.
+    """Rows on their way, over all attempts."""
 
-    `rows` are (n, dim) float32, C-contiguous, filled; `places` and `starts` say where each row
-    goes, as in `row_batches.SortedIds`. `min_version` steps are to have closed, and `known_version`
-    have closed on every shard. `every_shard` counts the shards to ask, those without rows too; 0:
-    only those with some.
-    """
+    ids: ShardedIds
+    rows: Float32
+    """(n, dim) float32, C-contiguous, filled."""
+    places: Ids
+    """With `starts` the places that each row has, as in `row_batches.SortedIds`."""
+    starts: Ids
+    row_count_max: int
+    min_version: int = 0
+    """Steps that are to have closed."""
+    known_version: int = 0
+    """Steps that have closed on every shard."""
+    max_version: int | None = None
+    """The version that is wanted where a shard has it; None: the newest."""
+    is_exact: bool = False
+    """True if no later version is accepted."""
+    unless_late: bool = False
+    """True if rows of a shard where the step was late may have any version."""
+    every_shard: int = 0
+    """The shards to ask, those without rows too; 0: only those with some."""
+    _versions: dict[Span, int] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        ids: ShardedIds,
-        rows: Float32,
-        *,
-        places: Ids,
-        starts: Ids,
-        row_count_max: int,
-        min_version: int = 0,
-        known_version: int = 0,
-        every_shard: int = 0,
-    ) -> None:
-        self.ids = ids
-        self.rows = rows
-        self.places = places
-        self.starts = starts
-        self.min_version = min_version
-        self.known_version = known_version
-        self.max_version: int | None = None
-        """The version that is wanted where a shard has it; None: the newest."""
-        self.is_exact = False
-        """True if no later version is accepted."""
-        self.unless_late = False
-        """True if rows of a shard where the step was late may have any version."""
+    def __post_init__(self) -> None:
         self._messages = {
-            shard_index: ids.messages(shard_index, row_count_max) for shard_index in ids.shards()
+            shard_index: self.ids.messages(shard_index, self.row_count_max)
+            for shard_index in self.ids.shards()
         }
-        for shard_index in range(every_shard):  # spans of no rows, that differ
+        for shard_index in range(self.every_shard):  # spans of no rows, that differ
             self._messages.setdefault(shard_index, [Span(shard_index, shard_index)])
-        self._versions: dict[Span, int] = {}
 
     @property
     def version(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -53,69 +54,51 @@ class Prefetches:
     def keep(self, ids: Ids, call_count: int, future: Future[Prefetched]) -> None:
         """Keeps a fetch that has begun for `ids`, which do not change."""
         with self._lock:
-            self._entries.append(_Entry(ids, future, call_count))
-            self._drop(len(self._entries) - PREFETCH_COUNT_MAX)
+            self._entries = [*self._entries, _Entry(ids, future, call_count)][-PREFETCH_COUNT_MAX:]
 
     def take(self, ids: Ids, call_count: int) -> Future[Prefetched] | None:
         """Returns the oldest fetch of these ids in this order; None: no such fetch."""
+        oldest = call_count - PREFETCH_CALL_COUNT_MAX
         with self._lock:
-            self._drop_old(call_count)
-            found = [np.array_equal(entry.ids, ids) for entry in self._entries]
-            future = self._entries.pop(found.index(True)).future if any(found) else None
-            self._drop_old(call_count + 1)
-        return future
+            waiting = [each for each in self._entries if each.call_count >= oldest]
+            taken = next((each for each in waiting if np.array_equal(each.ids, ids)), None)
+            self._entries = [
+                each for each in waiting if each is not taken and each.call_count > oldest
+            ]
+        return None if taken is None else taken.future
 
     def clear(self) -> None:
         """Drops all results."""
         with self._lock:
-            self._drop(len(self._entries))
-
-    def _drop_old(self, call_count: int) -> None:
-        oldest = call_count - PREFETCH_CALL_COUNT_MAX
-        self._drop(sum(entry.call_count < oldest for entry in self._entries))
-
-    def _drop(self, count: int) -> None:
-        for _ in range(count):
-            self._entries.pop(0)
+            self._entries = []
 
 
+@dataclass(eq=False)
 class RowReading:
-    """The reading of one table's rows, on any thread.
+    """The reading of one table's rows, on any thread."""
 
-    `every_shard` of an elastic table is the number of shards: a fetch may ask them all for its
-    step.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        *,
-        transfer: RowTransfer,
-        calls: CallScope,
-        view: TableView,
-        every_shard: int = 0,
-    ) -> None:
-        self._dim = dim
-        self._every_shard = every_shard
-        self._transfer = transfer
-        self._calls = calls
-        self._prefetches = Prefetches()
-        self._view = view
+    dim: int
+    every_shard: int
+    """Of an elastic table, the number of shards: a fetch may ask them all for its step."""
+    transfer: RowTransfer
+    calls: CallScope
+    view: TableView
+    prefetches: Prefetches = field(default_factory=Prefetches)
 
     def read(
         self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
         """Fills `out`, (n, dim); returns the steps that all rows have seen, None without rows."""
-        if min_version or not self._view.keeps:
+        if min_version or not self.view.keeps:
             return self._read_anew(batch, out, min_version, attempts)
         ids = batch.distinct
         rows = self._room(batch, out)
-        found = self._view.find(ids.ids, rows)
+        found = self.view.find(ids.ids, rows)
         if found is None:
             return self._read_anew(batch, out, min_version, attempts)
         missing, version = found
         if missing.size:
-            fetched = np.empty((missing.size, self._dim), np.float32)
+            fetched = np.empty((missing.size, self.dim), np.float32)
             newer = self._fetch(ids.subset(missing), fetched, None, 0, attempts)
             rows[missing] = fetched
             version = newer if version is None else min(version, newer)
@@ -124,32 +107,27 @@ class RowReading:
 
     def question(self, batch: RowBatch, out: Float32) -> RowFetch:
         """Returns a fetch of all rows of a batch, kept or not; `finish` ends it."""
-        if self._view.keeps:
+        if self.view.keeps:
             return self._asking(batch.distinct, self._room(batch, out), None)
         return self._asking(batch.distinct, out, batch)
 
     def finish(self, batch: RowBatch, fetch: RowFetch, out: Float32) -> None:
         """Fills `out` with the rows that a `question` brought."""
-        if self._view.keeps:
+        if self.view.keeps:
             batch.spread(fetch.rows, out)
 
-    def _asking(
-        self, ids: ShardedIds, rows: Float32, batch: RowBatch | None, **versions: int
-    ) -> RowFetch:
+    def _asking(self, ids: ShardedIds, rows: Float32, batch: RowBatch | None) -> RowFetch:
         if batch is None:
             places = np.arange(ids.ids.size + 1)
             places, starts = places[:-1], places
         else:
             places, starts = batch.places, batch.starts
-        row_count_max = self._transfer.row_count_max
-        return RowFetch(
-            ids, rows, places=places, starts=starts, row_count_max=row_count_max, **versions
-        )
+        return RowFetch(ids, rows, places, starts, self.transfer.row_count_max)
 
     def forget(self) -> None:
         """Drops all that was fetched before."""
-        self._prefetches.clear()
-        self._view.clear()
+        self.prefetches.clear()
+        self.view.clear()
 
     # Ahead of time.
 
@@ -157,11 +135,11 @@ class RowReading:
         """Begins to fetch all rows of a batch, kept or not; `ids` must not change."""
 
         def fetch(attempts: Attempts) -> Prefetched:
-            out = np.empty((ids.size, self._dim), np.float32)
+            out = np.empty((ids.size, self.dim), np.float32)
             return Prefetched(out, self._read_anew(batch, out, min_version, attempts))
 
-        call_count = self._view.call_count
-        self._prefetches.keep(ids, call_count, self._calls.start(fetch))
+        call_count = self.view.call_count
+        self.prefetches.keep(ids, call_count, self.calls.start(fetch))
 
     def prefetched(self, ids: Ids, min_version: int, attempts: Attempts) -> Prefetched | None:
         """Returns the rows prefetched for these ids, once they have come; None: read them.
@@ -170,7 +148,7 @@ class RowReading:
         deadline, is None: the read, in the moment that any attempt has left, finds out which shard
         does not answer.
         """
-        future = self._prefetches.take(ids, self._view.begin_get())
+        future = self.prefetches.take(ids, self.view.begin_get())
         if future is None:
             return None
         come = threading.Event()
@@ -191,7 +169,7 @@ class RowReading:
         """Returns memory for a batch's distinct rows before they are spread: `out`, if it can."""
         if batch.is_plain:
             return out
-        return np.empty((batch.distinct.ids.size, self._dim), np.float32)
+        return np.empty((batch.distinct.ids.size, self.dim), np.float32)
 
     def _read_anew(
         self,
@@ -203,7 +181,7 @@ class RowReading:
         ids = batch.distinct
         if not ids.ids.size:
             return None
-        if not self._view.keeps:
+        if not self.view.keeps:
             return self._fetch(ids, out, batch, min_version, attempts)
         rows = self._room(batch, out)
         version = self._fetch(ids, rows, None, min_version, attempts)
@@ -218,14 +196,13 @@ class RowReading:
         min_version: int,
         attempts: Attempts,
     ) -> int:
-        asked = self._view.moment()
-        fetch = self._asking(
-            ids, rows, batch, min_version=min_version, known_version=self._view.known_version
-        )
-        fetch.max_version = self._view.max_version
-        attempts.run(lambda: self._transfer.attempt(None, fetch, attempts))
+        asked = self.view.moment()
+        fetch = self._asking(ids, rows, batch)
+        fetch.min_version, fetch.known_version = min_version, self.view.known_version
+        fetch.max_version = self.view.max_version
+        attempts.run(lambda: self.transfer.attempt(None, fetch, attempts))
         version = int(fetch.version)
-        if fetch.shard_count == self._every_shard:  # a gradient of these rows is of their version
-            self._view.go_on_at(version)
-        self._view.keep(ids.ids, rows, version, asked)
+        if fetch.shard_count == self.every_shard:  # a gradient of these rows is of their version
+            self.view.go_on_at(version)
+        self.view.keep(ids.ids, rows, version, asked)
         return version

@@ -82,50 +82,47 @@ class _Begun(NamedTuple):
     counted_shards: set[int]
 
 
+@dataclass(eq=False)
 class TableSteps:
     """The steps of this worker on one table; its calls take turns."""
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        *,
-        transfer: RowTransfer,
-        opening: TableOpening,
-        view: TableView,
-        member: Member | None,
-    ) -> None:
-        self._spec = spec
-        self._view = view
-        self._member = member
-        self._transfer = transfer
-        self._opening = opening
-        self._has_seat = False
-        self._begun: _Begun | None = None
-        self.is_begun = False
-        """True if shards may have counted some of the next step."""
-        self.outcome: RowOutcome | None = None
-        """The counted rows of this elastic member's last gradient; None: it has given none."""
-        self.is_draining = False
+    spec: TableSpec
+    transfer: RowTransfer
+    opening: TableOpening
+    view: TableView
+    member: Member | None
+    outcome: RowOutcome | None = None
+    """The counted rows of this elastic member's last gradient; None: it has given none."""
+    is_begun: bool = False
+    """True if shards may have counted some of the next step."""
+    _begun: _Begun | None = None
+    _has_seat: bool = False
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
         self._has_seat = False
-        if self._member is not None:
-            self._member.forget()
-        joined = self._opening.open(attempts)
+        if self.member is not None:
+            self.member.forget()
+        joined = self.opening.open(attempts)
         return self._resume(joined)
 
     def go_back(self) -> None:
         """Makes the step before the next one the next: an earlier process has given all of it."""
         self.is_begun = True
-        self._view.resume(self._view.next_step - 1, is_begun=False, has_seat=True)
+        self.view.resume(self.view.next_step - 1, is_begun=False, has_seat=True)
 
     def join(self, member: Member, attempts: Attempts) -> None:
         """Takes part as an elastic member, if it does not: nothing that it has begun goes on."""
         if not member.takes_part:
             member.join(attempts)
             self._begun, self.is_begun = None, False
-            self._view.resume(self._view.next_step, is_begun=False, has_seat=False)
+            self.view.resume(self.view.next_step, is_begun=False, has_seat=False)
+
+    def _take_part(self, attempts: Attempts) -> None:
+        if self.member is not None:
+            self.join(self.member, attempts)
+        elif not self._has_seat:
+            self._take_seat(attempts)
 
     def read_first(self, member: Member, attempts: Attempts) -> int | None:
         """Waits until every shard is at the first step that awaits this member.
@@ -134,21 +131,17 @@ class TableSteps:
         """
 
         def read(step: int, part: Attempts) -> int:
+            count, rows = self.opening.shard_count, np.empty((0, self.spec.dim), np.float32)
+            nothing, places = no_ids(count), np.zeros(1, np.int64)
             fetch = RowFetch(
-                no_ids(self._opening.shard_count),
-                np.empty((0, self._spec.dim), np.float32),
-                places=np.empty(0, np.int64),
-                starts=np.zeros(1, np.int64),
-                row_count_max=1,
-                min_version=step,
-                every_shard=self._opening.shard_count,
+                nothing, rows, places[:0], places, 1, min_version=step, every_shard=count
             )
-            part.run(partial(self._transfer.attempt, None, fetch, part))
+            part.run(partial(self.transfer.attempt, None, fetch, part))
             return int(fetch.version)
 
         version = member.read_first(read, attempts)
         if version is not None:
-            self._view.go_on_at(version)
+            self.view.go_on_at(version)
         return version
 
     def put(
@@ -166,38 +159,29 @@ class TableSteps:
         ended for the caller, who makes the same call again; but a DivergedError ends it: the rows
         are not finite.
         """
-        if self._member is not None:
-            self.join(self._member, attempts)
-        elif not self._has_seat:
-            self._take_seat(attempts)
-        put = RowPut(
-            ids,
-            sums,
-            step=self._view.next_step,
-            sample_count=sample_count,
-            row_count_max=self._transfer.row_count_max,
-        )
+        self._take_part(attempts)
+        put = RowPut(ids, sums, self.view.next_step, sample_count, self.transfer.row_count_max)
         if self._begun is not None:
             self._repeat(self._begun, put)
-        if fetch is not None and self._spec.mode == "sync":
+        if fetch is not None and self.spec.mode == "sync":
             fetch.min_version = put.step + 1
-            fetch.unless_late = self._member is not None
-            fetch.is_exact = self._member is None
+            fetch.unless_late = self.member is not None
+            fetch.is_exact = self.member is None
         diverged: DivergedError | None = None
         try:
-            begun = self._view.begin_step(ids.ids)
+            begun = self.view.begin_step(ids.ids)
             try:
-                attempts.run(partial(self._transfer.attempt, put, fetch, attempts))
+                attempts.run(partial(self.transfer.attempt, put, fetch, attempts))
             except DivergedError as error:  # of a step that is counted, so all of it is to be
                 diverged = error
-                attempts.run(partial(self._transfer.attempt, put, None, attempts))
+                attempts.run(partial(self.transfer.attempt, put, None, attempts))
             if diverged is None:
                 take()
             self._end(put, begun, None if diverged else fetch)
         except BaseException:
             if put.is_sent or put.counted_shards:
                 self._begun, self.is_begun = _Begun(put.digest(), put.counted_shards), True
-            self._view.fail_step(put.step, is_begun=self._begun is not None)
+            self.view.fail_step(put.step, is_begun=self._begun is not None)
             raise
         if diverged is not None:
             raise diverged
@@ -205,40 +189,35 @@ class TableSteps:
 
     def abandon(self, attempts: Attempts) -> int:
         """Ends the next step without a gradient; returns the step."""
-        if self._member is not None:
-            self.join(self._member, attempts)
-        elif not self._has_seat:
-            self._take_seat(attempts)
-        nothing = no_ids(self._opening.shard_count)
-        put = RowPut(nothing, None, step=self._view.next_step, sample_count=0, row_count_max=1)
+        self._take_part(attempts)
+        nothing = no_ids(self.opening.shard_count)
+        put = RowPut(nothing, None, self.view.next_step, sample_count=0, row_count_max=1)
         self._begun, self.is_begun = _Begun(None, set()), True
-        begun = self._view.begin_step(None)
-        attempts.run(partial(self._transfer.attempt, put, None, attempts))
+        begun = self.view.begin_step(None)
+        attempts.run(partial(self.transfer.attempt, put, None, attempts))
         self._end(put, begun, None)
         return put.step
 
     def _end(self, put: RowPut, begun: Moment, fetch: RowFetch | None) -> None:
         next_step = put.step + 1
-        if self._member is not None:
-            self.outcome = _outcome(put, self._opening.shard_count)
+        if self.member is not None:
+            self.outcome = _outcome(put, self.opening.shard_count)
             next_step = _next_step(put)
-            self._member.is_settled |= self.outcome.counted == "all"
-            if any(each.tenure_is_over for each in put.outcomes.values()):
-                self._member.lose()
-            self.is_draining = any(each.is_draining for each in put.outcomes.values())
+            is_whole = self.outcome.counted == "all"
+            self.member.end_step(put.outcomes.values(), is_whole=is_whole)
         if fetch is None or not fetch.ids.ids.size:
-            self._view.end_step(begun, next_step=next_step)
+            self.view.end_step(begun, next_step=next_step)
         else:
             version = int(fetch.version)
-            self._view.end_step(begun, fetch.ids.ids, fetch.rows, version, next_step=next_step)
+            self.view.end_step(begun, fetch.ids.ids, fetch.rows, version, next_step=next_step)
         self._begun, self.is_begun = None, False
-        superseded = self._transfer.superseded_part_count
-        self._transfer.superseded_part_count = 0
+        superseded = self.transfer.superseded_part_count
+        self.transfer.superseded_part_count = 0
         if superseded:
             _LOG.warning(
                 "table %r: an earlier process of this worker had sent %d parts of step %d with "
                 "other rows or gradients, which were counted; these were not",
-                self._spec.name,
+                self.spec.name,
                 superseded,
                 put.step,
             )
@@ -249,12 +228,12 @@ class TableSteps:
             if begun.digest is not None:
                 failed, way = "sent other rows of it", "call again with those rows, or "
             raise StepOrderError(
-                f"step {put.step} of table {self._spec.name!r}: a call that failed {failed}, and "
+                f"step {put.step} of table {self.spec.name!r}: a call that failed {failed}, and "
                 f"some may be counted; {way}end the step with abandon_step()",
-                table=self._spec.name,
+                table=self.spec.name,
             )
         put.is_again = True
-        if self._member is None:
+        if self.member is None:
             put.counted_shards |= begun.counted_shards
 
     def _take_seat(self, attempts: Attempts) -> None:
@@ -263,21 +242,21 @@ class TableSteps:
         Gradients of an earlier process of this worker may have been counted since the table was
         opened. The step stays the one of then: sent again, it counts once.
         """
-        opened_at = self._view.next_step
-        joined = self._opening.take_seat(opened_at, attempts)
+        opened_at = self.view.next_step
+        joined = self.opening.take_seat(opened_at, attempts)
         if joined.next_step == opened_at + 1:
             joined = joined._replace(next_step=opened_at, is_begun=True)
         self._resume(joined)
         self._has_seat = True
 
     def _resume(self, joined: Joined) -> int:
-        self._transfer.row_count_max = joined.row_count_max
-        opening = self._opening
+        self.transfer.row_count_max = joined.row_count_max
+        opening = self.opening
         is_other = joined.tenure != opening.tenure
         opening.incarnation, opening.tenure = joined.incarnation, joined.tenure
-        if is_other or joined.next_step != self._view.next_step:
+        if is_other or joined.next_step != self.view.next_step:
             self._begun = None
-        self._view.resume(
+        self.view.resume(
             joined.next_step, is_begun=self._begun is not None, has_seat=joined.has_seat
         )
         self.is_begun = joined.is_begun or self._begun is not None

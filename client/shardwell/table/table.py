@@ -67,27 +67,14 @@ class Table(Handle[TableSpec]):
         self.caching = caching
         """Rows that are kept here, and for how many steps."""
         self._placement = RowPlacement(spec.row_count, len(shards.channels))
-        self._opening = opening
         pool = StreamPool(idle_streams, opening.what, **opening.of)
         transfer = RowTransfer(opening, pool, shards, traffic)
         cache = RowCache(caching[0], spec.dim, caching[1]) if caching[0] else None
-        self._view = TableView(
-            cache, is_sync=spec.mode == "sync", is_elastic=spec.members is not None
-        )
-        self._reading = RowReading(
-            spec.dim,
-            transfer=transfer,
-            calls=self._calls,
-            view=self._view,
-            every_shard=len(shards.channels) if spec.members is not None else 0,
-        )
-        self._steps = TableSteps(
-            spec,
-            transfer=transfer,
-            opening=self._opening,
-            view=self._view,
-            member=self._member,
-        )
+        is_elastic = spec.members is not None
+        self._view = TableView(cache, is_sync=spec.mode == "sync", is_elastic=is_elastic)
+        every_shard = len(shards.channels) if is_elastic else 0
+        self._reading = RowReading(spec.dim, every_shard, transfer, self._calls, self._view)
+        self._steps = TableSteps(spec, transfer, opening, self._view, self._member)
         self._view.version = self._calls.run(self._steps.open)
 
     def __repr__(self) -> str:
@@ -138,11 +125,6 @@ class Table(Handle[TableSpec]):
         None: it gave none; or the table has a fixed crew, whose gradients all count.
         """
         return self._steps.outcome
-
-    @property
-    def is_draining(self) -> bool:
-        """Returns True when an operator wants this elastic member to leave after its step."""
-        return self._steps.is_draining
 
     @property
     def cache_hit_rate(self) -> float:

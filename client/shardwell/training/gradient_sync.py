@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.arguments import as_writable, check_finite, check_integer
+from shardwell.numerics.arguments import as_output, check_finite, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
 from shardwell.specs.deadlines import check_timeout
@@ -92,7 +92,7 @@ class LocalSync(GradientSync):
             ArgumentError: the array or the count can't be used.
             NonFiniteError: an element is NaN or infinite.
         """
-        flat = as_writable("array", array)
+        flat = as_output(array, None, "array")
         if check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX) == 0:
             flat.fill(0.0)
             return
@@ -142,7 +142,7 @@ class GroupSync(GradientSync):
                 is what it was, or final.
         """
         self.group.all_reduce(
-            as_writable("array", array),
+            as_output(array, None, "array"),
             "mean",
             sample_count=sample_count,
             timeout_s=self._timeout_s,
@@ -215,7 +215,7 @@ class ServerSync(GradientSync):
         Raises:
             ShardwellError: as `Parameter.exchange`: call again, and nothing counts twice.
         """
-        flat = as_writable("array", array)
+        flat = as_output(array, None, "array")
         with self._lock:
             self.parameter.exchange(
                 flat, sample_count=sample_count, out=self._mean, timeout_s=self._timeout_s

@@ -45,7 +45,7 @@ from shardwell.errors import (
     WorkerLostError,
     WorkersMissingError,
 )
-from shardwell.numerics.arguments import as_writable, check_integer
+from shardwell.numerics.arguments import as_output, check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell.numerics.finite import first_non_finite
@@ -79,7 +79,7 @@ def _call_of(array: Any, op: Any, sample_count: Any, *, allow_non_finite: bool) 
     try:
         if op not in REDUCTIONS:
             raise ArgumentError(f"op must be one of {REDUCTIONS}; got {op!r:.80}")
-        values = as_writable("array", array)
+        values = as_output(array, None, "array")
         count = check_integer("sample_count", sample_count, 0, SAMPLE_COUNT_MAX)
     except ArgumentError as error:
         return _Call(form=error.message, is_usable=False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.arguments import as_flat, as_output, as_writable, check_finite
+from shardwell.numerics.arguments import as_flat, as_output, check_finite
 from shardwell.table.batch import as_gradients, as_ids
 
 LARGE = 2**19 + 5
@@ -87,7 +87,7 @@ def test_a_tensor_that_gives_no_array_is_refused_with_its_reason(size: int | Non
 def test_a_tensor_is_no_array_to_write_in_place(tensor: Any) -> None:
     kind = type(tensor).__name__
     for refuse in (
-        lambda: as_writable("array", tensor),
+        lambda: as_output(tensor, None, "array"),
         lambda: as_output(tensor, 3),
     ):
         with pytest.raises(ArgumentError, match=f"float32 NumPy array.*; got {kind}") as caught:
@@ -102,16 +102,16 @@ def test_real_tensors_are_taken_or_refused() -> None:
     assert np.shares_memory(as_flat("gradient", values, 3), values.numpy())
     for taken in (values, values.clone().requires_grad_()):
         assert np.shares_memory(as_flat("gradient", taken, 3), taken.detach().numpy())
-        assert np.shares_memory(as_writable("array", taken), taken.detach().numpy())
+        assert np.shares_memory(as_output(taken, None, "array"), taken.detach().numpy())
     for converted in (values.bfloat16(), values.half(), values.double()):
         assert as_flat("gradient", converted, 3).tolist() == [0, 1, 2]
         with pytest.raises(ArgumentError, match=r"must be a writable .*; got"):
-            as_writable("array", converted)
+            as_output(converted, None, "array")
     for refused, remedy in ((values.to_sparse(), "to_dense"), (values.to("meta"), "cpu")):
         with pytest.raises(ArgumentError, match=rf"got Tensor of torch.float32, .*\.{remedy}\(\)"):
             as_flat("gradient", refused, 3)
         with pytest.raises(ArgumentError, match="got Tensor of torch"):
-            as_writable("array", refused)
+            as_output(refused, None, "array")
 
 
 @pytest.mark.parametrize("values", [None, 1.0, "ab", {1: 2}, range(3)])
