@@ -365,8 +365,6 @@ class Client(Connected, Closing):
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
-        self._shards.threads.owner.check()
-        self._calls.check_open()
         given = _given(
             size=size,
             optimizer=optimizer,
@@ -457,8 +455,6 @@ class Client(Connected, Closing):
             ShardUnavailableError: a shard did not come back within the client's `timeout_s`.
             ArgumentError, LimitError: it can't be made.
         """
-        self._shards.threads.owner.check()
-        self._calls.check_open()
         given = _given(
             row_count=row_count,
             dim=dim,
@@ -525,6 +521,8 @@ class Client(Connected, Closing):
         self, kind: _Kind[SpecT], other: _Kind[Any], name: str, given: dict[str, Any]
     ) -> SpecT:
         """Returns the spec of what is opened: made of the arguments, or held by the shards."""
+        self._shards.threads.owner.check()
+        self._calls.check_open()
         if kind.needed <= given.keys():
             members = given.get("members")
             given.setdefault("worker_count", 1 if members is None else members.max_count)
@@ -682,12 +680,9 @@ class Client(Connected, Closing):
         return [each.name for each in self._calls.run(send, timeout_s)]
 
     def _close_handles(self, name: str, kind: str | None) -> list[Handle[Any]]:
-        opened: list[Handle[Any] | None] = []
-        if kind != "table":
-            opened.append(self._parameters.find(name))
-        if kind != "parameter":
-            opened.append(self._tables.find(name))
-        closed = [one for one in opened if one is not None]
+        kinds: dict[str, _Opened[Any]] = {"parameter": self._parameters, "table": self._tables}
+        found = [opened.find(name) for each, opened in kinds.items() if kind in (None, each)]
+        closed = [one for one in found if one is not None]
         for one in closed:
             one.close()
         return closed

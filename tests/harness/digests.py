@@ -29,8 +29,7 @@ from harness.oracles.codec import decoded, encoded
 from shardwell.group.schedule.arithmetic import Reduction
 from shardwell.group.schedule.plan import Operation
 from shardwell.numerics import native
-from shardwell.numerics.codec import CODECS, SUMMED_CODECS
-from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.codec import CODECS, SUMMED_CODECS, canonical_nans
 from shardwell.numerics.initial_rows import initial_rows
 from shardwell.numerics.reduction import reduce_block
 from shardwell.numerics.row_batches import add_up, sort_ids

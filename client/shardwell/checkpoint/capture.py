@@ -38,8 +38,7 @@ from shardwell.errors import (
     StepOrderError,
     WorkersMissingError,
 )
-from shardwell.numerics.codec import CODECS
-from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.codec import CODECS, canonical_nans
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer

@@ -12,8 +12,7 @@ import numpy.ma  # here, and not at its first use on a thread: see connection/op
 import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, NonFiniteError
-from shardwell.numerics.codec import Float32
-from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.codec import Float32, first_non_finite
 
 _FLOAT32 = np.dtype(np.float32)
 _ACCEPTED = (np.float32, np.float64, np.float16)

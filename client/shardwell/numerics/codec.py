@@ -54,6 +54,11 @@ _COPY_COUNT_MAX = 5
 """Copies of a payload that one run has places for, besides its own."""
 _SOURCE = _TOTAL
 _LOOK = Operation(Code.LOOK_32, _PAYLOAD, _VALUES)
+CANONICAL_NAN = np.uint32(0x7FC00000).view(np.float32)
+"""Every NaN that reaches a program: which bits arithmetic leaves in one depends on the order of
+operands that a compiler chose."""
+_LOOK_ELEMENT_COUNT = 256 * 1024
+"""1 MiB of float32: fetched from memory once, read twice."""
 GROUP_BLOCK_SIZE = 256
 """Elements of a block of fp16 of what is no parameter's and no table's."""
 
@@ -468,3 +473,28 @@ def float_of(bits: int) -> float:
     """The float32 that has these bits."""
     (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
     return float(value)
+
+
+def first_non_finite(values: npt.NDArray[Any]) -> int | None:
+    """The index of the first of (n,) values that is no finite float32; None if all are."""
+    if is_plain(values) and math.isfinite(peak_of(values)):
+        return None
+    for first in range(0, values.size, _LOOK_ELEMENT_COUNT):
+        block = values[first : first + _LOOK_ELEMENT_COUNT]
+        if block.dtype.itemsize > 4:
+            with np.errstate(over="ignore"):
+                block = block.astype(np.float32)
+        # Two reductions without a temporary; NaN and infinity survive one of them.
+        low, high = float(np.minimum.reduce(block)), float(np.maximum.reduce(block))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return first + int(np.argmin(np.isfinite(block)))
+    return None
+
+
+def canonical_nans(values: Float32) -> bool:
+    """Gives every NaN of an array the bits of CANONICAL_NAN, in place; whether there was one."""
+    is_nan = np.isnan(values)
+    found = bool(is_nan.any())
+    if found:
+        values[is_nan] = CANONICAL_NAN
+    return found

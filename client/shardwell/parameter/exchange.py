@@ -260,10 +260,8 @@ class Transfer(StepTransfer[ShardSlice]):
                 counted = answer.counted.counted_chunk_count + answer.counted.duplicate_chunk_count
                 is_intact = checksum.of_message(answer.counted) == answer.counted.crc32c
                 if not (answer.HasField("counted") and is_intact and counted == chunk_count):
-                    raise self._opening.damaged(
-                        line.part.channel,
-                        f"counted {counted} of {chunk_count} chunks of {self._spec.name!r}, or its "
-                        "answer was damaged; call again",
+                    raise self._damaged(
+                        line, f"{counted} of {chunk_count} chunks counted, or damaged; call again"
                     )
                 if self._spec.has_open_sets:
                     self._note_outcome(line, answer.counted.outcome)
@@ -307,20 +305,16 @@ class Transfer(StepTransfer[ShardSlice]):
     def _closed(self, line: Line, answer: pb.ExchangeResponse) -> pb.CloseStepResponse:
         channel = line.part.channel
         if not answer.HasField("closed"):
-            raise self._opening.damaged(
-                channel,
-                f"was to close a step of {self._spec.name!r}, and answered something else; call "
-                "again",
-            )
+            raise self._damaged(line, "no closed step, as was asked for; call again")
         closed = channel.received(answer.closed, self._spec.name)
         squares = closed.squares
         is_bounded = len(squares) <= _SQUARES_MAX and all(abs(each) < 2.0**400 for each in squares)
         is_alone = self._spec.allow_non_finite and list(map(str, squares)) in (["inf"], ["nan"])
         if not (is_alone or (is_bounded and math.fsum(squares) >= 0.0)):
-            raise self._opening.damaged(
-                channel,
-                f"said that squares of {self._spec.name!r} add up to the sum of {squares[:3]}; at "
-                f"most {_SQUARES_MAX} numbers with a sum of at least 0 are expected; call again",
+            raise self._damaged(
+                line,
+                f"squares that add up to the sum of {squares[:3]}; at most {_SQUARES_MAX} numbers "
+                "with a sum of at least 0 are expected; call again",
             )
         return closed
 
@@ -540,11 +534,7 @@ class Transfer(StepTransfer[ShardSlice]):
         indexes = found.chunk_indexes
         is_whole = checksum.of_message(found) == found.crc32c
         if not is_whole or not indexes or max(indexes) >= len(part.chunks):
-            raise self._opening.damaged(
-                part.channel,
-                f"answered for {self._spec.name!r} which chunks it had counted before, and the "
-                "answer is damaged; call again",
-            )
+            raise self._damaged(line, "what it had counted before is damaged; call again")
         if line.work is not None:
             line.work.superseded.update(part.chunks[index] for index in indexes)
 
@@ -553,11 +543,7 @@ class Transfer(StepTransfer[ShardSlice]):
         indexes = found.late_chunk_indexes
         is_whole = checksum.outcome(self._outcome_context, found) == found.crc32c
         if not is_whole or (indexes and max(indexes) >= len(part.chunks)):
-            raise self._opening.damaged(
-                part.channel,
-                f"answered for {self._spec.name!r} what it counted, and the answer is damaged; "
-                "call again",
-            )
+            raise self._damaged(line, "what it counted is damaged; call again")
         if work is None:
             return
         late = [part.chunks[index] for index in indexes]
@@ -582,11 +568,7 @@ class Transfer(StepTransfer[ShardSlice]):
         if header.HasField("outcome"):
             self._note_outcome(line, header.outcome)
         elif ends_open_step:
-            raise self._opening.damaged(
-                part.channel,
-                f"ended a step of {self._spec.name!r}, and did not answer what it counted; call "
-                "again",
-            )
+            raise self._damaged(line, "the end of a step, and not what it counted; call again")
         if self._rotates and wanted.is_exchange:
             index = self._chunk_index(line, unit, wanted.step)
         where = part.chunks[index]
@@ -603,19 +585,16 @@ class Transfer(StepTransfer[ShardSlice]):
                     self._codec.read(chunk, payload, start, where, values)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
-            raise self._opening.damaged(
-                part.channel, f"answered for {self._spec.name!r}: {error.message}"
-            ) from None
+            raise self._damaged(line, error.message) from None
         min_version = wanted.min_version
         exact = wanted.is_exchange and self._spec.mode == "sync"
         if self._spec.has_open_sets:  # its step may have closed without this worker, or not yet
             exact, min_version = False, min_version - wanted.is_exchange
         if chunk.chunk_index != index or header.version < min_version:
-            raise self._opening.damaged(
-                part.channel,
-                f"answered chunk {chunk.chunk_index} at version {header.version} of "
-                f"{self._spec.name!r}; expected chunk {index} at version {min_version}"
-                f"{'' if exact else ' or later'}",
+            raise self._damaged(
+                line,
+                f"chunk {chunk.chunk_index} at version {header.version}; expected chunk {index} at "
+                f"version {min_version}{'' if exact else ' or later'}",
             )
         if exact and header.version > min_version:  # a later step closes with this worker only
             raise went_on_elsewhere(

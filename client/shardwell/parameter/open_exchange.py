@@ -275,9 +275,6 @@ class OpenExchange(Generic[ValuesT]):
         return [(first, len(part.chunks)) for first, part in zip(through, self._parts, strict=True)]
 
     def _missing_workers(self) -> WorkersMissingError | None:
-        for piece in self._pieces:
-            if piece.call is not None and piece.call.done():
-                error = piece.call.exception()
-                if isinstance(error, WorkersMissingError):
-                    return error
-        return None
+        calls = (piece.call for piece in self._pieces if piece.call is not None)
+        errors = (call.exception() for call in calls if call.done())
+        return next((each for each in errors if isinstance(each, WorkersMissingError)), None)

@@ -25,7 +25,7 @@ from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
-from shardwell.rpc.take_over import check_next_step, common_tenure
+from shardwell.rpc.take_over import common_tenure
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.steps.opening import KindCalls, Opening
@@ -68,16 +68,9 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
         if answers[0].initialized and not all(answer.initialized for answer in answers):
             # The worker that set the first weights, or restored them, did not come so far, or not
             # yet.
-            confirmed = partial(
-                confirm,
-                self.spec.name,
-                self._channels,
-                answers[0].init_epoch,
-                attempts,
-                answers[0].incarnation,
-            )
+            name, epoch, incarnation = self.spec.name, answers[0].init_epoch, answers[0].incarnation
             try:
-                attempts.run(confirmed)
+                attempts.run(lambda: confirm(name, self._channels, epoch, attempts, incarnation))
             except OtherIncarnationError as error:
                 unconfirmed = error
             answers = attempts.run(join)
@@ -94,13 +87,13 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
             newest = max(next_steps)
             answers = attempts.run(join)
             next_steps = [min(a.next_step, newest) for a in answers if a.slice_size]
-        if is_strict and max(next_steps) - min(next_steps) > 1:
-            raise OtherIncarnationError(
-                f"shards disagree on the step of parameter {self.spec.name!r}: this worker's "
-                f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a shard "
-                "lost its memory; start the training again under another name",
-                **self.of,
-            )
+            if max(next_steps) - min(next_steps) > 1:
+                raise OtherIncarnationError(
+                    f"shards disagree on the step of parameter {self.spec.name!r}: this worker's "
+                    f"next step is {min(next_steps)} on one and {max(next_steps)} on another; a "
+                    "shard lost its memory; start the training again under another name",
+                    **self.of,
+                )
         if unconfirmed is not None:
             raise unconfirmed
         self.has_seat = any(answer.has_seat for answer in answers)
@@ -114,16 +107,8 @@ class ParameterOpening(Opening[ParameterSpec, pb.CreateParameterResponse]):
     def take_seat(self, opened_at: int, attempts: Attempts) -> None:
         """Takes this worker's seat; its next step was `opened_at` when it opened the parameter."""
         answers = self._seated(attempts)
-        tenure = common_tenure(answer.tenure for answer in answers)
-        check_next_step(
-            self.what,
-            min(answer.next_step for answer in answers if answer.slice_size),
-            opened_at,
-            took_over=any(answer.took_over for answer in answers),
-            lost_seat=self._opened_in not in (0, tenure),
-            **self.of,
-        )
-        self.tenure = tenure
+        next_step = min(answer.next_step for answer in answers if answer.slice_size)
+        self.tenure = self._check_seat(answers, next_step, opened_at)
 
     @override
     def _first_spec(self) -> ParameterSpec:

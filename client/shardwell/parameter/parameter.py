@@ -41,7 +41,6 @@ from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
-_OVERLAPS = "out must not overlap the gradient; pass another array"
 _LOG = logging.getLogger("shardwell")
 
 LateName = Literal["drop", "carry"]
@@ -460,10 +459,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         def begin(attempts: Attempts) -> tuple[StepCall, Pieces, ValuesT]:
             call = self._step_call(gradient, sample_count, learning_rate, attempts, is_whole=False)
-            weights, result = self._values.room(out)
-            if weights.overlaps(call.work.values):
-                raise ArgumentError(_OVERLAPS)
-            return call, weights, result
+            return call, *self._room_beside(call, out)
 
         call, weights, result = self._calls.run(begin, timeout_s, in_turn=True)
         turn = JointTurn()
@@ -711,9 +707,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         call = self._step_call(
             gradient, sample_count, learning_rate, attempts, has_values=has_values
         )
-        weights, result = self._values.room(out)
-        if weights.overlaps(call.work.values):
-            raise ArgumentError(_OVERLAPS)
+        weights, result = self._room_beside(call, out)
         call.exchange(weights, attempts)
         member = self._member
         if member is not None and not reads_first:
@@ -721,6 +715,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         elif member is not None and member.has_joined():  # with this gradient
             self._read_first(member, weights, attempts)
         return result
+
+    def _room_beside(self, call: StepCall, out: ValuesT | None) -> tuple[Pieces, ValuesT]:
+        weights, result = self._values.room(out)
+        if weights.overlaps(call.work.values):
+            raise ArgumentError("out must not overlap the gradient; pass another array")
+        return weights, result
 
     def _step_call(
         self,

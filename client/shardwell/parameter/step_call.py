@@ -125,32 +125,31 @@ class StepCall:
             self._clip()
         self.work.after_refusal |= self.tried.is_refused
         transfer, by_norm = self.tools.transfer, self.tools.spec.closes_by_norm
+        diverged: DivergedError | None = None
         try:
-            if by_norm:  # no weights come before all gradients of the step are counted
-                self._put(attempts)
-                self.found_version = transfer.read(weights, self.work.step + 1, attempts)
-            elif rest is not None:
-                self.found_version = rest(attempts)
-            else:
-                progress = Progress()
-                self.found_version = attempts.run(
-                    lambda: transfer.exchange(self.work, weights, progress, None, attempts)
-                )
-        except DivergedError as error:  # some of it is counted, so all of it is to be
             try:
+                if by_norm:  # no weights come before all gradients of the step are counted
+                    self._put(attempts)
+                    self.found_version = transfer.read(weights, self.work.step + 1, attempts)
+                elif rest is not None:
+                    self.found_version = rest(attempts)
+                else:
+                    progress = Progress()
+                    self.found_version = attempts.run(
+                        lambda: transfer.exchange(self.work, weights, progress, None, attempts)
+                    )
+            except DivergedError as error:  # some of it is counted, so all of it is to be
+                diverged = error
                 if await_pieces is not None:
                     await_pieces(attempts)
                 if not by_norm:
                     self._put(attempts)
-            except BaseException:
-                self._note_failure(error)
-                raise
-            self._end(attempts)
-            raise
         except BaseException as error:
-            self._note_failure(error)
+            self._note_failure(error if diverged is None else diverged)
             raise
         self._end(attempts)
+        if diverged is not None:
+            raise diverged
 
     def exchange_piece(
         self, weights: Pieces, progress: Progress, ranges: Ranges, attempts: Attempts

@@ -7,6 +7,7 @@ Source: BigDL's AllReduceParameter (Dai et al., 2018), with blocks in place of e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Slice:
     size: int
     """Number of elements; 0 when the parameter has fewer blocks than the cluster shards."""
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element."""
         return self.offset + self.size

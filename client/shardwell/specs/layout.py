@@ -9,7 +9,7 @@ import collections
 import fnmatch
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -212,11 +212,10 @@ class TensorLayout:
             raise ArgumentError(
                 f"tensors must map names to shapes, as {{'w': (20, 64)}}; got {brief(tensors)}"
             )
-        laid: list[TensorSpec] = []
-        for name, value in tensors.items():
-            offset = laid[-1].stop if laid else 0
-            laid.append(TensorSpec(check_tensor_name(name), _shape(name, value), offset))
-        return TensorLayout(tuple(laid))
+        return _laid(
+            (check_tensor_name(name), _shape(name, value), AS_THE_REST)
+            for name, value in tensors.items()
+        )
 
     def with_groups(self, groups: Sequence[TensorGroup]) -> TensorLayout:
         """Returns the layout with options of their own for tensors of groups.
@@ -332,14 +331,21 @@ class TensorLayout:
         Raises:
             ArgumentError: see the class.
         """
-        message = _unpacked(message)
-        laid: list[TensorSpec] = []
-        for tensor in message.tensors:
-            offset = laid[-1].stop if laid else 0
-            has_options = tensor.HasField("options")
-            options = TensorOptions.from_proto(tensor.options) if has_options else AS_THE_REST
-            laid.append(TensorSpec(tensor.name, tuple(tensor.shape), offset, options))
-        return TensorLayout(tuple(laid))
+        return _laid(
+            (
+                each.name,
+                tuple(each.shape),
+                TensorOptions.from_proto(each.options) if each.HasField("options") else AS_THE_REST,
+            )
+            for each in _unpacked(message).tensors
+        )
+
+
+def _laid(tensors: Iterable[tuple[str, tuple[int, ...], TensorOptions]]) -> TensorLayout:
+    laid: list[TensorSpec] = []
+    for name, shape, options in tensors:
+        laid.append(TensorSpec(name, shape, laid[-1].stop if laid else 0, options))
+    return TensorLayout(tuple(laid))
 
 
 def check_tensor_name(name: object) -> str:

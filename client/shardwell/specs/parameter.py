@@ -70,25 +70,19 @@ def codec_words(codec: types_pb2.Codec) -> str:
     return next((name for name, value in WIRE_CODECS.items() if value == codec), f"{codec}")
 
 
-def codec_to_wire(codec: CodecName) -> tuple[types_pb2.Codec, types_pb2.Compression]:
-    """Returns the wire's form of a codec's name."""
-    name = codec.removesuffix("+lz4")
-    lz4 = types_pb2.COMPRESSION_NONE if name == codec else types_pb2.COMPRESSION_LZ4
-    return WIRE_CODECS[name], lz4
-
-
-def codec_from_wire(codec: types_pb2.Codec, compression: types_pb2.Compression) -> str:
-    """Returns the name that `codec_to_wire` was given."""
-    name: str = name_of(WIRE_CODECS, "codec", codec)
-    if compression == types_pb2.COMPRESSION_LZ4:
+def _codec_of(message: Any) -> str:
+    name: str = name_of(WIRE_CODECS, "codec", message.codec)
+    if message.compression == types_pb2.COMPRESSION_LZ4:
         return f"{name}+lz4"
-    if compression != types_pb2.COMPRESSION_NONE:
-        raise ArgumentError(f"compression {compression} is unspecified or unknown")
+    if message.compression != types_pb2.COMPRESSION_NONE:
+        raise ArgumentError(f"compression {message.compression} is unspecified or unknown")
     return name
 
 
 def _codec_fields(codec: CodecName) -> dict[str, Any]:
-    return dict(zip(("codec", "compression"), codec_to_wire(codec), strict=True))
+    name = codec.removesuffix("+lz4")
+    lz4 = types_pb2.COMPRESSION_NONE if name == codec else types_pb2.COMPRESSION_LZ4
+    return {"codec": WIRE_CODECS[name], "compression": lz4}
 
 
 class TrainingSpec(Record[Any]):
@@ -107,7 +101,7 @@ class TrainingSpec(Record[Any]):
 
     FORMS: ClassVar[Mapping[str, Any]] = {
         "optimizer": Optimizer,
-        "codec": Form(lambda found: codec_from_wire(found.codec, found.compression), _codec_fields),
+        "codec": Form(_codec_of, _codec_fields),
         "mode": WIRE_MODES,
         "members": Elastic,
     }
@@ -321,7 +315,7 @@ class ParameterSpec(TrainingSpec):
         rest = [each for each in super().differences(other) if not each.startswith(_OF_LAYOUT)]
         return [self.layout.difference(other.layout), *rest]
 
-    @property
+    @functools.cached_property
     def closes_by_norm(self) -> bool:
         """True if a step closes in two phases, by the norm of its mean gradient: CloseStep.
 

@@ -19,7 +19,7 @@ from shardwell.errors import CorruptChunkError, DeadlineError
 from shardwell.rpc.heartbeat import Membership
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.take_over import claim_seat, common_tenure
+from shardwell.rpc.take_over import check_next_step, claim_seat, common_tenure
 from shardwell.specs.parameter import TrainingSpec
 from shardwell.threads.asking import ask_all
 
@@ -157,6 +157,19 @@ class Opening(Generic[SpecT, AnswerT]):
         if len({answer.tenure for answer in answers}) > 1:  # some were given away, and others not
             answers = claim_seat(attempts, partial(take, begins_anew=True))
         return answers
+
+    def _check_seat(self, answers: list[AnswerT], next_step: int, opened_at: int) -> int:
+        """Returns the tenure of the seats that this worker has taken; refuses lost steps."""
+        tenure = common_tenure(answer.tenure for answer in answers)
+        check_next_step(
+            self.what,
+            next_step,
+            opened_at,
+            took_over=any(answer.took_over for answer in answers),
+            lost_seat=self._opened_in not in (0, tenure),
+            **self.of,
+        )
+        return tenure
 
     def join_members(self, attempts: Attempts, from_step: int | None = None) -> int:
         """Has all shards await this elastic member from one step on; returns the step.

@@ -176,10 +176,7 @@ class StepTransfer(ABC, Generic[PartT]):
                 spread.wait()
         for line in lines:
             if line.answers:
-                raise self._opening.damaged(
-                    line.part.channel,
-                    f"answered more of {self._opening.what} than it was asked for; call again",
-                )
+                raise self._damaged(line, "more than it was asked for; call again")
 
     def _next(self, line: Line[PartT], step: int = 0, unit: int | None = None) -> Answer:
         """Returns the next answer of a shard; blocks. With `unit`, a wait is noted as a span.
@@ -203,11 +200,14 @@ class StepTransfer(ABC, Generic[PartT]):
                     self._explain(line, failed)
                 raise failed from None
             except CorruptChunkError as error:
-                raise self._opening.damaged(
-                    channel, f"answered for {self._name!r}: {error.message}"
-                ) from None
+                raise self._damaged(line, error.message) from None
             if unit is not None:
                 self._spans.add(SPAN_KIND_WAIT, self._name, step, unit, channel.name, begin_ns)
+
+    def _damaged(self, line: Line[PartT], how: str) -> CorruptChunkError:
+        """Returns the error for an answer that can't be believed; `how` says why."""
+        channel = line.part.channel
+        return self._opening.damaged(channel, f"answered for {self._name!r}: {how}")
 
     def _take_aside(self, line: Line[PartT], answer: Any) -> None:
         raise NotImplementedError

@@ -17,9 +17,8 @@ from fastcrc import crc32
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_floats, as_output
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, first_non_finite
 from shardwell.numerics.elementwise import INFINITY_BITS
-from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.row_batches import add_up, gather, sort_ids
 from shardwell.placement.rows import Ids, RowPlacement
 

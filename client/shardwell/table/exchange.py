@@ -274,45 +274,37 @@ class RowTransfer(StepTransfer[Asked]):
         question = number - bool(asked.parts)
         if question < 0:
             assert asked.put is not None
-            self._take_counted(asked, answer[0], asked.put)
+            self._take_counted(line, answer[0], asked.put)
         else:
             assert asked.fetch is not None
-            self._take_rows(asked, answer, asked.fetch, asked.questions[question])
+            self._take_rows(line, answer, asked.fetch, asked.questions[question])
         peer = asked.channel.name
         self._spans.add(SPAN_KIND_DECODE, self._name, asked.step, number, peer, begin_ns)
 
-    def _take_counted(self, asked: Asked, header: pb.ExchangeRowsResponse, put: RowPut) -> None:
-        counted = header.counted
+    def _take_counted(self, line: Line, header: pb.ExchangeRowsResponse, put: RowPut) -> None:
+        asked, counted = line.part, header.counted
         count = counted.counted_part_count + counted.duplicate_part_count
         count += len(header.outcome.late_part_indexes)
         is_whole = count == len(asked.parts) or put.sums is None
         is_whole &= header.HasField("outcome") == self._spec.has_open_sets
         if not header.HasField("counted") or counted.step != put.step or not is_whole:
-            raise self._unexpected(
-                asked, header, f"step {put.step} counted in {len(asked.parts)} parts"
-            )
+            parts = f"step {put.step} counted in {len(asked.parts)} parts"
+            raise self._unexpected(line, header, parts)
         if checksum.rows_counted(self._counted_context, counted, header.version) != counted.crc32c:
-            raise self._opening.damaged(
-                asked.channel,
-                f"answered for {self._spec.name!r}: the count of step {put.step} is damaged; call "
-                "again",
-            )
+            raise self._damaged(line, f"the count of step {put.step} is damaged; call again")
         if header.HasField("outcome"):
-            self._take_outcome(asked, header.outcome, put)
+            self._take_outcome(line, header.outcome, put)
         self.superseded_part_count += counted.superseded_part_count
         put.counted_shards.add(asked.channel.shard_index)
 
-    def _take_outcome(self, asked: Asked, found: pb.RowsOutcome, put: RowPut) -> None:
-        part_count = len(put.parts(asked.channel.shard_index))
+    def _take_outcome(self, line: Line, found: pb.RowsOutcome, put: RowPut) -> None:
+        shard_index = line.part.channel.shard_index
+        part_count = len(put.parts(shard_index))
         is_whole = checksum.rows_outcome(self._outcome_context, found) == found.crc32c
         indexes = (*found.late_part_indexes, *found.superseded_part_indexes)
         if not is_whole or found.step != put.step or max(indexes, default=0) >= part_count:
-            raise self._opening.damaged(
-                asked.channel,
-                f"answered for {self._spec.name!r}: the outcome of step {put.step} is damaged; "
-                "call again",
-            )
-        put.outcomes[asked.channel.shard_index] = found
+            raise self._damaged(line, f"the outcome of step {put.step} is damaged; call again")
+        put.outcomes[shard_index] = found
 
     @staticmethod
     def _min_version(asked: Asked, fetch: RowFetch) -> int:
@@ -320,14 +312,15 @@ class RowTransfer(StepTransfer[Asked]):
         is_late = put is not None and put.is_late(asked.channel.shard_index)
         return 0 if is_late and fetch.unless_late else fetch.min_version
 
-    def _take_rows(self, asked: Asked, answer: Answer, fetch: RowFetch, span: Span) -> None:
+    def _take_rows(self, line: Line, answer: Answer, fetch: RowFetch, span: Span) -> None:
         """Reads rows of a shard, which may know fewer closed steps than this worker does."""
+        asked = line.part
         header, payload, size_bytes = answer
         count = span.stop - span.start
         if not header.HasField("rows"):
-            raise self._unexpected(asked, header, f"{count} rows")
+            raise self._unexpected(line, header, f"{count} rows")
         if asked.put is not None and header.HasField("outcome"):
-            self._take_outcome(asked, header.outcome, asked.put)
+            self._take_outcome(line, header.outcome, asked.put)
         min_version = self._min_version(asked, fetch)
         ids = fetch.ids.ids[slice(*span)]
         start = checksum.rows_answer(self._answer_context, ids, header.version)
@@ -348,14 +341,11 @@ class RowTransfer(StepTransfer[Asked]):
                 self._codec.open(rows, payload, start=start, with_ids=False, with_values=True)
         except ShardwellError as error:
             del payload, answer  # which the error that is raised would hold
-            raise self._opening.damaged(
-                asked.channel, f"answered for {self._spec.name!r}: {error.message}"
-            ) from None
+            raise self._damaged(line, error.message) from None
         if rows.row_count != count or header.version < min_version:
             or_later = "" if fetch.is_exact else " or later"
-            raise self._unexpected(
-                asked, header, f"{count} rows at version {min_version}{or_later}"
-            )
+            expected = f"{count} rows at version {min_version}{or_later}"
+            raise self._unexpected(line, header, expected)
         if fetch.is_exact and header.version > fetch.min_version:
             raise went_on_elsewhere(
                 asked.channel,
@@ -387,16 +377,11 @@ class RowTransfer(StepTransfer[Asked]):
         fetch.answered(span, header.version)
 
     def _unexpected(
-        self, asked: Asked, header: pb.ExchangeRowsResponse, expected: str
+        self, line: Line, header: pb.ExchangeRowsResponse, expected: str
     ) -> CorruptChunkError:
+        counted = header.counted
+        part_count = counted.counted_part_count + counted.duplicate_part_count
+        got = f"step {counted.step} counted in {part_count} parts"
         if header.HasField("rows"):
             got = f"{header.rows.row_count} rows at version {header.version}"
-        else:
-            counted = header.counted
-            got = (
-                f"step {counted.step} counted in "
-                f"{counted.counted_part_count + counted.duplicate_part_count} parts"
-            )
-        return self._opening.damaged(
-            asked.channel, f"answered {got} for {self._spec.name!r}; expected {expected}"
-        )
+        return self._damaged(line, f"{got}; expected {expected}")

@@ -23,7 +23,7 @@ from shardwell.placement.rows import Ids
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import TableStatus, ask_tables
-from shardwell.rpc.take_over import check_next_step, common_tenure
+from shardwell.rpc.take_over import common_tenure
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.names import check_name
 from shardwell.specs.table import TableSpec
@@ -46,8 +46,6 @@ class Joined(NamedTuple):
     version: int
     row_count_max: int
     incarnation: int
-    took_over: bool
-    """True if the seat was another session's, and this one has not contributed yet."""
     tenure: int
     """Tenure of the worker's seats; 0: it has none, or they are for good."""
     has_seat: bool
@@ -90,15 +88,9 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
 
     def take_seat(self, opened_at: int, attempts: Attempts) -> Joined:
         """Takes this worker's seat; its next step was `opened_at` when it opened the table."""
-        joined = self._joined(self._seated(attempts), attempts, takes_seat=True)
-        check_next_step(
-            self.what,
-            joined.next_step,
-            opened_at,
-            took_over=joined.took_over,
-            lost_seat=self._opened_in not in (0, joined.tenure),
-            **self.of,
-        )
+        answers = self._seated(attempts)
+        joined = self._joined(answers, attempts, takes_seat=True)
+        self._check_seat(answers, joined.next_step, opened_at)
         return joined
 
     def _joined(
@@ -135,7 +127,6 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             version=min(answer.version for answer in answers),
             row_count_max=min(answer.rows_per_message_max for answer in answers),
             incarnation=incarnation,
-            took_over=any(answer.took_over for answer in answers),
             tenure=common_tenure(answer.tenure for answer in answers),
             has_seat=any(answer.has_seat for answer in answers),
         )

@@ -281,30 +281,23 @@ def _next_step(put: RowPut) -> int:
 
 
 def _outcome(put: RowPut, shard_count: int) -> RowOutcome:
-    late_count = superseded_count = unknown_count = part_count = lost_part_count = 0
+    row_counts = {"late": 0, "superseded": 0, "unknown": 0}
+    part_count = lost_part_count = 0
     for shard_index in range(shard_count):
         parts, found = put.parts(shard_index), put.outcomes[shard_index]
-        late, superseded = found.late_part_indexes, found.superseded_part_indexes
         part_count += len(parts)
-        lost_part_count += len(late) + len(superseded)
-        row_count = sum(parts[index].stop - parts[index].start for index in late)
-        if found.late_may_have_counted and put.is_again:
-            unknown_count += row_count
-        else:
-            late_count += row_count
-        superseded_count += sum(parts[index].stop - parts[index].start for index in superseded)
+        late = "unknown" if found.late_may_have_counted and put.is_again else "late"
+        lost = {late: found.late_part_indexes, "superseded": found.superseded_part_indexes}
+        for fate, indexes in lost.items():
+            lost_part_count += len(indexes)
+            row_counts[fate] += sum(parts[index].stop - parts[index].start for index in indexes)
     outcomes = put.outcomes.values()
+    counted = "part" if lost_part_count < part_count else "none"
     return RowOutcome(
         step=put.step,
         row_count=put.ids.ids.size,
         version=min(int(each.version) for each in outcomes),
-        counted="all"
-        if not lost_part_count
-        else "part"
-        if lost_part_count < part_count
-        else "none",
-        late_row_count=late_count,
-        superseded_row_count=superseded_count,
-        unknown_row_count=unknown_count,
+        counted=counted if lost_part_count else "all",
         contributors=tuple(sorted({name for each in outcomes for name in each.contributor_ids})),
+        **{f"{fate}_row_count": count for fate, count in row_counts.items()},
     )

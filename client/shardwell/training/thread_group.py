@@ -46,9 +46,8 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.numerics.arguments import as_output, check_integer
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, first_non_finite
 from shardwell.numerics.elementwise import blocks
-from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.reduction import REDUCTIONS, ReductionName, part_of, reduce_block
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import MeanFactors

@@ -22,9 +22,8 @@ import numpy as np
 
 from shardwell.errors import ArgumentError, NonFiniteError
 from shardwell.numerics.arguments import as_flat, check_finite, check_integer
-from shardwell.numerics.codec import Float32
+from shardwell.numerics.codec import Float32, first_non_finite
 from shardwell.numerics.elementwise import blocks
-from shardwell.numerics.finite import first_non_finite
 from shardwell.numerics.update_rules import UpdateRule, clip
 from shardwell.process.html_table import html_table
 from shardwell.specs.checks import brief

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32
-from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Computed, Float32, canonical_nans
 from shardwell.numerics.scratch import Scratch
 from shardwell.placement.slices import Slice
 from shardwell.specs.parameter import ParameterSpec

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError, NonFiniteError
-from shardwell.numerics.codec import Bytes, Float32
-from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.codec import Bytes, Float32, canonical_nans
 from shardwell.placement.rows import Ids
 from shardwell.specs.parameter import STEP_MAX
 from shardwell.specs.table import TableSpec

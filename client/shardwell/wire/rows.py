@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics import row_batches
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32
-from shardwell.numerics.finite import canonical_nans
+from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32, canonical_nans
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2

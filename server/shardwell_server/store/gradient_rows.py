@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwell.numerics.codec import Float32
-from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.codec import Float32, first_non_finite
 from shardwell.numerics.row_batches import add_up, stable_order
 
 Flags = npt.NDArray[np.bool_]

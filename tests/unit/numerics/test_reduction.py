@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardwell.numerics.finite import first_non_finite
+from shardwell.numerics.codec import first_non_finite
 from shardwell.numerics.reduction import REDUCTIONS, part_of, reduce_block
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT
 from shardwell.numerics.weighted_mean import MeanFactors

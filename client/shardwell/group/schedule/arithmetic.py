@@ -13,9 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32
+from shardwell.numerics.codec import CODECS, Bytes, Computed, Float32, canonical_nans
 from shardwell.numerics.elementwise import Code, Operation, add_scaled, scale
-from shardwell.numerics.finite import canonical_nans
 from shardwell.numerics.reduction import pick
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.weighted_mean import divide
