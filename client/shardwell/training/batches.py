@@ -12,7 +12,7 @@ A batch is one of:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,13 @@ class Update:
     """The number of samples, 0 to 2^62; what is put into a sync has 2^24 at the most."""
 
 
-def merge_updates(updates: Sequence[Update]) -> Update:
+def merge_updates(updates: Iterable[Update]) -> Update:
     """Averages gradients and losses, weighted by the samples processed.
 
-    Lengths may differ: short gradients count as padded with zeros. Of no updates, or of no samples,
-    come zeros. Sums are float64, in the order of the updates. NaN and infinity go through, except
-    of an update without samples, whose values count for nothing.
+    The updates are read one after another, and not kept. Lengths may differ: short gradients count
+    as padded with zeros. Of no updates, or of no samples, come zeros. Sums are float64, in the
+    order of the updates. NaN and infinity go through, except of an update without samples, whose
+    values count for nothing.
 
     Returns:
         The mean: `gradient` is (n,) float32 and new, n the longest length.
@@ -124,40 +125,23 @@ def merge_updates(updates: Sequence[Update]) -> Update:
         >>> shardwell.merge_updates(parts).loss
         0.25
     """
-    merging = Merging()
+    total: npt.NDArray[np.float64] = np.zeros(0)
+    total_loss, total_count = 0.0, 0
     for update in updates:
-        merging.add(update)
-    return merging.result()
-
-
-class Merging:
-    """A `merge_updates` of one update at a time: keeps their sum, and not the updates."""
-
-    def __init__(self) -> None:
-        self._gradient: npt.NDArray[np.float64] = np.zeros(0)
-        self._loss = 0.0
-        self._sample_count = 0
-
-    def add(self, update: Update) -> None:
-        """Counts an update; nothing of it is kept."""
         flat = as_flat("gradient of an update", update.gradient, None)
         what = "sample_count of an update"
         count = check_integer(what, update.sample_count, 0, _MERGED_SAMPLE_COUNT_MAX)
-        if flat.size > self._gradient.size:
-            padding = np.zeros(flat.size - self._gradient.size)
-            self._gradient = np.concatenate((self._gradient, padding))
+        if flat.size > total.size:
+            total = np.concatenate((total, np.zeros(flat.size - total.size)))
         if count:
             with np.errstate(all="ignore"):
-                self._gradient[: flat.size] += np.multiply(flat, float(count), dtype=np.float64)
-            self._loss += count * float(update.loss)
-            self._sample_count += count
-
-    def result(self) -> Update:
-        """The mean so far."""
-        count = self._sample_count
-        with np.errstate(all="ignore"):
-            gradient: Float32 = (self._gradient / max(count, 1)).astype(np.float32)
-        return Update(gradient=gradient, loss=self._loss / max(count, 1), sample_count=count)
+                total[: flat.size] += np.multiply(flat, float(count), dtype=np.float64)
+            total_loss += count * float(update.loss)
+            total_count += count
+    whole = max(total_count, 1)
+    with np.errstate(all="ignore"):
+        gradient: Float32 = (total / whole).astype(np.float32)
+    return Update(gradient=gradient, loss=total_loss / whole, sample_count=total_count)
 
 
 def _is_array(batch: Any) -> bool:

@@ -30,7 +30,6 @@ from shardwell.specs.checks import brief
 from shardwell.specs.optimizers import OF_PARAMETERS, Average, Optimizer, check_learning_rate
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX
 from shardwell.training.batches import (
-    Merging,
     Update,
     count_samples,
     merge_updates,
@@ -308,10 +307,8 @@ class DataParallelTrainer:
             return Update(gradient=np.zeros_like(self._flat), loss=0.0, sample_count=0)
         if self._micro_batch_size is None or count <= self._micro_batch_size:
             return self._called(batch, count)
-        merging = Merging()
-        for part in micro_batches(batch, self._micro_batch_size):
-            merging.add(self._called(part, count_samples(part)))
-        return merging.result()
+        parts = micro_batches(batch, self._micro_batch_size)
+        return merge_updates(self._called(part, count_samples(part)) for part in parts)
 
     def _called(self, batch: Any, sample_count: int) -> Update:
         loss, gradient = self._gradient_function(self._weights, batch)
