@@ -42,10 +42,8 @@ from shardwell_server.access.access import Access
 from shardwell_server.access.audit import AuditLog, no_audit
 from shardwell_server.access.ends import Ends
 from shardwell_server.access.rights import Right
-from shardwell_server.admin.metrics import Vitals
 from shardwell_server.admin.port import AdminPort
-from shardwell_server.admin.resources import ResourceMeter
-from shardwell_server.admin.troubles import troubles
+from shardwell_server.admin.vitals import ResourceMeter, Vitals, troubles
 from shardwell_server.config import ShardConfig
 from shardwell_server.services.calls import Call, Calls
 from shardwell_server.services.event_loop import EventLoop
@@ -158,6 +156,7 @@ class ShardServer:
             data_dir=None if data_dir is None else data_dir.path,
             groups=self._endpoint.meetings.describe,
             resources=ResourceMeter(None if data_dir is None else data_dir.path).read,
+            head=self._endpoint.service.head,
         )
         self._endpoint.service.troubles = partial(troubles, vitals)
         self._endpoint.service.resources = vitals.resources

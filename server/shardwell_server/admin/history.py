@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from shardwell.rpc.shard_status import Resources
-from shardwell_server.admin.metrics import Vitals
+from shardwell_server.admin.vitals import Vitals
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.table.slice import TableSlice
 

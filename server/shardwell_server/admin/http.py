@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from shardwell.connection.tls import Contents, TlsFiles
-from shardwell.errors import ArgumentError, ShardUnavailableError
+from shardwell.errors import ShardUnavailableError
 
 _LOG = logging.getLogger("shardwell_server")
 _CONNECTION_COUNT_MAX = 32
@@ -50,13 +50,17 @@ Respond = Callable[[str, str, "str | None"], Response]
 """Answers a path, its query, and `Authorization`; None: it is absent."""
 
 
-class HttpServer:
+class HttpServer(ThreadingMixIn, TCPServer):
     """Listens until it is closed; ShardUnavailableError: the address can't be listened on.
 
     `respond` makes answers on several threads at once. `hosts` are the names in `Host` that are
     answered, in lower case; None: all. A page of another site makes its own name lead here (DNS
     rebinding), and then reads what a browser gets.
     """
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128  # a probe that finds it full is late by a second or more
 
     def __init__(
         self,
@@ -65,40 +69,6 @@ class HttpServer:
         tls: TlsFiles | None,
         hosts: Collection[str] | None = None,
     ) -> None:
-        host, _, port = listen.rpartition(":")
-        plain_host = host.strip("[]")
-        try:
-            self._server = _Server((plain_host, int(port)), respond, tls, hosts)
-        except OSError as error:
-            raise ShardUnavailableError(
-                f"can't listen on {listen} for administration: {error.strerror}; give a free port, "
-                "or 0 for any, and an address of this machine"
-            ) from None
-        self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=lambda: self._server.serve_forever(_LOOK_S), name="shardwell-admin", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends it; answers under way go on. Safe to repeat."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingMixIn, TCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 128  # a probe that finds it full is late by a second or more
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        respond: Respond,
-        tls: TlsFiles | None,
-        hosts: Collection[str] | None,
-    ) -> None:
         self.respond = respond
         self._hosts = hosts
         self._tls = tls
@@ -106,9 +76,27 @@ class _Server(ThreadingMixIn, TCPServer):
         self._lock = threading.Lock()
         self._open: dict[Any, socket.socket] = {}
         """Connections as they came, and as they are spoken over; the earliest first."""
-        if ":" in address[0]:
+        host, _, port = listen.rpartition(":")
+        if ":" in host:
             self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
+        try:
+            super().__init__((host.strip("[]"), int(port)), _Handler)
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"can't listen on {listen} for administration: {error.strerror}; give a free port, "
+                "or 0 for any, and an address of this machine"
+            ) from None
+        self.address = f"{host}:{self.server_address[1]}"
+        self._thread = threading.Thread(
+            target=lambda: self.serve_forever(_LOOK_S), name="shardwell-admin", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it; answers under way go on. Safe to repeat."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     @override
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -174,8 +162,10 @@ class _Server(ThreadingMixIn, TCPServer):
         contents, known = tls.contents(), self._context
         if known is not None and known[0] is contents:
             return known[1]
+        assert tls.tls.cert is not None  # a shard without one does not serve
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context = _context_of(tls)
+            context.load_cert_chain(tls.tls.cert, tls.tls.key)
         except OSError as error:  # of another one that is being written, say
             _LOG.warning(
                 "the admin port keeps its last certificate, as the new one fails: %s", error
@@ -187,16 +177,8 @@ class _Server(ThreadingMixIn, TCPServer):
         return context
 
 
-def _context_of(tls: TlsFiles) -> ssl.SSLContext:
-    if tls.tls.cert is None:
-        raise ArgumentError("a server needs a certificate and its key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.tls.cert, tls.tls.key)
-    return context
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: HttpServer
     timeout = _SILENCE_S
     protocol_version = "HTTP/1.1"
     server_version = "shardwell"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -24,157 +23,101 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import shardwell
-from shardwell.errors import ShardwellError
-from shardwell.group.rendezvous.members import GroupState
 from shardwell.numerics import native
 from shardwell.rpc.shard_status import MEMBER_STATES
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import table_pb2
-from shardwell_server.access.ends import End, Ends
+from shardwell_server.access.ends import End
+from shardwell_server.admin.vitals import Vitals
 from shardwell_server.shard.parameter.slice import ParameterSlice
-from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.step_times import BOUNDS_S, Durations
 from shardwell_server.shard.table.slice import TableSlice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WORKER_COUNT_MAX = 256
 _LIMITED = {
-    "stored_bytes": "Bytes of weights, sums, optimizer state and images.",
-    "sessions": "Clients that are connected.",
-    "streams": "Streams that are open.",
-    "arena_bytes": "Memory that clients of this machine share with the shard.",
-    "parameters": "Parameters.",
-    "tables": "Tables.",
-}
-_LIMITS_IN_STATUS = {
-    "stored_bytes": "stored bytes",
-    "sessions": "clients",
-    "streams": "streams",
-    "arena_bytes": "shared memory",
+    "shardwell_stored_bytes": "Bytes of weights, sums, optimizer state and images.",
+    "shardwell_sessions": "Clients that are connected.",
+    "shardwell_streams": "Streams that are open.",
+    "shardwell_arena_bytes": "Memory that clients of this machine share with the shard.",
+    "shardwell_parameters": "Parameters.",
+    "shardwell_tables": "Tables.",
 }
 _SHARD = {
-    "uptime_seconds": "Since the process began.",
-    "payload_bytes_total": "Payload moved, by its direction.",
+    "shardwell_uptime_seconds": "Since the process began.",
+    "shardwell_payload_bytes_total": "Payload moved, by its direction.",
     **{
         f"{name}{suffix}": f"{words}{text}"
         for name, text in _LIMITED.items()
         for suffix, words in (("", ""), ("_limit", "The most there may be. "))
     },
-    "calls_refused_total": "Calls that ended with an error, by its name.",
+    "shardwell_calls_refused_total": "Calls that ended with an error, by its name.",
 }
 _DISK = {
-    "disk_free_bytes": "Room where the shard's files are.",
-    "disk_size_bytes": "All of it.",
+    "shardwell_disk_free_bytes": "Room where the shard's files are.",
+    "shardwell_disk_size_bytes": "All of it.",
 }
 _FAULTS = {
-    "damaged": "Stored pieces that are known to be damaged; of many, a few are counted.",
-    "files_gone": "1 if the shard's files were removed, moved or replaced while it served.",
-    "ends_seconds": "Until a certificate or token ends; below 0 when it has.",
-    "ends_soon": "1 if it is to be made anew: 30 days before its end, or in the last third of its "
-    "life.",
+    "shardwell_damaged": "Stored pieces that are known to be damaged; of many, a few are counted.",
+    "shardwell_files_gone": "1 if the shard's files were removed, moved or replaced while it "
+    "served.",
+    "shardwell_ends_seconds": "Until a certificate or token ends; below 0 when it has.",
+    "shardwell_ends_soon": "1 if it is to be made anew: 30 days before its end, or in the last "
+    "third of its life.",
 }
 _NAMES = {
-    "version": "Updates that the part which is furthest behind has seen.",
-    "gradients_counted_total": "Chunks, or rows, of gradients counted.",
-    "gradients_duplicate_total": "Chunks, or messages of rows, that came again and were not "
-    "counted.",
-    "learning_rate": "The next update's.",
-    "step_open_seconds": "Since the first contribution to the open step; 0 without one, or without "
-    "any worker.",
-    "ended": "1 if all workers have left in order.",
-    "abandoned_seconds": "For how long no worker has been connected, once that is "
+    "shardwell_version": "Updates that the part which is furthest behind has seen.",
+    "shardwell_gradients_counted_total": "Chunks, or rows, of gradients counted.",
+    "shardwell_gradients_duplicate_total": "Chunks, or messages of rows, that came again and were "
+    "not counted.",
+    "shardwell_learning_rate": "The next update's.",
+    "shardwell_step_open_seconds": "Since the first contribution to the open step; 0 without one, "
+    "or without any worker.",
+    "shardwell_ended": "1 if all workers have left in order.",
+    "shardwell_abandoned_seconds": "For how long no worker has been connected, once that is "
     "abandoned_after_s; else 0.",
-    "step_missing_workers": "Workers for whom the open step waits.",
-    "step_waits_for": "1 for each worker that is missing from an open step which has begun.",
-    "worker_lag_seconds": "In a worker's last step, from the first contribution of all workers to "
-    "its own.",
-    "worker_idle_seconds": "Since the last contribution of a worker.",
-    "worker_steps": "Steps of a worker, in its own count.",
-    "reported": "What workers reported of the last step, such as a loss: the mean.",
-    "barrier_wait_seconds": "From the first contribution to a step to its end.",
-    "step_duration_seconds": "From the end of a step to that of the next.",
-    "gradients_late_total": "Chunks that came when their step had closed, or their worker's tenure "
-    "was over.",
-    "members_lost_total": "Elastic members that the shard found gone.",
-    "members": "Elastic members by state.",
-    "worker_chunks_counted_total": "Chunks of a worker that counted since it joined, where steps "
-    "may close without it.",
-    "worker_chunks_late_total": "The same of those that were late.",
+    "shardwell_step_missing_workers": "Workers for whom the open step waits.",
+    "shardwell_step_waits_for": "1 for each worker that is missing from an open step which has "
+    "begun.",
+    "shardwell_worker_lag_seconds": "In a worker's last step, from the first contribution of all "
+    "workers to its own.",
+    "shardwell_worker_idle_seconds": "Since the last contribution of a worker.",
+    "shardwell_worker_steps": "Steps of a worker, in its own count.",
+    "shardwell_reported": "What workers reported of the last step, such as a loss: the mean.",
+    "shardwell_barrier_wait_seconds": "From the first contribution to a step to its end.",
+    "shardwell_step_duration_seconds": "From the end of a step to that of the next.",
+    "shardwell_gradients_late_total": "Chunks that came when their step had closed, or their "
+    "worker's tenure was over.",
+    "shardwell_members_lost_total": "Elastic members that the shard found gone.",
+    "shardwell_members": "Elastic members by state.",
+    "shardwell_worker_chunks_counted_total": "Chunks of a worker that counted since it joined, "
+    "where steps may close without it.",
+    "shardwell_worker_chunks_late_total": "The same of those that were late.",
 }
-_HISTOGRAMS = ("barrier_wait_seconds", "step_duration_seconds")
+_HISTOGRAMS = ("shardwell_barrier_wait_seconds", "shardwell_step_duration_seconds")
 _LEARNERS = {
-    "learner_inner_steps": "Steps that a learner of a family has made by itself.",
-    "learner_samples_total": "What a learner was trained on.",
-    "learner_offers_total": "Outer gradients that a learner has offered.",
-    "learner_bytes_total": "What a learner's client has moved, by its direction.",
-    "learner_hidden_seconds_total": "Time in which a learner's offers were under way while "
-    "training went on.",
-    "learner_waited_seconds_total": "Time for which a learner's takes have waited.",
-    "learner_offers_overdue_total": "Offers of a learner whose result had not come in time.",
-    "learner_takes_kept_total": "Takes at which a learner has kept work that had not counted.",
-    "learner_silent_seconds": "Since a learner said last how far it has come.",
+    "shardwell_learner_inner_steps": "Steps that a learner of a family has made by itself.",
+    "shardwell_learner_samples_total": "What a learner was trained on.",
+    "shardwell_learner_offers_total": "Outer gradients that a learner has offered.",
+    "shardwell_learner_bytes_total": "What a learner's client has moved, by its direction.",
+    "shardwell_learner_hidden_seconds_total": "Time in which a learner's offers were under way "
+    "while training went on.",
+    "shardwell_learner_waited_seconds_total": "Time for which a learner's takes have waited.",
+    "shardwell_learner_offers_overdue_total": "Offers of a learner whose result had not come in "
+    "time.",
+    "shardwell_learner_takes_kept_total": "Takes at which a learner has kept work that had not "
+    "counted.",
+    "shardwell_learner_silent_seconds": "Since a learner said last how far it has come.",
 }
 _GROUPS = {
-    "group_ranks": "Ranks that a group is to have.",
-    "group_missing_ranks": "Ranks that no process has.",
+    "shardwell_group_ranks": "Ranks that a group is to have.",
+    "shardwell_group_missing_ranks": "Ranks that no process has.",
 }
 
 _Part: TypeAlias = ParameterSlice | TableSlice
 _Status: TypeAlias = pb.ParameterStatus | table_pb2.TableStatus
 _Labels: TypeAlias = dict[str, str]
 _Sample: TypeAlias = tuple[str, _Labels, float | Durations]
-
-
-class Vitals(NamedTuple):
-    """A shard, and its server's knowledge of it."""
-
-    shard: Shard
-    stream_count: Callable[[], int]
-    arena_bytes: Callable[[], int]
-    refusals: Callable[[], dict[str, int]]
-    turned_away_s: Callable[[], float | None]
-    """The last refusal for want of a token or right, on time.monotonic's clock."""
-    damages: Callable[[], list[str]]
-    ends: Ends
-    data_dir: Path | None
-    groups: Callable[[], list[GroupState]]
-    resources: Callable[[], pb.Resources]
-
-    def settings(self) -> pb.ShardSettings:
-        """Returns the shard's settings, limits, and certificates and tokens that end."""
-        shard, now_s = self.shard, self.ends.now_s()
-        found = pb.ShardSettings(
-            durability="" if self.data_dir is None else shard.config.durability.setting
-        )
-        limits = self.limits()
-        for metric, words in _LIMITS_IN_STATUS.items():
-            used, most = limits[metric]
-            found.limits.add(name=words, used=used, most=most)
-        for end in self.ends.all():
-            found.endings.add(kind=end.kind, name=end.name, left_s=end.ends_s - now_s)
-        if shard.copied_s is not None:
-            found.checkpoint_ago_s = time.monotonic() - shard.copied_s
-        return found
-
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns what is used and the most there may be, by the names of metrics."""
-        shard, limits = self.shard, self.shard.config.limits
-        return {
-            "stored_bytes": (shard.stored_bytes, limits.stored_bytes_max),
-            "sessions": (shard.sessions.count, limits.session_count_max),
-            "streams": (self.stream_count(), limits.stream_count_max),
-            "arena_bytes": (self.arena_bytes(), limits.arena_bytes_max),
-            "parameters": (len(shard.parameters.all()), limits.parameter_count_max),
-            "tables": (len(shard.tables.all()), limits.table_count_max),
-        }
-
-    def files_fault(self) -> str | None:
-        """Returns why the shard goes on without its files; None: it has them."""
-        try:
-            self.shard.check_files()
-        except ShardwellError as error:
-            return error.message
-        return None
 
 
 def exposition(vitals: Vitals, is_shown: Callable[[str], bool]) -> bytes:
@@ -210,7 +153,9 @@ class _ShardCollector(Collector):
         yield from _families(_SHARD, self._of_shard())
         resources = self._vitals.resources()
         if resources.HasField("disk_free_bytes"):
-            yield from _families(_DISK, [(name, {}, getattr(resources, name)) for name in _DISK])
+            free: _Sample = ("disk_free_bytes", {}, resources.disk_free_bytes)
+            size: _Sample = ("disk_size_bytes", {}, resources.disk_size_bytes)
+            yield from _families(_DISK, (free, size))
         yield from _families(_FAULTS, self._of_faults())
         yield from _families(_NAMES, self._of_names())
         if config.worker_metrics:
@@ -331,10 +276,10 @@ def _of_workers(status: _Status, named: _Labels, *, counts_chunks: bool) -> Iter
 def _families(texts: Mapping[str, str], samples: Iterable[_Sample]) -> Iterator[Metric]:
     of_name: dict[str, list[tuple[_Labels, Any]]] = {name: [] for name in texts}
     for name, labels, value in samples:
-        of_name[name].append((labels, value))
+        of_name[f"shardwell_{name}"].append((labels, value))
     for name, found in of_name.items():
         label_names = [*found[0][0]] if found else []
-        given = f"shardwell_{name}", texts[name]
+        given = name, texts[name]
         if name in _HISTOGRAMS:
             times = HistogramMetricFamily(*given, labels=label_names)
             for labels, value in found:

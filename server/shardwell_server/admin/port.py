@@ -36,11 +36,11 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import check_name
 from shardwell.threads.asking import ask_all
 from shardwell_server.access.access import Access
-from shardwell_server.admin.details import details
 from shardwell_server.admin.history import History, Key
 from shardwell_server.admin.http import HttpServer, Response
-from shardwell_server.admin.metrics import CONTENT_TYPE, Vitals, exposition
-from shardwell_server.admin.view import own_status, view
+from shardwell_server.admin.metrics import CONTENT_TYPE, exposition
+from shardwell_server.admin.view import details, own_status, view
+from shardwell_server.admin.vitals import Vitals
 from shardwell_server.config import ShardConfig
 from shardwell_server.operations.cluster_status import Answer, ask
 

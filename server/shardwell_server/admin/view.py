@@ -1,26 +1,24 @@
-"""The state of the cluster as the status page reads it, made of what its shards say."""
+"""The state of the cluster, and of one name, as the status page reads them."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.numerics import native
 from shardwell.rpc.cluster_status import Row, all_rows
 from shardwell.rpc.shard_status import (
-    ParameterStatus,
-    Resources,
-    ShardSettings,
     ShardStatus,
     TableStatus,
-    Trouble,
 )
-from shardwell_server.admin.metrics import Vitals
-from shardwell_server.admin.troubles import troubles
+from shardwell.specs.fragments import grouped
+from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.admin.history import Key, version_of
+from shardwell_server.admin.vitals import Vitals, troubles
 from shardwell_server.operations.cluster_status import (
     Answer,
     as_json,
@@ -32,38 +30,38 @@ from shardwell_server.operations.cluster_status import (
     verdict,
     workers,
 )
+from shardwell_server.operations.timeline import closed_steps
+from shardwell_server.shard.parameter.slice import ParameterSlice
+from shardwell_server.shard.table.slice import TableSlice
 
 _NAME_COUNT_MAX = 100
 _WORKER_COUNT_MAX = 300
+_TENSOR_COUNT_MAX = 2000
+_STEP_COUNT_MAX = 20
+_SPAN_S = 600.0
+
+_SHOWN_ELSEWHERE = ("name", "size", "layout", "fragment")
+"""Fields of a spec that are no settings, or that the page has beside."""
+
+_OF_STEP = ("step", "took_s", "last", "waited_s", "worker_count")
+
+_Part: TypeAlias = ParameterSlice | TableSlice
 
 
 def own_status(vitals: Vitals, address: str) -> ShardStatus:
     """Returns the status of this shard, without a call."""
-    shard, config = vitals.shard, vitals.shard.config
+    shard, found = vitals.shard, vitals.head()
     attending = shard.sessions.by_worker()
-    return ShardStatus(
-        shard_index=config.shard_index,
-        shard_count=config.shard_count,
-        cluster_id=config.cluster_id,
-        address=address,
-        software_version=shardwell.__version__,
-        arithmetic=native.describe(),
-        uptime_s=time.monotonic() - shard.started_s,
-        stored_bytes=shard.stored_bytes,
-        received_payload_bytes=shard.traffic.received_bytes,
-        sent_payload_bytes=shard.traffic.sent_bytes,
-        open_stream_count=vitals.stream_count(),
-        parameters=tuple(
-            ParameterStatus.from_proto(shard.parameters.describe(each, _NAME_COUNT_MAX, attending))
-            for each in shard.parameters.all()
-        ),
-        tables=tuple(
-            TableStatus.from_proto(shard.tables.describe(each, _NAME_COUNT_MAX, attending))
-            for each in shard.tables.all()
-        ),
-        troubles=tuple(map(Trouble.from_proto, troubles(vitals))),
-        resources=Resources.from_proto(vitals.resources()),
-        settings=ShardSettings.from_proto(vitals.settings()),
+    for parameter in shard.parameters.all():
+        found.parameters.append(shard.parameters.describe(parameter, _NAME_COUNT_MAX, attending))
+    tables = [
+        shard.tables.describe(each, _NAME_COUNT_MAX, attending) for each in shard.tables.all()
+    ]
+    found.troubles.extend(troubles(vitals))
+    found.resources.CopyFrom(vitals.resources())
+    found.settings.CopyFrom(vitals.settings())
+    return ShardStatus.from_proto(
+        found, address=address, tables=tuple(map(TableStatus.from_proto, tables))
     )
 
 
@@ -163,3 +161,77 @@ def _shard(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "checkpoint_ago_s": answer.settings.checkpoint_ago_s,
         "limits": {each.name: [each.used, each.most] for each in answer.settings.limits},
     }
+
+
+def details(vitals: Vitals, is_shown: Callable[[str], bool], key: Key) -> dict[str, Any] | None:
+    """Returns the details on the page of one name; None: nothing of that name is shown."""
+    kind, name = key
+    parts = [part for part in _parts(vitals, kind, name) if is_shown(part.spec.name)]
+    if not parts:
+        return None
+    layouts = [spec.layout for part in parts if isinstance(spec := part.spec, ParameterSpec)]
+    return {
+        "kind": kind,
+        "name": name,
+        "shard_index": vitals.shard.config.shard_index,
+        "of": parts[0].spec.name,
+        "settings": {
+            field.name: as_json(getattr(parts[0].spec, field.name))
+            for field in dataclasses.fields(parts[0].spec)
+            if field.name not in _SHOWN_ELSEWHERE
+        },
+        "tensors": list(itertools.islice(_tensors(parts), _TENSOR_COUNT_MAX)),
+        "tensor_count": sum(len(layout) for layout in layouts if layout is not None),
+        "last_steps": _last_steps(vitals, parts),
+    }
+
+
+def _parts(vitals: Vitals, kind: str, name: str) -> Sequence[_Part]:
+    if kind == "table":
+        table = vitals.shard.tables.find(name)
+        return [] if table is None else [table]
+    parameter = vitals.shard.parameters.find(name)
+    if parameter is not None:
+        return [parameter]
+    family = grouped(vitals.shard.parameters.all()).families.get(name)
+    return [] if family is None else family.all
+
+
+def _tensors(parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
+    """A vector without a layout, or a table, has none."""
+    for spec in (part.spec for part in parts):
+        if not isinstance(spec, ParameterSpec) or spec.layout is None:
+            continue
+        for tensor in spec.layout:
+            fields = dataclasses.fields(tensor.options)
+            options = {field.name: getattr(tensor.options, field.name) for field in fields}
+            yield {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "size": tensor.size,
+                "fragment": spec.fragment and spec.fragment.index,
+                "options": {
+                    f.name: options[f.name] for f in fields if options[f.name] != f.default
+                },
+            }
+
+
+def _last_steps(vitals: Vitals, parts: Sequence[_Part]) -> list[dict[str, Any]]:
+    spans = vitals.shard.spans
+    now_ns = time.monotonic_ns()
+    since_ns = now_ns - int(_SPAN_S * 1e9)
+    found = [
+        step
+        for part in parts
+        for step in closed_steps(spans.since(since_ns, part.spec.name))
+        if part.spec.mode == "async" or step.step < version_of(part)
+    ]
+    found.sort(key=lambda step: -step.end_ns)
+    return [
+        {
+            "name": step.subject,
+            "ago_s": round((now_ns - step.end_ns) / 1e9, 1),
+            **{name: getattr(step, name) for name in _OF_STEP},
+        }
+        for step in found[:_STEP_COUNT_MAX]
+    ]

@@ -224,20 +224,10 @@ class ParameterServerService:
             known.chunk_indexes.append(index)
         return checksum.seal(response)
 
-    def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
+    def head(self) -> pb.GetStatusResponse:
+        """Returns the status of the shard, without what it holds."""
         shard, config = self._shard, self._shard.config
-        if request.identity_only:  # what a client asks first
-            admit_newcomer()
-        parameters: list[ParameterSlice] = []
-        if request.parameter:
-            call.check(Right.READ, "parameter", request.parameter)
-            found = shard.parameters.find(request.parameter)  # at no cost of all the others
-            parameters = [] if found is None or request.identity_only else [found]
-        elif not request.identity_only:
-            all_ = shard.parameters.all()
-            parameters = [p for p in all_ if call.principal.best(p.spec.name)]
-        name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
-        response = pb.GetStatusResponse(
+        return pb.GetStatusResponse(
             shard=types_pb2.ShardIdentity(
                 cluster_id=config.cluster_id,
                 shard_index=config.shard_index,
@@ -253,6 +243,21 @@ class ParameterServerService:
             arithmetic=native.describe(),
             stream_address=self.stream_address,
         )
+
+    def get_status(self, request: pb.GetStatusRequest, call: Call) -> pb.GetStatusResponse:
+        shard = self._shard
+        if request.identity_only:  # what a client asks first
+            admit_newcomer()
+        parameters: list[ParameterSlice] = []
+        if request.parameter:
+            call.check(Right.READ, "parameter", request.parameter)
+            found = shard.parameters.find(request.parameter)  # at no cost of all the others
+            parameters = [] if found is None or request.identity_only else [found]
+        elif not request.identity_only:
+            all_ = shard.parameters.all()
+            parameters = [p for p in all_ if call.principal.best(p.spec.name)]
+        name_count_max = max(STATUS_NAME_COUNT_MAX // max(len(parameters), 1), 1)
+        response = self.head()
         if not (request.identity_only or request.after):
             shown = (each for each in self.troubles() if call.principal.best(each.name))
             response.troubles.extend(itertools.islice(shown, _TROUBLE_COUNT_MAX))

@@ -12,8 +12,8 @@ import time
 
 from harness.polling import PATIENCE_S
 from harness.threads import in_background
-from shardwell_server.admin import resources
-from shardwell_server.admin.resources import ResourceMeter
+from shardwell_server.admin import vitals
+from shardwell_server.admin.vitals import ResourceMeter
 
 
 def test_without_files_nothing_is_said_of_a_disk() -> None:
@@ -56,14 +56,14 @@ def test_one_caller_at_a_time_looks_at_the_files(tmp_path, monkeypatch) -> None:
     (tmp_path / "weights").write_bytes(os.urandom(1_000_000))
     meter = ResourceMeter(tmp_path)
     looks, goes_on = threading.Event(), threading.Event()
-    occupied = resources._occupied
+    occupied = vitals._occupied
 
     def hangs(directory: str) -> list[int]:
         looks.set()
         assert goes_on.wait(PATIENCE_S)
         return list(occupied(directory))
 
-    monkeypatch.setattr(resources, "_occupied", hangs)
+    monkeypatch.setattr(vitals, "_occupied", hangs)
     first = in_background(meter.read)
     assert looks.wait(PATIENCE_S)
     assert not meter.read().HasField("disk_used_bytes")
