@@ -48,6 +48,7 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import Ring, Strategy, Tree
 from shardwell.numerics.codec import CODECS
 from shardwell.placement.slices import slice_of
+from shardwell.specs.checks import check_number, check_whole_number
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import BLOCK_SIZES, GROUP_CODECS, block_size_of
 from shardwell.wire import images
@@ -87,13 +88,13 @@ class Job:
     optimizer: Optimizer = field(default_factory=Average)
 
     def __post_init__(self) -> None:
-        _check("element_count", self.element_count, 1)
+        check_number("element_count", self.element_count, low=1)
         for name in ("worker_count", "shard_count"):
-            _check(name, getattr(self, name), 1, COUNT_MAX)
+            check_whole_number(name, getattr(self, name), 1, COUNT_MAX)
         for name in ("link_bytes_per_s", "host_bytes_per_s"):
-            _check(name, getattr(self, name), 1e-3)
+            check_number(name, getattr(self, name), low=1e-3)
         for name in ("compute_s", "latency_s"):
-            _check(name, getattr(self, name), 0)
+            check_number(name, getattr(self, name))
         if self.codec not in CODECS:
             raise ArgumentError(f"codec must be one of {', '.join(CODECS)}; got {self.codec!r:.80}")
 
@@ -309,10 +310,3 @@ def _depth(worker_count: int, arity: int) -> int:
 
 def _link_s(job: Job, payload_bytes: float) -> float:
     return payload_bytes * HEADER_FACTOR / job.link_bytes_per_s
-
-
-def _check(name: str, value: float, low: float, high: float = math.inf) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and low <= value <= high):
-        bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ArgumentError(f"{name} must be {bound}; got {value!r:.80}")
