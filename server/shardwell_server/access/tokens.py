@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -52,7 +53,7 @@ class Token:
     digests: tuple[str, ...]
     """SHA-256 of each secret, in hexadecimal digits; the newest last."""
     grants: tuple[Grant, ...]
-    expires_s: float | None = None
+    expires_s: float = math.inf
     """Seconds since 1970."""
     quota: Quota = NO_QUOTA
 
@@ -60,13 +61,13 @@ class Token:
     def of(given: object) -> Token:
         """Returns the entry that a JSON object is."""
         entry = fields_of("a token", given, _FIELDS)
-        name = check_name("a token's name", entry.get("name"))
+        name, expires = check_name("a token's name", entry.get("name")), entry.get("expires")
         try:
             return Token(
                 name=name,
                 digests=_digests_of(entry.get("sha256")),
                 grants=grants_of(entry.get("rights")),
-                expires_s=None if entry.get("expires") is None else seconds_of(entry["expires"]),
+                expires_s=math.inf if expires is None else seconds_of(expires),
                 quota=quota_of(entry.get("quota", {})),
             )
         except ArgumentError as error:
@@ -79,20 +80,19 @@ class Token:
             "name": self.name,
             "sha256": list(self.digests),
             "rights": [str(grant) for grant in self.grants],
-            **({} if self.expires_s is None else {"expires": time_of(self.expires_s)}),
+            **({} if self.expires_s == math.inf else {"expires": time_of(self.expires_s)}),
             **({"quota": quota} if quota else {}),
         }
 
     def principals(self) -> Iterator[Principal]:
         """Yields the principal of each secret."""
         for digest in self.digests:
-            given = {} if self.expires_s is None else {"expires_s": self.expires_s}
             yield Principal(
                 name=self.name,
                 grants=self.grants,
                 quota=self.quota,
+                expires_s=self.expires_s,
                 proof=bytes.fromhex(digest),
-                **given,
             )
 
     def with_secret(self, digest: str) -> Token:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -136,7 +137,7 @@ def create(
         name=name,
         digests=(digest_of(secret).hex(),),
         grants=grants,
-        expires_s=None if life is None else wall_clock_s() + life,
+        expires_s=math.inf if life is None else wall_clock_s() + life,
         quota=given,
     )
     with _written_secret(out, secret), _changing(path) as tokens:
@@ -208,8 +209,8 @@ def list_tokens(*, path: Path) -> None:
     now_s = wall_clock_s()
     shown = table("", "token", "rights", "expires", "quota", "secrets")
     for each in found:
-        end = "" if each.expires_s is None else time_of(each.expires_s)
-        if each.expires_s is not None and each.expires_s <= now_s:
+        end = "" if each.expires_s == math.inf else time_of(each.expires_s)
+        if each.expires_s <= now_s:
             end += " (expired)"
         quota = {name: most for name, most in vars(each.quota).items() if most is not None}
         shown.add_row(
