@@ -27,6 +27,7 @@ from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.registry import Parameters
+from shardwell_server.shard.slice import SharedParts
 from shardwell_server.store import Store
 from shardwell_server.store.memory.store import MemoryStore
 
@@ -147,18 +148,18 @@ class ElasticShard:
         )
         parameters, tables = store.recover(), store.recover_tables()
         assert not tables
+        shared = SharedParts(
+            config=config,
+            sessions=self.living,  # type: ignore[arg-type]
+            spans=Spans(),
+            timer=self.timer,
+            log=lambda closed: self.lines.append(
+                (closed.step, closed.chunk_index, closed.worker_ids)
+            ),
+        )
+        stored = ByteBudget(config.limits.stored_bytes_max)
         self.registry = Parameters(
-            config,
-            store,
-            threading.Lock(),
-            ByteBudget(config.limits.stored_bytes_max),
-            self.living,
-            Usages(),
-            Spans(),
-            Deletions(store),
-            None,
-            self.timer,
-            lambda closed: self.lines.append((closed.step, closed.chunk_index, closed.worker_ids)),
+            shared, store, threading.Lock(), stored, Usages(), Deletions(store)
         )
         self.registry.recover(parameters)
         store.recovered()

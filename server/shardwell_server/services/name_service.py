@@ -76,8 +76,7 @@ class NameService:
     def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
         if kind not in _WORDS:
             raise ArgumentError(f"kind must be that of a parameter or table; got {kind}")
-        is_parameter = kind == pb.NAME_KIND_PARAMETER
-        return self._shard.parameters if is_parameter else self._shard.tables, _WORDS[kind]
+        return self._shard.registry(_WORDS[kind]), _WORDS[kind]
 
     def _held(self, request: pb.DeleteRequest) -> list[pb.HeldName]:
         found = []

@@ -22,7 +22,6 @@ from shardwell_server.access.ends import first_end
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls, Handling, Needs
 from shardwell_server.services.step_stream import Kind
-from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.sessions import session_ended
 from shardwell_server.shard.shard import Shard
 
@@ -84,25 +83,19 @@ class SessionService:
             )
         shard.sessions.heard(request.session)
         for each in request.ended:
-            is_parameter = bool(each.parameter)
-            kind: Kind = "parameter" if is_parameter else "table"
+            kind: Kind = "parameter" if each.parameter else "table"
             name = each.parameter or each.table
             call.check(Right.CONTRIBUTE, kind, name)
-            found = (shard.parameters if is_parameter else shard.tables).find(name)
+            found = shard.registry(kind).find(name)
             if found is not None and found.incarnation == each.incarnation:
                 found.end_tenure(each.worker_id, each.tenure)
         response = pb.HeartbeatResponse()
         for part in shard.elastic_parts_of(request.session):
-            is_parameter = isinstance(part, ParameterSlice)
             for worker_id, tenure in part.ended_tenures():
                 if len(response.ended) < _ENDED_COUNT_MAX:
-                    response.ended.add(
-                        parameter=part.spec.name if is_parameter else "",
-                        table="" if is_parameter else part.spec.name,
-                        incarnation=part.incarnation,
-                        worker_id=worker_id,
-                        tenure=tenure,
-                    )
+                    ended = response.ended.add(worker_id=worker_id, tenure=tenure)
+                    setattr(ended, part.kind, part.spec.name)
+                    ended.incarnation = part.incarnation
         return checksum.seal(response)
 
     def end_tenure(self, request: pb.EndTenureRequest, call: Call) -> pb.EndTenureResponse:

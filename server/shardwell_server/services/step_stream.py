@@ -214,12 +214,7 @@ def named(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> A
     shard.check_identity(request.shard)
     name = getattr(request, kind)
     call.check(right, kind, name)
-    return registry_of(kind, shard).opened(name, request.incarnation)
-
-
-def registry_of(kind: Kind, shard: Shard) -> Any:
-    """Returns a shard's parameters, or its tables."""
-    return shard.parameters if kind == "parameter" else shard.tables
+    return shard.registry(kind).opened(name, request.incarnation)
 
 
 def joined(
@@ -231,7 +226,7 @@ def joined(
     named = request.worker_id or takes_seat
     worker_id = check_name("worker_id", request.worker_id) if named else ""
     spec = spec_type.from_proto(request.spec)
-    registry = registry_of(kind, shard)
+    registry = shard.registry(kind)
     registry.take_back(spec.name, request.incarnation)
     exists = registry.has(spec.name)
     right = Right.CONTRIBUTE if takes_seat else Right.READ if exists else Right.CREATE

@@ -47,7 +47,7 @@ from shardwell.errors import (
 )
 from shardwell.rpc.session import Session
 from shardwell.rpc.take_over import TAKE_OVER_S
-from shardwell.specs.members import Elastic
+from shardwell.specs.parameter import TrainingSpec
 
 Event = dict[str, Any]
 TakesNote = Callable[[Event], None]
@@ -207,6 +207,12 @@ class Contributor(Generic[SeatT]):
     may_have_counted: bool = field(default=False, init=False)
     """True if a late part of its last step may have counted before."""
 
+    def note_late(self, part: int, *, may_have_counted: bool) -> None:
+        self.late.add(part)
+        self.may_have_counted |= may_have_counted
+        if self.seat is not None:
+            self.seat.late_count += 1
+
 
 class OpenPart(NamedTuple, Generic[SeatT]):
     """A part of a slice whose open step takes contributions: a chunk, or all of a table."""
@@ -219,7 +225,17 @@ class OpenPart(NamedTuple, Generic[SeatT]):
 class Tracker(ABC, Generic[SeatT]):
     """The contributions to a parameter or table, as a crew and a slice ask for them."""
 
-    crew: Crew[SeatT]
+    def __init__(self, spec: TrainingSpec, sessions: Liveness, worker_count_max: int) -> None:
+        self.spec = spec
+        crew: type[Crew[SeatT]] = OpenCrew
+        if spec.members is not None:
+            crew = ElasticCrew
+        elif spec.worker_count:
+            crew = FixedCrew
+        self.crew = crew(self, spec, sessions, worker_count_max)
+        self.is_sync = crew.is_sync
+        self.has_open_sets = spec.has_open_sets
+        """True if a step may close without a worker that could have contributed."""
 
     @abstractmethod
     def make_seat(
@@ -231,6 +247,10 @@ class Tracker(ABC, Generic[SeatT]):
     @abstractmethod
     def newest_version(self) -> int:
         """The most updates that any part has seen."""
+
+    @abstractmethod
+    def version_of(self, part: int | None) -> int:
+        """Returns the number of a part's open step; None: that of all of a table."""
 
     @abstractmethod
     def is_spent(self, seat: SeatT) -> bool:
@@ -289,13 +309,19 @@ class Crew(ABC, Generic[SeatT]):
     is_sync: ClassVar[bool] = True
     comes_and_goes: ClassVar[bool] = False
     """True if members that leave are awaited no more."""
-    floor = 1
-    """Gradients without which no step closes, however long it waits."""
-    full_count: int
-    """Gradients with which a step closes that awaits no member."""
     awaited: tuple[SeatT, ...] = ()
 
-    def __init__(self, tracker: Tracker[SeatT], sessions: Liveness, worker_count_max: int) -> None:
+    def __init__(
+        self,
+        tracker: Tracker[SeatT],
+        spec: TrainingSpec,
+        sessions: Liveness,
+        worker_count_max: int,
+    ) -> None:
+        self.floor = 1 if spec.members is None else spec.members.min_count
+        """Gradients without which no step closes, however long it waits."""
+        self.full_count = max(spec.worker_count, 1) if spec.members is None else self.floor
+        """Gradients with which a step closes that awaits no member."""
         self._tracker = tracker
         self._sessions = sessions
         self._worker_count_max = worker_count_max
@@ -370,13 +396,13 @@ class Crew(ABC, Generic[SeatT]):
         """True if every worker with a seat left in order, and none is about to take one."""
         return bool(self.ended) and not self._owners and not self._newcomers()
 
-    def _over(self, contributor: Contributor[SeatT]) -> bool:
+    def _over(self, contributor: Contributor[SeatT]) -> None:
         raise _tenure_is_over(contributor.worker_id)
 
     # Seats.
 
-    def may_count(self, contributor: Contributor[SeatT]) -> bool:
-        """Returns True if a worker's gradient may count, and False if it is late at the best.
+    def check(self, contributor: Contributor[SeatT]) -> None:
+        """Notes `is_over` of a worker whose gradient is late at the best, as its tenure is over.
 
         Raises:
             StepOrderError: the tenure is over, where each gradient is needed.
@@ -389,7 +415,8 @@ class Crew(ABC, Generic[SeatT]):
             or seat.is_over
             or (seat.tenure.number and seat.tenure.number != contributor.tenure)
         ):
-            return self._over(contributor)
+            self._over(contributor)
+            return
         owner, session = seat.owner, contributor.session
         if owner is None:
             raise SessionUnknownError(
@@ -403,7 +430,6 @@ class Crew(ABC, Generic[SeatT]):
                 "give each worker an id of its own",
                 worker_id=seat.worker_id,
             )
-        return True
 
     @property
     def seats(self) -> list[SeatT]:
@@ -664,16 +690,6 @@ class FixedCrew(Crew[SeatT]):
     A worker keeps its seat for good: one that replaces it comes under its id.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker[SeatT],
-        sessions: Liveness,
-        worker_count_max: int,
-        worker_count: int,
-    ) -> None:
-        super().__init__(tracker, sessions, worker_count_max)
-        self.full_count = worker_count
-
     def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
         worker_id = contributor.worker_id
         seat = self._seats.get(worker_id)
@@ -719,7 +735,6 @@ class OpenCrew(Crew[SeatT]):
     """
 
     is_sync = False
-    full_count = 1
 
     def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT:
         seat = self._seats.get(contributor.worker_id)
@@ -790,12 +805,15 @@ class ElasticCrew(Crew[SeatT]):
     comes_and_goes = True
 
     def __init__(
-        self, tracker: Tracker[SeatT], sessions: Liveness, worker_count_max: int, limits: Elastic
+        self,
+        tracker: Tracker[SeatT],
+        spec: TrainingSpec,
+        sessions: Liveness,
+        worker_count_max: int,
     ) -> None:
-        super().__init__(tracker, sessions, worker_count_max)
-        self._limits = limits
-        self.floor = self.full_count = limits.min_count
-        self.awaited = ()
+        super().__init__(tracker, spec, sessions, worker_count_max)
+        assert spec.members is not None
+        self._limits = spec.members
 
     def seat(self, contributor: Contributor[SeatT], note: TakesNote) -> SeatT | None:
         worker_id = contributor.worker_id
@@ -940,25 +958,8 @@ class ElasticCrew(Crew[SeatT]):
     def _has_room(self) -> bool:
         return len(self.awaited) < self._limits.max_count
 
-    def _over(self, contributor: Contributor[SeatT]) -> bool:
+    def _over(self, contributor: Contributor[SeatT]) -> None:
         contributor.is_over = True
-        return False
-
-
-def crew_of(
-    tracker: Tracker[SeatT],
-    sessions: Liveness,
-    *,
-    worker_count: int,
-    worker_count_max: int,
-    elastic: Elastic | None,
-) -> Crew[SeatT]:
-    """Returns the crew that a spec declares: an open one without `worker_count` and `elastic`."""
-    if elastic is not None:
-        return ElasticCrew(tracker, sessions, worker_count_max, elastic)
-    if worker_count:
-        return FixedCrew(tracker, sessions, worker_count_max, worker_count)
-    return OpenCrew(tracker, sessions, worker_count_max)
 
 
 def _tenure_is_over(worker_id: str) -> StepOrderError:

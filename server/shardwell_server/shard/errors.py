@@ -6,7 +6,7 @@ They advise what every caller can do, in whatever language: the SDK adds what it
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 from shardwell.errors import (
     DivergedError,
@@ -15,19 +15,10 @@ from shardwell.errors import (
     WorkersMissingError,
 )
 from shardwell.placement.rows import Ids
-from shardwell.specs.parameter import ParameterSpec, TrainingSpec
+from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
-from shardwell_server.shard.crews import Crew
-from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.step_tracker import StepTracker
-
-
-class TableSteps(Protocol):
-    """A table's step tracker."""
-
-    version: int
-    crew: Crew[Any]
-
+from shardwell_server.shard.crews import Crew, Tracker
+from shardwell_server.shard.deadline import Changes, RequestDeadline
 
 _OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or clip gradients"
 
@@ -83,43 +74,6 @@ def diverged(
     return DivergedError(found.message, element_index=element_index, parameter=spec.name)
 
 
-def workers_missing(
-    spec: ParameterSpec,
-    tracker: StepTracker,
-    chunk_index: int,
-    version: int,
-    deadline: RequestDeadline,
-) -> WorkersMissingError:
-    """Returns the error of a chunk that has not reached `version` in time."""
-    step = tracker.records[chunk_index].version
-    none = "none (asynchronous)"
-    if spec.closes_by_norm:
-        none = "none: the next call of a worker closes it"
-    return _missing(
-        spec,
-        tracker.crew,
-        tracker.crew.missing(step, chunk_index),
-        f"version {version} of chunk {chunk_index}, which is at {step}",
-        deadline,
-        none,
-        parameter=spec.name,
-    )
-
-
-def check_ended(spec: ParameterSpec, tracker: StepTracker, chunk_index: int) -> float:
-    """Refuses to wait for a chunk's open step that needs a worker which has ended in order.
-
-    Returns the seconds until a request that waits is to look again; math.inf: only after a change.
-    """
-    crew, record = tracker.crew, tracker.records[chunk_index]
-    if not crew.may_wait_in_vain or tracker.is_decided(record):
-        return math.inf
-    what = f"parameter {spec.name!r}: step {record.version} of chunk {chunk_index}"
-    spare_count = spec.worker_count - (spec.min_contributors or spec.worker_count)
-    missing = crew.missing(record.version, chunk_index)
-    return _check_missing(spec, crew, missing, what, spare_count, parameter=spec.name)
-
-
 def non_finite_row(
     spec: TableSpec, ids: Ids, place: int, what: str, advice: str = "mend it and send it again"
 ) -> NonFiniteError:
@@ -139,58 +93,53 @@ def diverged_row(spec: TableSpec, ids: Ids, place: int, version: int) -> Diverge
     return DivergedError(found.message, table=spec.name)
 
 
-def table_workers_missing(
-    spec: TableSpec, tracker: TableSteps, version: int, deadline: RequestDeadline
-) -> WorkersMissingError:
-    """Returns the error of a table that has not reached `version` in time."""
-    crew, missing = tracker.crew, tracker.crew.missing(tracker.version)
-    where = f"version {version}, and it is at {tracker.version}"
-    return _missing(spec, crew, missing, where, deadline, "none", table=spec.name)
-
-
-def check_table_ended(spec: TableSpec, tracker: TableSteps) -> float:
-    """Refuses to wait for a table's open step: as `check_ended`."""
-    crew, step = tracker.crew, tracker.version
-    if not crew.may_wait_in_vain:
-        return math.inf
-    what = f"table {spec.name!r}: step {step}"
-    return _check_missing(spec, crew, crew.missing(step), what, 0, table=spec.name)
-
-
-def _missing(
-    spec: TrainingSpec,
-    crew: Crew[Any],
-    lacks: tuple[list[str], int],
-    where: str,
+def await_version(
+    tracker: Tracker[Any],
+    version: int,
+    changes: Changes,
     deadline: RequestDeadline,
-    none: str,
-    **of: str,
-) -> WorkersMissingError:
-    missing, unknown = lacks
-    ((kind, name),) = of.items()
+    chunk_index: int | None = None,
+) -> NoReturn:
+    """Has a request wait until a chunk, or a table, has seen `version` updates; the lock is held.
+
+    Raises:
+        NotYet: the request is to be made again; see `RequestDeadline.wait`.
+        WorkersMissingError: its time is over, or the open step needs a worker that has ended.
+        WorkerIdInUseError: the open step needs a worker, and two clients share one worker's id.
+    """
+    spec, crew, step = tracker.spec, tracker.crew, tracker.version_of(chunk_index)
+    kind, of = ("table", "") if chunk_index is None else ("parameter", f" of chunk {chunk_index}")
+    where: dict[str, Any] = {kind: spec.name}
+    look_s = math.inf
+    if crew.may_wait_in_vain and any(tracker.open_parts(chunk_index)):
+        what = f"{kind} {spec.name!r}: step {step}{of}"
+        look_s = _check_missing(tracker, *crew.missing(step, chunk_index), what, **where)
+    deadline.wait(changes, look_s=look_s)
+    missing, unknown_count = crew.missing(step, chunk_index)
     is_known = not crew.comes_and_goes
-    named = _names(
-        missing, unknown, f"that never opened the {kind}" if is_known else "more to reach min_count"
-    )
-    if unknown and is_known:
+    unknown = f"that never opened the {kind}" if is_known else "more to reach min_count"
+    named = _names(missing, unknown_count, unknown)
+    if unknown_count and is_known:
         named += _shared_words(crew)
-    return WorkersMissingError(
-        f"{kind} {name!r}: waited {deadline.timeout_s:g} s for {where}; missing of {spec.crew}: "
-        f"{named or none}; start them, or raise timeout_s",
+    if not named:
+        named = "none: the next call of a worker closes it"
+        if not crew.is_sync:
+            named = "none (asynchronous)"
+    raise WorkersMissingError(
+        f"{kind} {spec.name!r}: waited {deadline.timeout_s:g} s for version {version}"
+        f"{f'{of}, which' if of else ', and it'} is at {step}; missing of {spec.crew}: {named}; "
+        "start them, or raise timeout_s",
         missing_worker_ids=tuple(missing),
-        **of,
+        **where,
     )
 
 
 def _check_missing(
-    spec: TrainingSpec,
-    crew: Crew[Any],
-    lacks: tuple[list[str], int],
-    what: str,
-    spare_count: int,
-    **where: Any,
+    tracker: Tracker[Any], missing: list[str], unknown_count: int, what: str, **where: Any
 ) -> float:
-    missing, unknown_count = lacks
+    """Refuses to wait for workers that can't come; returns seconds until the next look."""
+    spec, crew = tracker.spec, tracker.crew
+    spare_count = spec.worker_count - (spec.min_contributors or spec.worker_count)
     shared, look_s = crew.shared_ids()
     if unknown_count > spare_count and shared:
         worker_id, rivals = next(iter(shared.items()))
@@ -200,16 +149,9 @@ def _check_missing(
             worker_id=worker_id,
             **where,
         )
-    return min(look_s, _check_ended(crew, missing, what, spare_count, **where))
-
-
-def _check_ended(
-    crew: Crew[Any], missing: list[str], what: str, spare_count: int, **where: Any
-) -> float:
-    """Refuses to wait for a step that closes without `spare_count` workers."""
     ended, rest_s = crew.ended_among(missing)
     if len(ended) <= spare_count:
-        return math.inf
+        return look_s
     if not rest_s:
         one = len(ended) == 1
         named = _names(ended, 0, "")
@@ -222,7 +164,7 @@ def _check_ended(
             missing_worker_ids=tuple(ended),
             **where,
         )
-    return rest_s
+    return min(look_s, rest_s)
 
 
 def _shared_words(crew: Crew[Any]) -> str:

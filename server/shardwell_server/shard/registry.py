@@ -12,9 +12,7 @@ import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
@@ -32,7 +30,6 @@ from shardwell.numerics.codec import CODECS
 from shardwell.numerics.update_rules import UpdateRule
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import slice_of
-from shardwell.process.spans import Spans
 from shardwell.specs.fragments import first_fragment
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -40,45 +37,14 @@ from shardwell.v1 import table_pb2, types_pb2
 from shardwell.wire import images
 from shardwell.wire.chunks import HEAD_SIZE_MAX_BYTES
 from shardwell.wire.rows import rows_per_message_max
-from shardwell_server.config import ShardConfig
-from shardwell_server.shard.crews import Liveness
 from shardwell_server.shard.deletions import Deletions, Gone, Mark
-from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import ByteBudget, Counted, OwnedBytes, Usages
 from shardwell_server.shard.sessions import Attendance
+from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.shard.watch import Timer
 from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
 from shardwell_server.store.contract import Begin
-
-
-class Owned(Protocol):
-    """A shard's part of a parameter or table."""
-
-    @property
-    def spec(self) -> Any:
-        """The declared spec."""
-
-    @property
-    def incarnation(self) -> int:
-        """The number that tells it from others of its name; 0: none yet."""
-
-    storage: Any
-
-    def living_members(self, but: int) -> list[tuple[str, int, float]]:
-        """Returns its workers whose sessions count as alive: `Crew.living`."""
-
-    def handing_over(self) -> AbstractContextManager[None]:
-        """Keeps all from changing in the block and after it; where the block fails, all goes on."""
-
-    def go_on_after_start(self) -> None:
-        """Looks after the members that an earlier process had."""
-
-    def describe(
-        self, name_count_max: int, attending: Mapping[str, Attendance] | None = None
-    ) -> Any:
-        """Returns the status."""
 
 
 class _Booked(NamedTuple):
@@ -90,47 +56,37 @@ class _Booked(NamedTuple):
 SpecT = TypeVar("SpecT", ParameterSpec, TableSpec)
 LayoutT = TypeVar("LayoutT", Layout, TableLayout)
 StorageT = TypeVar("StorageT", ParameterStorage, TableStorage)
-OwnedT = TypeVar("OwnedT", bound=Owned)
+OwnedT = TypeVar("OwnedT", bound=ShardSlice[Any, Any, Any])
 
 
 class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
-    """The base of `Parameters` and `Tables`, which share the store's lock. Any thread may call it.
+    """The base of both kinds, which share the lock of all names. Any thread may call it."""
 
-    `timer` ends grace, and looks after elastic members; None: nothing does. `log` takes each step's
-    contributors, where sets are open. `spool_dir` has the copies of snapshots; None: the system's.
-    """
-
-    _kind: ClassVar[str]
-    _fewer: ClassVar[str] = ""
+    _kind: ClassVar[Literal["parameter", "table"]]
     _counted: ClassVar[Counted]
+    _unknown_error: ClassVar[type[ShardwellError]]
+    _make_it: ClassVar[str]
+    """The words of an error about a name that nothing has: "create it", "open it"."""
+    _fewer: ClassVar[str] = ""
 
     def __init__(
         self,
-        config: ShardConfig,
+        shared: SharedParts,
         store: Store,
         lock: threading.Lock,
         stored_bytes: ByteBudget,
-        sessions: Liveness,
         usages: Usages,
-        spans: Spans,
         deletions: Deletions,
-        spool_dir: Path | None = None,
-        timer: Timer | None = None,
-        log: Callable[[ClosedSet], None] | None = None,
     ) -> None:
         self.beside: Registry[Any, Any, Any, Any] | None = None
         """The registry of the other kind, whose names are taken, too."""
-        self._deletions = deletions
-        self._usages = usages
-        self._config = config
+        self._shared = shared
+        self._config = shared.config
         self._store = store
         self._lock = lock
         self._stored_bytes = stored_bytes
-        self._sessions = sessions
-        self._spans = spans
-        self._timer = timer
-        self._log = log
-        self._spool_dir = spool_dir
+        self._usages = usages
+        self._deletions = deletions
         self._by_name: dict[str, OwnedT] = {}
         self._booked: dict[str, _Booked] = {}
         self._leaving: dict[str, Gone] = {}
@@ -355,7 +311,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             booked = self._booked[gone.to]
             with found.handing_over():
                 storage = self._store.rename(gone.to, layout)
-                self._by_name[name] = self._made(spec, layout, storage, booked.stored)
+                self._by_name[name] = self._made(spec, storage, booked.stored)
             del self._by_name[gone.to], self._booked[gone.to]
             self._booked[name] = booked
             self._by_name[name].go_on_after_start()
@@ -404,13 +360,14 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             stored = self._bytes_of(owner)
             stored.add(self._size_beforehand(layout) + self._size_of(storage))
             self._usages.of(owner).add(self._counted, 1)
-            self._by_name[name] = self._made(spec, layout, storage, stored)
+            self._by_name[name] = self._made(spec, storage, stored)
             self._booked[name] = _Booked(owner, stored)
 
     def _make(self, spec: SpecT, owner: str) -> OwnedT:
-        if len(self._by_name) >= self._count_max:
+        count_max = getattr(self._config.limits, f"{self._kind}_count_max")
+        if len(self._by_name) >= count_max:
             raise LimitError(
-                f"limit {self._kind}_count_max={self._count_max} is reached; {self._kind} "
+                f"limit {self._kind}_count_max={count_max} is reached; {self._kind} "
                 f"{spec.name!r} does not fit; {self._fewer}raise the limit on the shards",
                 **self._where(spec.name),
             )
@@ -418,7 +375,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
 
         def begin(storage: StorageT) -> None:
             with self._taken(stored, spec.name, self._size_of(storage), " for its undo file"):
-                self._by_name[spec.name] = self._made(spec, layout, storage, stored)
+                self._by_name[spec.name] = self._made(spec, storage, stored)
 
         usage = self._usages.of(owner)
         usage.take(self._counted, **self._where(spec.name))
@@ -457,14 +414,15 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
             **({"owner": owner} if owner else {}),
         }
 
-    @property
-    @abstractmethod
-    def _count_max(self) -> int:
-        """The largest number of them."""
-
-    @abstractmethod
     def _unknown(self, name: str, how: str) -> ShardwellError:
         """Returns the error for a name without one; `how` it was deleted, if it was."""
+        words = f"{self._kind} {name!r:.140} {how}"
+        if not how:
+            words = (
+                f"shard {self._config.shard_index} has no {self._kind} {name!r:.140}; "
+                f"{self._make_it} first (a shard that lost its memory has none)"
+            )
+        return self._unknown_error(words, **self._where(name[:140]))
 
     @abstractmethod
     def _spec_of(self, description: dict[str, Any]) -> SpecT:
@@ -491,7 +449,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         """Removes the storage of one; StorageError: nothing changed."""
 
     @abstractmethod
-    def _made(self, spec: SpecT, layout: LayoutT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
+    def _made(self, spec: SpecT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
         """Returns the shard's part of it."""
 
 
@@ -499,11 +457,8 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     """The parameters of a shard."""
 
     _kind, _counted = "parameter", "parameters"
+    _unknown_error, _make_it = UnknownParameterError, "create it"
     _fewer = "put many small tensors into one parameter (tensors=), or "
-
-    @property
-    def _count_max(self) -> int:
-        return self._config.limits.parameter_count_max
 
     def open(self, spec: ParameterSpec, owner: str = "") -> tuple[ParameterSlice, bool]:
         found = super().open(spec, owner)
@@ -533,17 +488,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
                 "deal it in the same way, or choose another name",
                 **self._where(spec.name),
             )
-
-    def _unknown(self, name: str, how: str) -> ShardwellError:
-        words = (
-            f"parameter {name!r:.140} {how}"
-            if how
-            else (
-                f"shard {self._config.shard_index} has no parameter {name!r:.140}; create it first "
-                "(a shard that lost its memory has none)"
-            )
-        )
-        return UnknownParameterError(words, parameter=name[:140])
 
     def _spec_of(self, description: dict[str, Any]) -> ParameterSpec:
         return ParameterSpec.from_proto(ParseDict(description, types_pb2.ParameterSpec()))
@@ -589,43 +533,16 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
         self._store.remove(name)
 
     def _made(
-        self, spec: ParameterSpec, layout: Layout, storage: ParameterStorage, stored: OwnedBytes
+        self, spec: ParameterSpec, storage: ParameterStorage, stored: OwnedBytes
     ) -> ParameterSlice:
-        config = self._config
-        return ParameterSlice(
-            spec,
-            slice_of(spec.size, config.shard_index, config.shard_count, spec.slice_unit),
-            storage,
-            chunk_element_count=layout.chunk_element_count,
-            is_first_shard=config.shard_index == 0,
-            limits=config.limits,
-            sessions=self._sessions,
-            spans=self._spans,
-            timer=self._timer,
-            log=self._log,
-            spool_dir=self._spool_dir,
-        )
+        return ParameterSlice(spec, storage, self._shared)
 
 
 class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     """The tables of a shard."""
 
     _kind, _counted = "table", "tables"
-
-    @property
-    def _count_max(self) -> int:
-        return self._config.limits.table_count_max
-
-    def _unknown(self, name: str, how: str) -> ShardwellError:
-        words = (
-            f"table {name!r:.140} {how}"
-            if how
-            else (
-                f"shard {self._config.shard_index} has no table {name!r:.140}; open it first (a "
-                "shard that lost its memory has none)"
-            )
-        )
-        return UnknownTableError(words, table=name[:140])
+    _unknown_error, _make_it = UnknownTableError, "open it"
 
     def _spec_of(self, description: dict[str, Any]) -> TableSpec:
         return TableSpec.from_proto(ParseDict(description, table_pb2.TableSpec()))
@@ -646,14 +563,11 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
         capacity = min(limits.table_row_count_max, limits.stored_bytes_max // layout.row_size_bytes)
         batch = layout.rows_per_change_max
         if spec.row_count is not None:  # no message has more distinct ids than there are
-            here = self._placement(spec).local_row_count()
+            here = RowPlacement(spec.row_count, self._config.shard_count).local_row_count()
             capacity, batch = min(capacity, here), min(batch, here)
         if kept is not None:
             capacity, batch = kept.row_capacity, max(kept.rows_per_change_max, batch)
         return dataclasses.replace(layout, row_capacity=max(capacity, 1), rows_per_change_max=batch)
-
-    def _placement(self, spec: TableSpec) -> RowPlacement:
-        return RowPlacement(spec.row_count, self._config.shard_count)
 
     def _size_beforehand(self, layout: TableLayout) -> int:
         return 0  # rows count as room is made for them
@@ -667,19 +581,5 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
     def _remove_storage(self, name: str) -> None:
         self._store.remove_table(name)
 
-    def _made(
-        self, spec: TableSpec, layout: TableLayout, storage: TableStorage, stored: OwnedBytes
-    ) -> TableSlice:
-        return TableSlice(
-            spec,
-            layout,
-            storage,
-            self._placement(spec),
-            shard_index=self._config.shard_index,
-            limits=self._config.limits,
-            stored_bytes=stored,
-            sessions=self._sessions,
-            spans=self._spans,
-            timer=self._timer,
-            spool_dir=self._spool_dir,
-        )
+    def _made(self, spec: TableSpec, storage: TableStorage, stored: OwnedBytes) -> TableSlice:
+        return TableSlice(spec, storage, stored, self._shared)

@@ -241,19 +241,18 @@ class Sessions:
             waits_s = max(self._return_until_s - self.now_s(), 0.0)
         return 0.0 if waits_s and has_ended(process) else waits_s
 
-    def spare_in_s(self, number: int) -> float:
+    def _leaves_s(self, number: int) -> float:
+        """Returns when a session left; math.inf: it attends."""
         with self._lock:
             if number in self._attending:
                 return math.inf
-            left_s = self._left_s.get(number, self._others_left_s)
-            return left_s + self._lease_s - self.now_s()
+            return self._left_s.get(number, self._others_left_s)
+
+    def spare_in_s(self, number: int) -> float:
+        return self._leaves_s(number) + self._lease_s - self.now_s()
 
     def gone_for_s(self, number: int) -> float:
-        with self._lock:
-            if number in self._attending:
-                return 0.0
-            left_s = self._left_s.get(number, self._others_left_s)
-            return max(self.now_s() - left_s, 0.0)
+        return max(self.now_s() - self._leaves_s(number), 0.0)
 
     def attends_for_s(self, worker_ids: Container[str]) -> float | None:
         with self._lock:
@@ -263,8 +262,7 @@ class Sessions:
             return self.now_s() - min(began) if began else None
 
     def attends_as(self, worker_id: str) -> bool:
-        with self._lock:
-            return any(each.worker_id == worker_id for each in self._attending.values())
+        return bool(self.all_as(worker_id))
 
     def all_as(self, worker_id: str) -> list[Session]:
         with self._lock:

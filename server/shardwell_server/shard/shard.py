@@ -18,13 +18,14 @@ from shardwell.process.spans import Spans
 from shardwell.threads.spread import CoreThreads, thread_count
 from shardwell.v1 import types_pb2
 from shardwell_server.config import ShardConfig
+from shardwell_server.shard.contribution_log import ContributionLog
 from shardwell_server.shard.deletions import Deletions
-from shardwell_server.shard.parameter.contribution_log import ContributionLog
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.recordings import Recordings
-from shardwell_server.shard.registry import Parameters, Tables
+from shardwell_server.shard.registry import Parameters, Registry, Tables
 from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
+from shardwell_server.shard.slice import SharedParts
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.watch import Watch
 from shardwell_server.store import Store
@@ -92,19 +93,15 @@ class Shard:
             self.contribution_log = ContributionLog(config.contribution_log, config.shard_index)
         lock = threading.Lock()
         parameters, tables = store.recover(), store.recover_tables()
-        common = (
-            config,
-            store,
-            lock,
-            self._stored_bytes,
-            self.sessions,
-            self.usages,
-            self.spans,
-            Deletions(store),
-            spool_dir,
-            self._watch,
-            None if self.contribution_log is None else self.contribution_log.take,
+        shared = SharedParts(
+            config=config,
+            sessions=self.sessions,
+            spans=self.spans,
+            timer=self._watch,
+            log=None if self.contribution_log is None else self.contribution_log.take,
+            spool_dir=spool_dir,
         )
+        common = (shared, store, lock, self._stored_bytes, self.usages, Deletions(store))
         self.core_threads = CoreThreads(thread_count(config.threads))
         """Threads that take pieces of its calls' work."""
         self.parameters = Parameters(*common)
@@ -117,8 +114,7 @@ class Shard:
         self.tables.finish_deletions()
         for table in self.tables.all():
             table.go_on()
-        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
-        for part in parts:
+        for part in self.parts:
             part.go_on_after_start()
         self.sessions.on_left = self._session_left
         self.make_images()
@@ -151,6 +147,15 @@ class Shard:
             "under another name",
             **where,
         )
+
+    @property
+    def parts(self) -> list[_Part]:
+        """The parameters and the tables."""
+        return [*self.parameters.all(), *self.tables.all()]
+
+    def registry(self, kind: str) -> Registry[Any, Any, Any, Any]:
+        """Returns the parameters, or for "table" the tables."""
+        return self.parameters if kind == "parameter" else self.tables
 
     @property
     def stored_bytes(self) -> int:
@@ -187,18 +192,15 @@ class Shard:
 
     def elastic_parts_of(self, session_number: int) -> Iterator[_Part]:
         """Yields those whose elastic members a session is among, or was just now."""
-        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
-        for part in parts:
+        for part in self.parts:
             if part.spec.members is not None and part.had_session(session_number):
                 yield part
 
     def _session_left(self, number: int) -> None:
         """Looks, once a member has had time to come back, whether it is lost."""
-        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
-        for part in parts:
-            if part.spec.members is not None and part.is_owned_by(number):
-                return_s = part.spec.members.member_return_s
-                self._watch.after(return_s, partial(_look_once, part))
+        for part in self.elastic_parts_of(number):
+            assert part.spec.members is not None
+            self._watch.after(part.spec.members.member_return_s, partial(_look_once, part))
 
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
@@ -226,8 +228,7 @@ class Shard:
     def _do_all(self, act: Callable[[_Part], None]) -> None:
         """Acts on each parameter and table, and raises the first StorageError at the end."""
         failed: StorageError | None = None
-        parts: list[_Part] = [*self.parameters.all(), *self.tables.all()]
-        for part in parts:
+        for part in self.parts:
             try:
                 self._unless_deleted(part, partial(act, part))
             except StorageError as error:
@@ -240,6 +241,5 @@ class Shard:
         try:
             act()
         except StorageError:
-            registry = self.parameters if isinstance(part, ParameterSlice) else self.tables
-            if registry.find(part.spec.name) is part:
+            if self.registry(part.kind).find(part.spec.name) is part:
                 raise

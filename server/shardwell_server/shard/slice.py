@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from shardwell.errors import WorkerIdInUseError
 from shardwell.process.spans import Spans, now_ns
@@ -25,7 +26,9 @@ from shardwell.v1 import parameter_server_pb2 as parameter_pb
 from shardwell.v1 import table_pb2 as table_pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
-from shardwell_server.shard.crews import Contributor, Seat, Tracker
+from shardwell_server.config import ShardConfig
+from shardwell_server.shard.contribution_log import ClosedSet
+from shardwell_server.shard.crews import Contributor, Liveness, Seat, Tracker
 from shardwell_server.shard.register import SliceRegister
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.step_times import StepTimes
@@ -46,6 +49,20 @@ StatusT = TypeVar("StatusT", parameter_pb.ParameterStatus, table_pb.TableStatus)
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedParts:
+    """The parts of a shard that all its slices use."""
+
+    config: ShardConfig
+    sessions: Liveness
+    spans: Spans
+    timer: Timer | None = None
+    """It ends grace, and looks after elastic members; None: nothing does."""
+    log: Callable[[ClosedSet], None] | None = None
+    """It takes each step's contributors, where sets are open."""
+    spool_dir: Path | None = None
+    """The directory of copies for snapshots; None: the system's."""
+
+
 class SliceState(Generic[SeatT]):
     """The components of a slice, for the classes that share its work."""
 
@@ -68,20 +85,17 @@ def _on(this: weakref.ref[Any], method: str, *arguments: Any) -> None:
 class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
     """The base of both. All methods may be called from any thread.
 
-    It is at rest once no worker has been connected for `abandoned_after_s`. `timer` looks after
-    elastic members, and ends grace; None: nothing does.
+    It is at rest once no worker has been connected for `Limits.abandoned_after_s`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        state: SliceState[SeatT],
-        abandoned_after_s: float,
-        timer: Timer | None = None,
-    ) -> None:
+    kind: ClassVar[Literal["parameter", "table"]]
+    spec: Any
+    storage: Any
+
+    def __init__(self, name: str, state: SliceState[SeatT], shared: SharedParts) -> None:
         self._name = name
         self._state = state
-        self._timer = timer
+        self._timer = shared.timer
         self._is_watched = False
         self._ended: dict[str, tuple[int, float]] = {}
         """The last tenures that were over, by worker, and when."""
@@ -91,7 +105,7 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         self._crew = state.tracker.crew
         self._crew.come_to_rest = partial(_on, this, "_come_to_rest")
         self._crew.give_on = partial(_on, this, "_give_on")
-        self._abandoned_after_s = abandoned_after_s
+        self._abandoned_after_s = shared.config.limits.abandoned_after_s
         self.times = state.times
 
     # Taking part.
@@ -159,12 +173,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
                 self._wake_all()  # its owner may wait for the worker that this one should be
             raise
         if seat is not None and seat.was_taken_over:
-            self._taken_over(seat)
+            self._wake_all()  # its last owner may wait there, or was counting until now
+            seat.forget_checksums()
         return seat
-
-    @abstractmethod
-    def _taken_over(self, seat: SeatT) -> None:
-        """Wakes the requests of a seat's last owner; the state's lock is held."""
 
     @property
     def incarnation(self) -> int:
@@ -236,15 +247,9 @@ class ShardSlice(ABC, Generic[SeatT, OpenedT, StatusT]):
         now_s = time.monotonic()
         return [(k, tenure) for k, (tenure, s) in self._ended.items() if now_s - s < _KNOWN_S]
 
-    def is_owned_by(self, session_number: int) -> bool:
-        """Returns True if an open step may await a member of that session."""
-        awaited = self._crew.awaited
-        return any(s.owner is not None and s.owner.number == session_number for s in awaited)
-
     def had_session(self, session_number: int) -> bool:
         """Returns True if a session has a member's seat, be its tenure over or not."""
-        seats = self._crew.seats
-        return any(s.owner is not None and s.owner.number == session_number for s in seats)
+        return bool(self._crew.owned_by(session_number))
 
     def _look_after(self) -> None:
         with self._state.lock:

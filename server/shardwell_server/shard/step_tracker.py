@@ -45,8 +45,8 @@ from collections.abc import Iterator, Sequence
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
-from shardwell.specs.members import Elastic
-from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker, crew_of
+from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker
 from shardwell_server.store import ChunkRecord
 
 
@@ -114,42 +114,27 @@ class ParameterSeat(Seat):
 
 
 class StepTracker(Tracker[ParameterSeat]):
-    """The contributions to one parameter's slice. `worker_count` 0 means asynchronous.
+    """The contributions to one parameter's slice.
 
-    With `closes_by_norm` the last contribution leaves a step open, and full; see steps.py. Sets are
-    open with `elastic` members, or with `min_contributors` of which grace begins.
+    With `closes_by_norm` the last contribution leaves a step open, and full; see steps.py.
     """
 
     def __init__(
         self,
+        spec: ParameterSpec,
         records: Sequence[ChunkRecord],
-        *,
-        worker_count: int,
-        worker_count_max: int,
         sessions: Liveness,
-        closes_by_norm: bool = False,
-        elastic: Elastic | None = None,
-        min_contributors: int = 0,
-        has_grace: bool = False,
+        worker_count_max: int,
     ) -> None:
-        self.crew = crew_of(
-            self,
-            sessions,
-            worker_count=worker_count,
-            worker_count_max=worker_count_max,
-            elastic=elastic,
-        )
-        self.is_sync = self.crew.is_sync
+        super().__init__(spec, sessions, worker_count_max)
         self.records = list(records)
-        self.has_open_sets = self.crew.comes_and_goes or min_contributors > 0
-        """True if a step may close without a worker."""
         self.open_sets: list[list[ParameterSeat]] = (
             [[] for _ in self.records] if self.has_open_sets else []
         )
         """Contributors to each chunk's open step, in order, where sets are open."""
-        self._closes_by_norm = closes_by_norm
-        self._quorum = min_contributors
-        self._has_grace = has_grace
+        self._closes_by_norm = spec.closes_by_norm
+        self._quorum = spec.min_contributors
+        self._has_grace = spec.grace_s > 0
 
     def make_seat(
         self,
@@ -165,6 +150,10 @@ class StepTracker(Tracker[ParameterSeat]):
     @property
     def newest_version(self) -> int:
         return self.version_max()
+
+    def version_of(self, part: int | None) -> int:
+        assert part is not None
+        return self.records[part].version
 
     def is_spent(self, seat: ParameterSeat) -> bool:
         return all(

@@ -7,8 +7,18 @@ import zlib
 from collections.abc import Container
 from typing import Any
 
+from shardwell import SGD, Adagrad, Elastic, ParameterSpec, Zeros
+from shardwell.process.spans import Spans
 from shardwell.rpc.session import Session
+from shardwell.specs.parameter import ModeName
+from shardwell.specs.table import TableSpec
+from shardwell_server.config import ShardConfig
 from shardwell_server.shard.crews import Contributor, Event, Tracker
+from shardwell_server.shard.sessions import Sessions
+from shardwell_server.shard.slice import SharedParts
+from shardwell_server.shard.step_tracker import StepTracker
+from shardwell_server.shard.table.step_tracker import TableStepTracker
+from shardwell_server.store import ChunkRecord
 
 
 def session_of(worker_id: str, life: int = 0) -> Session:
@@ -62,6 +72,51 @@ class AllAlive:
 
     def now_s(self) -> float:
         return 0.0
+
+
+def shared_parts(config: ShardConfig | None = None, **parts: Any) -> SharedParts:
+    """The parts of a shard whose sessions all attend."""
+    config = config or ShardConfig(shard_index=0, shard_count=1)
+    alive: Any = AllAlive()
+    return SharedParts(config=config, sessions=alive, spans=Spans(), **parts)
+
+
+def step_tracker(
+    chunk_count: int = 1,
+    *,
+    worker_count: int,
+    worker_count_max: int = 9,
+    sessions: Sessions | AllAlive | None = None,
+) -> StepTracker:
+    """The tracker of a new parameter's slice; `worker_count` 0: asynchronous."""
+    mode: ModeName = "sync" if worker_count else "async"
+    optimizer = SGD(learning_rate=1.0)
+    spec = ParameterSpec(
+        name="p", size=8, optimizer=optimizer, worker_count=worker_count, mode=mode
+    )
+    records = [ChunkRecord()] * chunk_count
+    return StepTracker(spec, records, sessions or AllAlive(), worker_count_max)  # type: ignore[arg-type]
+
+
+def table_tracker(
+    version: int = 0,
+    *,
+    worker_count: int,
+    worker_count_max: int = 9,
+    members: Elastic | None = None,
+) -> TableStepTracker:
+    """The tracker of a table at a version; `worker_count` 0: asynchronous."""
+    spec = TableSpec(
+        name="t",
+        row_count=8,
+        dim=2,
+        optimizer=Adagrad(learning_rate=1.0),
+        initializer=Zeros(),
+        worker_count=worker_count,
+        mode="sync" if worker_count else "async",
+        members=members,
+    )
+    return TableStepTracker(spec, version, AllAlive(), worker_count_max)  # type: ignore[arg-type]
 
 
 def noted(event: Event) -> None:

@@ -56,9 +56,10 @@ class Shard:
             with_sum=False,
             initial_slots=(0.0,),
         )
-        self.chunk = Chunk(WHERE, 0, 0, MemoryStore().create(layout), self.spec)
+        storage = MemoryStore().create(layout)
+        self.chunk = Chunk(WHERE, 0, 0, storage, self.spec)
         self.chunk.is_verified = True
-        self._encoded = EncodedWeights(self.spec, Spans(), count_max=8)
+        self._encoded = EncodedWeights(self.spec, storage, Spans(), count_max=8)
         self.chunk.state.weights[:] = weights
         self.image.begin_first()
         if image is not None:

@@ -6,6 +6,7 @@ Method: storage in memory, spoiled by hand, plays what an earlier process left.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,9 @@ from pathlib import Path
 import pytest
 
 import shardwell
-from harness.data.sessions import AllAlive
+from harness.data.sessions import shared_parts
 from harness.stories.crash import SameMachine
 from shardwell.errors import LimitError, SpecMismatchError, StorageError, UnknownTableError
-from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.deletions import Deletions
@@ -44,9 +44,7 @@ def tables_of(
 ) -> Tables:
     limit = stored or ByteBudget(config.limits.stored_bytes_max)
     kept = store or MemoryStore()
-    tables = Tables(
-        config, kept, threading.Lock(), limit, AllAlive(), Usages(), Spans(), Deletions(kept)
-    )
+    tables = Tables(shared_parts(config), kept, threading.Lock(), limit, Usages(), Deletions(kept))
     tables.recover(kept.recover_tables())
     return tables
 
@@ -117,7 +115,9 @@ def test_the_undo_file_of_a_table_counts(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def recovering(storage: TableStorage, layout: TableLayout) -> Iterator[Tables]:
-    """Tables of a shard whose store kept one."""
+    """Tables of a shard whose store kept one, with that layout."""
+    storage = copy.copy(storage)
+    storage.layout = layout  # type: ignore[misc]
 
     class Store(MemoryStore):
         def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from harness.data.sessions import applicant, contributor, session_of, take
+from harness.data.sessions import applicant, contributor, session_of, step_tracker, take
 from harness.machines import cases
 from shardwell.errors import (
     ArgumentError,
@@ -37,8 +37,7 @@ from shardwell.errors import (
 from shardwell.rpc.session import Session
 from shardwell_server.shard.crews import Event, owner_event, owner_of
 from shardwell_server.shard.sessions import Sessions
-from shardwell_server.shard.step_tracker import Decision, StepTracker
-from shardwell_server.store import ChunkRecord
+from shardwell_server.shard.step_tracker import Decision
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 LIVES = range(2)
@@ -85,8 +84,7 @@ class SessionMachine(RuleBasedStateMachine):
             return_s=RETURN_S,
             now_s=lambda: self.now_s,
         )
-        self.tracker = StepTracker(
-            [ChunkRecord()],
+        self.tracker = step_tracker(
             worker_count=PLACE_COUNT if self.is_sync else 0,
             worker_count_max=PLACE_COUNT,
             sessions=self.sessions,
@@ -266,7 +264,7 @@ class SessionMachine(RuleBasedStateMachine):
         old = contributor(place.worker, 0, place.tenure)
         old.seat = before[seat.index]  # a stream that has it from before
         with pytest.raises(StepOrderError, match="given to a newcomer"):
-            self.tracker.crew.may_count(old)
+            self.tracker.crew.check(old)
         return place
 
     def fail(self, asks: Any) -> None:
@@ -331,21 +329,21 @@ class SessionMachine(RuleBasedStateMachine):
                 if seat.worker_id == worker:
                     stream.seat = seat
                     with pytest.raises(StepOrderError, match="given to a newcomer"):
-                        self.tracker.crew.may_count(stream)
+                        self.tracker.crew.check(stream)
             return None
         assert place is not None
         seat = next(seat for seat in self.tracker.crew.seats if seat.worker_id == worker)
         stream.seat = seat
         if place.owner is None:
             with pytest.raises(SessionUnknownError, match="has ended"):
-                self.tracker.crew.may_count(stream)
+                self.tracker.crew.check(stream)
             return None
         if place.owner != session:
             with pytest.raises(WorkerIdInUseError, match="has taken over") as caught:
-                self.tracker.crew.may_count(stream)
+                self.tracker.crew.check(stream)
             assert str(place.owner) in caught.value.message
             return None
-        assert self.tracker.crew.may_count(stream)
+        self.tracker.crew.check(stream)
         return seat
 
     def give(self, worker: str, session: Session) -> None:
@@ -405,8 +403,7 @@ def test_a_shard_that_stops_ends_all_calls_and_takes_no_more() -> None:
 
 def test_of_very_many_who_opened_those_who_live_are_named() -> None:
     sessions = Sessions(count_max=9, lease_s=LEASE_S, return_s=0)
-    tracker = StepTracker(
-        [ChunkRecord()],
+    tracker = step_tracker(
         worker_count=9,
         worker_count_max=3,
         sessions=sessions,
@@ -423,8 +420,7 @@ def test_of_very_many_who_opened_those_who_live_are_named() -> None:
 
 
 def test_an_asynchronous_place_has_a_tenure() -> None:
-    tracker = StepTracker(
-        [ChunkRecord()],
+    tracker = step_tracker(
         worker_count=0,
         worker_count_max=1,
         sessions=Sessions(count_max=9, lease_s=LEASE_S, return_s=0),
@@ -439,7 +435,7 @@ def test_an_asynchronous_place_has_a_tenure() -> None:
 def test_the_error_says_when_a_seat_will_be_free() -> None:
     now_s = 0.0
     sessions = Sessions(count_max=9, lease_s=LEASE_S, return_s=0, now_s=lambda: now_s)
-    tracker = StepTracker([ChunkRecord()], worker_count=0, worker_count_max=1, sessions=sessions)
+    tracker = step_tracker(worker_count=0, worker_count_max=1, sessions=sessions)
     token = sessions.attend("w0", session_of("w0"), lambda: None)
     take(tracker, "w0")
     with pytest.raises(LimitError, match=r"^limit worker_count_max=1: 'w1' .* are done; or raise"):

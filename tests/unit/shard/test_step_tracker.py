@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from harness.data.sessions import AllAlive, know, session_of, take
+from harness.data.sessions import know, session_of, step_tracker, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.crews import RETURN_AFTER_END_S
 from shardwell_server.shard.sessions import Sessions
@@ -19,11 +19,10 @@ from shardwell_server.store import ChunkRecord
 
 
 def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepTracker:
-    return StepTracker(
-        [ChunkRecord()] * chunk_count,
+    return step_tracker(
+        chunk_count,
         worker_count=worker_count,
         worker_count_max=worker_count_max,
-        sessions=AllAlive(),
     )
 
 
@@ -232,7 +231,7 @@ def test_what_an_earlier_process_counted_with_is_known_to_the_next() -> None:
 def test_an_ended_worker_is_expected_back_for_a_while() -> None:
     now_s = [100.0]
     sessions = Sessions(count_max=9, lease_s=10.0, return_s=0.0, now_s=lambda: now_s[0])
-    steps = StepTracker([ChunkRecord()], worker_count=3, worker_count_max=9, sessions=sessions)
+    steps = step_tracker(worker_count=3, worker_count_max=9, sessions=sessions)
     calls = {}
     for name in ("w0", "w1", "w2"):
         calls[name] = sessions.attend(name, session_of(name), lambda: None)

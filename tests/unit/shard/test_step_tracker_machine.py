@@ -13,11 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from harness.data.sessions import AllAlive, know, take
+from harness.data.sessions import know, step_tracker, take
 from harness.machines import cases
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
-from shardwell_server.shard.step_tracker import Decision, StepTracker
-from shardwell_server.store import ChunkRecord
+from shardwell_server.shard.step_tracker import Decision
 
 WORKERS = ["w0", "w1", "w2", "w3", "w4"]
 workers = st.sampled_from(WORKERS)
@@ -33,11 +32,10 @@ class LedgerMachine(RuleBasedStateMachine):
         worker_count_max=st.integers(3, 5),
     )
     def open(self, chunk_count: int, worker_count: int, worker_count_max: int) -> None:
-        self.tracker = StepTracker(
-            [ChunkRecord()] * chunk_count,
+        self.tracker = step_tracker(
+            chunk_count,
             worker_count=worker_count,
             worker_count_max=worker_count_max,
-            sessions=AllAlive(),
         )
         self.chunk_count, self.worker_count = chunk_count, worker_count
         self.worker_count_max = worker_count_max

@@ -22,6 +22,7 @@ from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.image import ChunkImage
+from shardwell_server.store import ParameterStorage
 
 
 class _Form(NamedTuple):
@@ -38,8 +39,11 @@ _WHOLE = _Form(pb.IMAGE_FORM_WHOLE)
 class EncodedWeights:
     """The messages of the chunks that were asked for last. Any thread may call it."""
 
-    def __init__(self, spec: ParameterSpec, spans: Spans, *, count_max: int) -> None:
+    def __init__(
+        self, spec: ParameterSpec, storage: ParameterStorage, spans: Spans, *, count_max: int
+    ) -> None:
         self._spec = spec
+        self._storage = storage
         self._spans = spans
         self._codec = ChunkCodec.of(spec)
         self._context = checksum.weights_context(spec.name)
@@ -48,19 +52,18 @@ class EncodedWeights:
         self._kept: OrderedDict[tuple[int, _Form], tuple[int, bytes]] = OrderedDict()
         """Version and message, by chunk and form."""
 
-    def leave(self, chunk: Chunk, chunk_index: int, version: int) -> bytes | None:
-        """Returns a chunk's message in the version that it is about to leave, and forgets it.
+    def leave(self, chunk: Chunk, chunk_index: int, version: int) -> None:
+        """Keeps a chunk's message in the version that it is about to leave in the storage.
 
-        The chunk's lock is held. None: the weights are not finite, and no reader may have them.
+        The chunk's lock is held. Weights that are not finite no reader may have, and none is kept.
         """
         form = _WHOLE if self._spec.has_image else _PLAIN
         with self._lock:
             found, message = self._kept.pop((chunk_index, form), (-1, b""))
-        if found == version:
-            return message
         with contextlib.suppress(DivergedError):
-            return self._encode(chunk, chunk_index, version, form)
-        return None
+            if found != version:
+                message = self._encode(chunk, chunk_index, version, form)
+            self._storage.keep(chunk_index, version, message)
 
     def fits(self, chunk: Chunk, chunk_index: int, version: int, message: bytes) -> bool:
         """Returns True if bytes of an earlier process are the message of a chunk in a version."""

@@ -27,9 +27,9 @@ _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 class ParameterLoading:
     """Fills one parameter's slice. Any thread may call it."""
 
-    def __init__(self, state: ParameterState, where: Slice, images: ImageWriter) -> None:
+    def __init__(self, state: ParameterState, images: ImageWriter) -> None:
         self.spec = state.spec
-        self.where = where
+        self.where = state.where
         self._storage = state.storage
         self._tracker = state.tracker
         self._register = state.register

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from shardwell.errors import StorageError
 from shardwell.specs.parameter import ParameterSpec
+from shardwell_server.shard.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.chunk import Chunk
-from shardwell_server.shard.parameter.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store import ParameterStorage

@@ -202,7 +202,8 @@ class Register(SliceRegister[ParameterSeat]):
         if self._brought.get(step, (None, ""))[0] == learning_rate:  # nearly always
             return
         with self.lock:
-            if not self._crew.may_count(contributor):
+            self._crew.check(contributor)
+            if contributor.is_over:
                 return  # it is late, and brings nothing
             oldest, reached = self._tracker.version_min(), self._tracker.version_max()
             # A gradient of a step that is over, or that skips one, is not counted.

@@ -8,19 +8,16 @@ changes rarely. Order: the register's lock is never taken while a chunk's is hel
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import numpy as np
 
 from shardwell.errors import ArgumentError
 from shardwell.numerics.codec import Bytes, peak_of
 from shardwell.numerics.scratch import thread_scratch
-from shardwell.numerics.update_rules import SAFE_MAGNITUDE, TensorRules
-from shardwell.placement.slices import Slice
-from shardwell.process.spans import Spans, now_ns
+from shardwell.numerics.update_rules import SAFE_MAGNITUDE
+from shardwell.process.spans import now_ns
 from shardwell.specs.learning_rate import rate_of
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -32,32 +29,23 @@ from shardwell.v1.trace_pb2 import (
 )
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
-from shardwell_server.config import Limits
-from shardwell_server.shard import errors as refusals
-from shardwell_server.shard.crews import Contributor, Liveness
+from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import non_finite, workers_missing
+from shardwell_server.shard.errors import await_version, non_finite
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
 )
-from shardwell_server.shard.parameter.chunk import Chunk, ImageWriter, come_to_rest
-from shardwell_server.shard.parameter.contribution_log import ClosedSet
-from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
+from shardwell_server.shard.parameter.chunk import ImageWriter, come_to_rest
 from shardwell_server.shard.parameter.loading import ParameterLoading
-from shardwell_server.shard.parameter.open_sets import OpenSets
-from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.reports import Reports
-from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.shard.parameter.steps import (
     Steps,
     StepsByNorm,
 )
 from shardwell_server.shard.sessions import Attendance
-from shardwell_server.shard.slice import ShardSlice
-from shardwell_server.shard.step_times import StepTimes
-from shardwell_server.shard.step_tracker import Decision, ParameterSeat, StepTracker
-from shardwell_server.shard.watch import Timer
+from shardwell_server.shard.slice import ShardSlice, SharedParts
+from shardwell_server.shard.step_tracker import Decision, ParameterSeat
 from shardwell_server.store import (
     ParameterStorage,
 )
@@ -66,89 +54,32 @@ from shardwell_server.store import (
 class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.ParameterStatus]):
     """The slice of one parameter. All methods may be called from any thread."""
 
-    def __init__(
-        self,
-        spec: ParameterSpec,
-        where: Slice,
-        storage: ParameterStorage,
-        *,
-        chunk_element_count: int,
-        is_first_shard: bool,
-        limits: Limits,
-        sessions: Liveness,
-        spans: Spans,
-        timer: Timer | None = None,
-        log: Callable[[ClosedSet], None] | None = None,
-        spool_dir: Path | None = None,
-    ) -> None:
-        self.spec = spec
-        self._spans = spans
-        self.where = where
-        self.chunk_element_count = chunk_element_count
-        self.storage = storage
-        self._rules = TensorRules(spec.optimizer, spec.layout)
+    kind = "parameter"
+
+    def __init__(self, spec: ParameterSpec, storage: ParameterStorage, shared: SharedParts) -> None:
+        state = ParameterState(spec, storage, shared)
+        super().__init__(spec.name, state, shared)
+        self.spec: ParameterSpec = spec
+        self.storage: ParameterStorage = storage
+        self.where = state.where
+        self.chunk_element_count: int = storage.layout.chunk_element_count
+        self._spans = state.spans
+        self._rules = state.rules
         self._codec = ChunkCodec.of(spec)
         self._summed = self._codec.codec.summed
         """The codec of contributions as sums have them."""
-        self._chunks = [
-            Chunk(
-                where.chunk(index, chunk_element_count),
-                index,
-                index * chunk_element_count,
-                storage,
-                spec,
-            )
-            for index in range(where.chunk_count(chunk_element_count))
-        ]
-        self.chunk_count = len(self._chunks)
-        self._tracker = StepTracker(
-            storage.records(),
-            worker_count=spec.worker_count,
-            worker_count_max=limits.worker_count_max,
-            sessions=sessions,
-            closes_by_norm=spec.closes_by_norm,
-            elastic=spec.members,
-            min_contributors=spec.min_contributors,
-            has_grace=spec.grace_s > 0,
-        )
+        self._chunks = state.chunks
+        self.chunk_count = len(state.chunks)
+        self._tracker = state.tracker
+        self._register = state.register
+        self._encoded = state.encoded
         self.has_open_sets = spec.has_open_sets
         """True if a step may close without a worker, so that each gradient has an outcome."""
-        self._register = Register(
-            spec,
-            storage,
-            self._tracker,
-            learning_rate=self._rules.learning_rate,
-            is_first_shard=is_first_shard,
-            limits=limits,
-        )
-        self.sets = OpenSets(spec, storage, self._tracker, self._register, self._chunks, log)
-        self.snapshots = Snapshots(
-            spec,
-            self._chunks,
-            self._tracker,
-            self._register,
-            spool_dir=spool_dir,
-            count_max=limits.snapshot_count_max,
-        )
-        self._encoded = EncodedWeights(spec, spans, count_max=limits.encoded_chunk_count_max)
-        state = ParameterState(
-            spec=spec,
-            storage=storage,
-            tracker=self._tracker,
-            register=self._register,
-            lock=self._register.lock,
-            chunks=self._chunks,
-            rules=self._rules,
-            encoded=self._encoded,
-            snapshots=self.snapshots,
-            sets=self.sets,
-            times=StepTimes(len(self._chunks), time.monotonic),
-            spans=spans,
-        )
-        super().__init__(spec.name, state, limits.abandoned_after_s, timer)
+        self.sets = state.sets
+        self.snapshots = state.snapshots
         self.steps = (StepsByNorm if spec.closes_by_norm else Steps)(state)
-        self._images = ImageWriter(storage, self._chunks, self.steps.imaged)
-        self.loading = ParameterLoading(state, where, self._images)
+        self._images = ImageWriter(storage, self._chunks, self._register.keep_norm)
+        self.loading = ParameterLoading(state, self._images)
         self.reports = Reports()
         self.sets.restore()
         self.steps.replay()
@@ -181,11 +112,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
     def _say_when(self, response: pb.CreateParameterResponse, worker_id: str) -> None:
         super()._say_when(response, worker_id)
         response.version_max = self._tracker.version_max()
-
-    def _taken_over(self, seat: ParameterSeat) -> None:
-        """Returns once all that the last owner was counting is counted."""
-        self._wake_all()  # its last owner may wait there
-        seat.forget_checksums()
 
     def _wake_all(self) -> None:
         for chunk in self._chunks:
@@ -254,7 +180,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         if rate is not None and seat is not None and self._tracker.is_sync:
             self._register.bring_learning_rate(contributor, step, rate)
         with chunk.changed.lock:
-            self._crew.may_count(contributor)  # another one may take the seat over at any time
+            self._crew.check(contributor)  # another one may take the seat over at any time
             if seat is None:
                 found = self.sets.of_step(step).get(index)
                 decision = self._tracker.decide_past(
@@ -270,12 +196,14 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                     is_empty=is_empty,
                 )
             if decision is Decision.WAIT:
-                look_s = refusals.check_ended(self.spec, self._tracker, index)
-                deadline.wait(chunk.changed, look_s=look_s)
-                raise workers_missing(self.spec, self._tracker, index, step, deadline)
+                await_version(self._tracker, step, chunk.changed, deadline, index)
             if decision in (Decision.LATE, Decision.UNKNOWN):
-                contributor.may_have_counted |= decision is Decision.UNKNOWN
-                return self._late(contributor, index, step, begin_ns)
+                contributor.note_late(index, may_have_counted=decision is Decision.UNKNOWN)
+                chunk.late_count += 1
+                self._spans.add(
+                    SPAN_KIND_LATE, self.spec.name, step, index, contributor.worker_id, begin_ns
+                )
+                return False
             if decision is not Decision.COUNT:
                 chunk.duplicate_count += 1
                 if decision is Decision.SUPERSEDED:
@@ -332,17 +260,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             )
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
-
-    def _late(
-        self, contributor: Contributor[ParameterSeat], index: int, step: int, begin_ns: int
-    ) -> bool:
-        contributor.late.add(index)
-        if contributor.seat is not None:
-            contributor.seat.late_count += 1
-        self._chunks[index].late_count += 1
-        worker_id = contributor.worker_id
-        self._spans.add(SPAN_KIND_LATE, self.spec.name, step, index, worker_id, begin_ns)
-        return False
 
     def _brought_rate(self, gradient: types_pb2.GradientChunk) -> float:
         if not gradient.HasField("learning_rate"):
@@ -411,9 +328,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         with chunk.changed.lock:
             version = self._tracker.records[chunk_index].version
             if version < min_version:
-                look_s = refusals.check_ended(self.spec, self._tracker, chunk_index)
-                deadline.wait(chunk.changed, look_s=look_s)
-                raise workers_missing(self.spec, self._tracker, chunk_index, min_version, deadline)
+                await_version(self._tracker, min_version, chunk.changed, deadline, chunk_index)
             if max_version is not None and version > max_version >= min_version:
                 kept = self.storage.kept(chunk_index, max_version)
                 if kept and self._encoded.fits(chunk, chunk_index, max_version, kept):

@@ -23,7 +23,7 @@ from shardwell.numerics.codec import Float32
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard import snapshots
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import check_ended, workers_missing
+from shardwell_server.shard.errors import await_version
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.snapshots import Copied
@@ -133,10 +133,8 @@ class Snapshots(snapshots.Snapshots[Snapshot]):
             if snapshot is not None and not snapshot.is_kept(chunk_index):
                 self._check_reachable(snapshot, chunk_index)
                 if records[chunk_index].version != snapshot.version:
-                    look_s = check_ended(self._spec, self._tracker, chunk_index)
-                    deadline.wait(chunk.changed, look_s=look_s)
-                    raise workers_missing(
-                        self._spec, self._tracker, chunk_index, snapshot.version, deadline
+                    await_version(
+                        self._tracker, snapshot.version, chunk.changed, deadline, chunk_index
                     )
             if snapshot is None or not snapshot.is_kept(chunk_index):
                 chunk.verify()

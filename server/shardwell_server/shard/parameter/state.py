@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
 
 from shardwell.numerics.update_rules import TensorRules
+from shardwell.placement.slices import slice_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.open_sets import OpenSets
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.snapshot import Snapshots
-from shardwell_server.shard.slice import SliceState
+from shardwell_server.shard.slice import SharedParts, SliceState
+from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store import ParameterStorage
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParameterState(SliceState[ParameterSeat]):
     """A chunk's lock guards the chunk; the register's, which is taken first, all that is rare."""
 
-    spec: ParameterSpec
-    storage: ParameterStorage
-    tracker: StepTracker
-    register: Register
-    chunks: Sequence[Chunk]
-    rules: TensorRules
-    encoded: EncodedWeights
-    snapshots: Snapshots
-    sets: OpenSets
-    """The contributors to its steps, where sets are open."""
+    def __init__(self, spec: ParameterSpec, storage: ParameterStorage, shared: SharedParts) -> None:
+        config, limits = shared.config, shared.config.limits
+        self.spec = spec
+        self.storage: ParameterStorage = storage
+        self.spans = shared.spans
+        self.where = slice_of(spec.size, config.shard_index, config.shard_count, spec.slice_unit)
+        self.rules = TensorRules(spec.optimizer, spec.layout)
+        size = storage.layout.chunk_element_count
+        self.chunks = [
+            Chunk(self.where.chunk(index, size), index, index * size, storage, spec)
+            for index in range(self.where.chunk_count(size))
+        ]
+        self.times = StepTimes(len(self.chunks), time.monotonic)
+        self.tracker: StepTracker = StepTracker(
+            spec, storage.records(), shared.sessions, limits.worker_count_max
+        )
+        self.register: Register = Register(
+            spec,
+            storage,
+            self.tracker,
+            learning_rate=self.rules.learning_rate,
+            is_first_shard=config.shard_index == 0,
+            limits=limits,
+        )
+        self.lock = self.register.lock
+        self.sets = OpenSets(spec, storage, self.tracker, self.register, self.chunks, shared.log)
+        """The contributors to its steps, where sets are open."""
+        self.snapshots = Snapshots(
+            spec,
+            self.chunks,
+            self.tracker,
+            self.register,
+            spool_dir=shared.spool_dir,
+            count_max=limits.snapshot_count_max,
+        )
+        self.encoded = EncodedWeights(
+            spec, storage, shared.spans, count_max=limits.encoded_chunk_count_max
+        )

@@ -37,7 +37,7 @@ from shardwell.v1.trace_pb2 import SPAN_KIND_UPDATE
 from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard import errors as refusals
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import check_ended, workers_missing
+from shardwell_server.shard.errors import await_version
 from shardwell_server.shard.parameter.averaging import (
     Contribution,
     Total,
@@ -51,6 +51,7 @@ from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat
 from shardwell_server.store import NO_SEAT, ChunkRecord, Transition, check_not_retired
+from shardwell_server.store.contract import JournalEntry
 
 NORM_SIZE_BYTES = 8
 """Bytes of a step's end in a journal: a float64."""
@@ -153,9 +154,7 @@ class Steps:
         if closes and self._snapshots.pending:
             self._snapshots.before_close(index, learning_rate)
         if closes and self._keeps_versions:
-            encoded = self._encoded.leave(chunk, index, record.version)
-            if encoded is not None:
-                self._storage.keep(index, record.version, encoded)
+            self._encoded.leave(chunk, index, record.version)
         transition = Transition.FIRST if total.factor == 0.0 else Transition.ADD
         with self._storage.change(index, Transition.CLOSE if closes else transition) as change:
             if closes:
@@ -214,17 +213,8 @@ class Steps:
         seats = self._tracker.crew.seats
         for entry in self._storage.replay():
             chunk, index = self._chunks[entry.chunk_index], entry.chunk_index
-            if entry.seat_index == NO_SEAT and entry.payload.size == NORM_SIZE_BYTES:
-                chunk.verify()
-                (norm,) = entry.payload.view(np.float64)
-                rate = entry.learning_rate  # the register may have forgotten it
-                if self._close_again(chunk, index, entry.step, float(norm), rate):
-                    continue
-            if entry.seat_index == NO_SEAT and entry.closes:
-                chunk.verify()
-                if self._tracker.records[index].version == entry.step:
-                    self.decide(chunk, index, entry.learning_rate)
-                    continue
+            if entry.seat_index == NO_SEAT and self._ends_again(chunk, index, entry):
+                continue
             payload = self._sent.upgraded(entry.payload, entry.exponent, chunk.where.size)
             contribution = Contribution(payload, entry.sample_count)
             seat = seats[entry.seat_index] if 0 <= entry.seat_index < len(seats) else None
@@ -293,9 +283,7 @@ class Steps:
         if self._snapshots.pending:
             self._snapshots.before_close(index, learning_rate)
         if self._keeps_versions:
-            encoded = self._encoded.leave(chunk, index, record.version)
-            if encoded is not None:
-                self._storage.keep(index, record.version, encoded)
+            self._encoded.leave(chunk, index, record.version)
         following = ChunkRecord(record.version + 1)
         with self._storage.change(index, Transition.CLOSE) as change:
             with np.errstate(all="ignore"):  # overflows are found where weights are encoded
@@ -326,17 +314,27 @@ class Steps:
         """Closes a step with the norm known before, else this one; returns it. None: long over."""
         raise self._refusal()
 
-    def _close_again(
-        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
-    ) -> bool:
-        """Closes a chunk's step as the journal has it; returns whether it can be closed."""
-        return False
+    def _ends_again(self, chunk: Chunk, index: int, entry: JournalEntry) -> bool:
+        """Ends a chunk's step as the journal has it; returns whether it can be ended."""
+        if not entry.closes or self._tracker.records[index].version != entry.step:
+            return False
+        chunk.verify()
+        self.decide(chunk, index, entry.learning_rate)
+        return True
 
     def recovered(self) -> None:
-        """Goes on once all was replayed."""
+        """Forgets norms of steps that are not full any more, after all was replayed.
 
-    def imaged(self) -> None:
-        """Notes that an image has all chunks, before the image is in force."""
+        A norm is on disk at once; what it is of, as often as `--durability` says.
+        """
+        self._register.forget_norms(
+            lambda step: not all(self._may_close(each, step) for each in self._tracker.records)
+        )
+
+    def _may_close(self, record: ChunkRecord, step: int) -> bool:
+        """Returns True if a chunk has closed a step, or is full, as one record of it says."""
+        is_full = self._tracker.is_decided(record)
+        return record.version > step or (record.version == step and is_full)
 
     def _refusal(self) -> ArgumentError:
         self._register.check_initialized()
@@ -363,9 +361,7 @@ class StepsByNorm(Steps):
                 if version > step:
                     return None, self._register.norm_of(step)
                 if version < step or not self._tracker.is_full(index):
-                    look_s = check_ended(self._spec, self._tracker, index)
-                    deadline.wait(chunk.changed, look_s=look_s)
-                    raise workers_missing(self._spec, self._tracker, index, step + 1, deadline)
+                    await_version(self._tracker, step + 1, chunk.changed, deadline, index)
                 if self._squares[index][0] != step:
                     chunk.verify()
                     record, size = self._tracker.records[index], block_size_of(self._spec.size)
@@ -410,32 +406,16 @@ class StepsByNorm(Steps):
             change.commit(following, NO_SEAT, -1)
         self._tracker.records[index] = following
 
-    def _close_again(
-        self, chunk: Chunk, index: int, step: int, norm: float, learning_rate: float
-    ) -> bool:
-        is_full = self._tracker.is_full(index)
-        if not is_full or self._tracker.records[index].version != step:
+    def _ends_again(self, chunk: Chunk, index: int, entry: JournalEntry) -> bool:
+        if entry.payload.size != NORM_SIZE_BYTES:
+            return super()._ends_again(chunk, index, entry)
+        if not self._tracker.is_full(index) or self._tracker.records[index].version != entry.step:
             return False
-        self._register.restore_norm(step, norm)
-        self._close(chunk, index, norm, learning_rate)
+        chunk.verify()
+        (norm,) = entry.payload.view(np.float64)
+        self._register.restore_norm(entry.step, float(norm))
+        self._close(chunk, index, float(norm), entry.learning_rate)  # the register may lack it
         return True
-
-    def recovered(self) -> None:
-        """Forgets norms of steps that are not full any more, after all was replayed.
-
-        A norm is on disk at once; what it is of, as often as `--durability` says.
-        """
-        self._register.forget_norms(
-            lambda step: not all(self._may_close(each, step) for each in self._tracker.records)
-        )
-
-    def _may_close(self, record: ChunkRecord, step: int) -> bool:
-        """Returns True if a chunk has closed a step, or is full, as one record of it says."""
-        is_full = self._tracker.is_decided(record)
-        return record.version > step or (record.version == step and is_full)
-
-    def imaged(self) -> None:
-        self._register.keep_norm()
 
     def _close(self, chunk: Chunk, index: int, norm: float, learning_rate: float) -> None:
         """Updates a full chunk, verified; its lock is held."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,28 +27,6 @@ from shardwell_server.store.contract import Places
 from shardwell_server.store.lazy_memory import lazy_zeros
 
 
-class RowIndex(Protocol):
-    """An index of either kind."""
-
-    def find(self, ids: Ids) -> Places:
-        """Returns the place of each id, (n,) int64, -1 where there is none; ids may repeat."""
-
-    def locate(self, ids: Ids) -> tuple[Places, int]:
-        """Returns the places as `find` does, and how many ids have none."""
-
-    def add(self, ids: Ids, places: Places) -> None:
-        """Notes places, each once; a known id moves, and of one that repeats the last counts."""
-
-    def make_room(self, count: int) -> None:
-        """Grows once for so many more rows, where `add` would grow time and again."""
-
-    def remove(self, ids: Ids) -> None:
-        """Forgets rows; unknown ids change nothing. (n,), without repeats."""
-
-    def __len__(self) -> int:
-        """Returns the number of ids."""
-
-
 class DirectRowIndex:
     """An index with an entry for every possible id; each must be in range, and of the shard."""
 
@@ -63,12 +40,15 @@ class DirectRowIndex:
         self._count = 0
 
     def find(self, ids: Ids) -> Places:
+        """Returns the place of each id, (n,) int64, -1 where there is none; ids may repeat."""
         return self.locate(ids)[0]
 
     def locate(self, ids: Ids) -> tuple[Places, int]:
+        """Returns the places as `find` does, and how many ids have none."""
         return row_batches.find(ids, self._placement, self._marks)
 
     def add(self, ids: Ids, places: Places) -> None:
+        """Notes places, each once; a known id moves, and of one that repeats the last counts."""
         rows, marks = self._local_rows(ids), places + 1
         is_new = np.take(self._marks, rows, mode="clip") == 0
         self._marks[rows] = marks
@@ -79,6 +59,7 @@ class DirectRowIndex:
         """Does nothing: every id has an entry."""
 
     def remove(self, ids: Ids) -> None:
+        """Forgets rows; unknown ids change nothing. (n,), without repeats."""
         rows = self._local_rows(ids)
         self._count -= int(np.count_nonzero(np.take(self._marks, rows, mode="clip")))
         self._marks[rows] = 0
@@ -178,6 +159,7 @@ class HashRowIndex:
         )
 
     def make_room(self, count: int) -> None:
+        """Grows once for so many more rows, where `add` would grow time and again."""
         left = self._move(max(count, _MOVED_ROWS_MIN))
         if self._old is None and self._table.used_count + count > _LOAD_MAX * self._table.size:
             self._begin(count)

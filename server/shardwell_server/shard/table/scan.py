@@ -11,7 +11,7 @@ from shardwell.placement.rows import Ids
 from shardwell.wire.row_state import RowState
 from shardwell.wire.rows import rows_per_scan_message_max
 from shardwell_server.shard.deadline import RequestDeadline
-from shardwell_server.shard.errors import check_table_ended, table_workers_missing
+from shardwell_server.shard.errors import await_version
 from shardwell_server.shard.table.snapshot import TableSnapshot, too_late
 from shardwell_server.shard.table.state import TableState
 
@@ -92,9 +92,7 @@ class TableScan:
             if snapshot is not None and not snapshot.has_begun:
                 if snapshot.failure is not None:
                     raise snapshot.failure
-                look_s = check_table_ended(self._spec, self._tracker)
-                deadline.wait(self._changed, look_s=look_s)
-                raise table_workers_missing(self._spec, self._tracker, snapshot.version, deadline)
+                await_version(self._tracker, snapshot.version, self._changed, deadline)
 
     def states(self, snapshot: TableSnapshot | None) -> Iterator[StateBatch]:
         """Yields all rows with state: those of a snapshot, or for None each in its turn."""

@@ -11,10 +11,7 @@ import contextlib
 import functools
 import math
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -22,8 +19,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.codec import Bytes, NonFiniteValueError
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.numerics.weighted_mean import shift_for
-from shardwell.placement.rows import RowPlacement
-from shardwell.process.spans import ALL_CHUNKS, Spans, now_ns
+from shardwell.process.spans import ALL_CHUNKS, now_ns
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell.v1.trace_pb2 import (
@@ -33,32 +29,25 @@ from shardwell.v1.trace_pb2 import (
 )
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
-from shardwell_server.config import Limits
-from shardwell_server.shard.crews import Contributor, Liveness
-from shardwell_server.shard.deadline import Changes, RequestDeadline
+from shardwell_server.shard.crews import Contributor
+from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.errors import (
-    check_table_ended,
+    await_version,
     diverged_row,
     non_finite_row,
     state_overflow,
-    table_workers_missing,
 )
 from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.shard.sessions import Attendance
-from shardwell_server.shard.slice import ShardSlice
-from shardwell_server.shard.step_times import StepTimes
+from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.shard.table.loading import TableLoading
 from shardwell_server.shard.table.parts import Part, PartReader
-from shardwell_server.shard.table.register import TableRegister
-from shardwell_server.shard.table.row_slots import RowSlots
-from shardwell_server.shard.table.rows import NonFiniteSumError, TableRows
+from shardwell_server.shard.table.rows import NonFiniteSumError
 from shardwell_server.shard.table.scan import TableScan
-from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.shard.table.state import TableState
-from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
-from shardwell_server.shard.watch import Timer
-from shardwell_server.store import TableLayout, TableRecord, TableStorage
+from shardwell_server.shard.table.step_tracker import TableSeat
+from shardwell_server.store import TableRecord, TableStorage
 
 _ENDING = "end the step with what is counted of it"
 _CLOSED_SET_COUNT_MAX = 16
@@ -72,69 +61,32 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
     If an earlier process left the storage, `go_on` comes before anything else.
     """
 
+    kind = "table"
+
     def __init__(
         self,
         spec: TableSpec,
-        layout: TableLayout,
         storage: TableStorage,
-        placement: RowPlacement,
-        *,
-        shard_index: int,
-        limits: Limits,
         stored_bytes: OwnedBytes,
-        sessions: Liveness,
-        spans: Spans,
-        timer: Timer | None = None,
-        spool_dir: Path | None = None,
+        shared: SharedParts,
     ) -> None:
-        self.spec = spec
-        self._spans = spans
+        state = TableState(spec, storage, stored_bytes, shared)
+        super().__init__(spec.name, state, shared)
+        self.spec: TableSpec = spec
+        self.storage: TableStorage = storage
+        self.layout = state.layout
+        self.register = state.register
+        self._spans = state.spans
         self._sums = spec.sums_gradients
-        self.layout = layout
-        self.storage = storage
-        self._draws_incarnation = shard_index == 0
+        self._draws_incarnation = state.shard_index == 0
         self._codec = RowCodec.of(spec)
         self._answer_context = checksum.rows_answer_context(spec.name)
-        self._reader = PartReader(spec, self._codec, placement, shard_index)
-        self._lock = threading.Lock()
-        self._changed = Changes(self._lock)
-        self._tracker = TableStepTracker(
-            storage.record.version,
-            worker_count=spec.worker_count,
-            worker_count_max=limits.worker_count_max,
-            sessions=sessions,
-            elastic=spec.members,
-            is_closing=storage.record.is_closing,
-        )
-        self.register = TableRegister(spec, storage, self._tracker, limits)
-        self._places = places = RowSlots(layout, storage, stored_bytes, limits.table_row_count_max)
-        snapshots = TableSnapshots(spec, spool_dir=spool_dir, count_max=limits.snapshot_count_max)
-        self._rows = TableRows(
-            spec,
-            placement,
-            shard_index,
-            storage,
-            places,
-            batch_row_count_max=layout.rows_per_change_max,
-            snapshots=snapshots,
-        )
-        state = TableState(
-            spec=spec,
-            layout=layout,
-            storage=storage,
-            placement=placement,
-            shard_index=shard_index,
-            tracker=self._tracker,
-            register=self.register,
-            places=places,
-            rows=self._rows,
-            snapshots=snapshots,
-            changed=self._changed,
-            lock=self._lock,
-            times=StepTimes(1, time.monotonic),
-            spans=spans,
-        )
-        super().__init__(spec.name, state, limits.abandoned_after_s, timer)
+        self._reader = PartReader(spec, self._codec, state.placement, state.shard_index)
+        self._changed = state.changed
+        self._lock = state.lock
+        self._tracker = state.tracker
+        self._places = state.places
+        self._rows = state.rows
         self._closed_sets: dict[int, list[str]] = {}
         """By step: the elastic members in the sets of the last steps that closed."""
         self.scan = TableScan(state)
@@ -203,9 +155,6 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             begun=self._has_begun,
         )
 
-    def _taken_over(self, seat: TableSeat) -> None:
-        self._wake_all()
-
     def _wake_all(self) -> None:
         self._changed.notify_all()
 
@@ -232,18 +181,18 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             seat = contributor.seat
             if seat is None:
                 seat = contributor.seat = self._seat(contributor)
-            self._crew.may_count(contributor)  # another one may take the seat over at any time
+            self._crew.check(contributor)  # another one may take the seat over at any time
             decision = self._decide(contributor, header)
             if decision is Decision.WAIT:
                 self._settle()
                 decision = self._decide(contributor, header)
             if decision is Decision.WAIT:
-                look_s = check_table_ended(self.spec, self._tracker)
-                deadline.wait(self._changed, look_s=look_s)
-                raise table_workers_missing(self.spec, self._tracker, header.step, deadline)
+                await_version(self._tracker, header.step, self._changed, deadline)
             if decision in (Decision.LATE, Decision.UNKNOWN):
-                contributor.may_have_counted |= decision is Decision.UNKNOWN
-                return self._late(contributor, header)
+                unknown = decision is Decision.UNKNOWN
+                contributor.note_late(header.part_index, may_have_counted=unknown)
+                self._late_part_count += 1
+                return False
             if decision is not Decision.COUNT:
                 self._duplicate_part_count += not header.abandons
                 if decision is Decision.SUPERSEDED:
@@ -266,13 +215,6 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             )
             seat.contributed(contributor.session, end_ns / 1e9, begun_s)
             return True
-
-    def _late(self, contributor: Contributor[TableSeat], header: pb.RowGradients) -> bool:
-        contributor.late.add(header.part_index)
-        self._late_part_count += 1
-        if contributor.seat is not None:
-            contributor.seat.late_count += 1
-        return False
 
     def _decide(self, contributor: Contributor[TableSeat], header: pb.RowGradients) -> Decision:
         seat, step = contributor.seat, header.step
@@ -486,9 +428,7 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
             with self._lock:
                 self._settle()
                 if self.version < version:
-                    look_s = check_table_ended(self.spec, self._tracker)
-                    deadline.wait(self._changed, look_s=look_s)
-                    raise table_workers_missing(self.spec, self._tracker, version, deadline)
+                    await_version(self._tracker, version, self._changed, deadline)
 
     # Keeping.
 

@@ -49,8 +49,8 @@ from collections.abc import Container, Iterator
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
-from shardwell.specs.members import Elastic
-from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker, crew_of
+from shardwell.specs.table import TableSpec
+from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.store.contract import Position, TableRecord
 
@@ -110,28 +110,18 @@ class TableSeat(Seat):
 
 
 class TableStepTracker(Tracker[TableSeat]):
-    """The contributions to one table on one shard. `worker_count` 0 means asynchronous."""
+    """The contributions to one table on one shard."""
 
     def __init__(
         self,
+        spec: TableSpec,
         version: int,
-        *,
-        worker_count: int,
-        worker_count_max: int,
         sessions: Liveness,
-        elastic: Elastic | None = None,
+        worker_count_max: int,
+        *,
         is_closing: bool = False,
     ) -> None:
-        self.crew = crew_of(
-            self,
-            sessions,
-            worker_count=worker_count,
-            worker_count_max=worker_count_max,
-            elastic=elastic,
-        )
-        self.is_sync = self.crew.is_sync
-        self.has_open_sets = self.crew.comes_and_goes
-        """True if a step may close without a worker that could have contributed."""
+        super().__init__(spec, sessions, worker_count_max)
         self.version = version
         """Steps that have closed, which is also the number of the open one; asynchronous: steps
         that were ended. Set by the caller when a checkpoint is restored."""
@@ -153,6 +143,9 @@ class TableStepTracker(Tracker[TableSeat]):
 
     @property
     def newest_version(self) -> int:
+        return self.version
+
+    def version_of(self, part: int | None) -> int:
         return self.version
 
     def is_spent(self, seat: TableSeat) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.data.sessions import AllAlive, contributor, enter, session_of
+from harness.data.sessions import contributor, enter, session_of, shared_parts
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.errors import (
     DeadlineError,
@@ -30,11 +30,10 @@ from shardwell.errors import (
 )
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE, UpdateRule
 from shardwell.placement.slices import Slice
-from shardwell.process.spans import Spans
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.chunks import ChunkCodec
-from shardwell_server.config import Limits
+from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.parameter.snapshot import Snapshot
@@ -71,16 +70,8 @@ def slice_of(
             with_sum=worker_count > 1,
         )
     )
-    made = ParameterSlice(
-        spec,
-        Slice(0, size),
-        storage,
-        chunk_element_count=16,
-        is_first_shard=True,
-        limits=Limits(),
-        sessions=AllAlive(),
-        spans=Spans(),
-    )
+    config = None if size else ShardConfig(shard_index=1, shard_count=2)
+    made = ParameterSlice(spec, storage, shared_parts(config))
     if not isinstance(optimizer, Average):
         made.loading.finish(made.loading.claim("w0", deadline()).epoch)
     return made
@@ -189,15 +180,10 @@ def test_weights_that_diverged_are_named() -> None:
 def test_nothing_is_taken_before_the_first_weights() -> None:
     made = ParameterSlice(
         ParameterSpec(name="p", size=4, optimizer=SGD(learning_rate=1.0), worker_count=1),
-        Slice(0, 4),
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
-        chunk_element_count=16,
-        is_first_shard=True,
-        limits=Limits(),
-        sessions=AllAlive(),
-        spans=Spans(),
+        shared_parts(),
     )
     with pytest.raises(NotInitializedError, match="init"):
         give(made, "w0", 0, 1.0, 2.0, 3.0, 4.0)
@@ -217,15 +203,10 @@ def test_an_empty_slice_can_be_described_after_a_worker_opened_a_stream() -> Non
 def test_weights_that_stand_elsewhere_are_confirmed() -> None:
     made = ParameterSlice(
         ParameterSpec(name="p", size=8, optimizer=SGD(learning_rate=1.0), worker_count=1),
-        Slice(4, 4),
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
-        chunk_element_count=16,
-        is_first_shard=False,
-        limits=Limits(),
-        sessions=AllAlive(),
-        spans=Spans(),
+        shared_parts(ShardConfig(shard_index=1, shard_count=2)),
     )
     with pytest.raises(OtherIncarnationError, match="epoch 1 is refused"):
         made.loading.confirm(1)
@@ -277,14 +258,11 @@ def make(
     )
     made = ParameterSlice(
         spec,
-        Slice(0, SIZE),
         MemoryStore().create(layout),
-        chunk_element_count=CHUNK,
-        is_first_shard=True,
-        limits=Limits(snapshot_count_max=2),
-        sessions=AllAlive(),
-        spans=Spans(),
-        spool_dir=spool_dir,
+        shared_parts(
+            ShardConfig(shard_index=0, shard_count=1, limits=Limits(snapshot_count_max=2)),
+            spool_dir=spool_dir,
+        ),
     )
     if initialized:
         made.loading.finish(made.loading.claim("w0", deadline()).epoch)

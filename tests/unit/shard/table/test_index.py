@@ -20,7 +20,7 @@ from harness.machines import cases
 from shardwell.placement.rows import Ids, RowPlacement, mix
 from shardwell_server.shard.table import index as row_index
 from shardwell_server.shard.table.hash_slots import LINE, SlotTable
-from shardwell_server.shard.table.index import DirectRowIndex, HashRowIndex, RowIndex
+from shardwell_server.shard.table.index import DirectRowIndex, HashRowIndex
 
 ROW_COUNT, SHARD_COUNT, SHARD = 10_007, 3, 1
 
@@ -104,6 +104,9 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex, TestMoreOfIndex = cases(IndexMachine, max_examples=60, step_count=25)
+
+
+RowIndex = DirectRowIndex | HashRowIndex
 
 
 def both_kinds() -> list[tuple[RowIndex, Ids]]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.data.sessions import AllAlive, contributor, enter, session_of
+from harness.data.sessions import contributor, enter, session_of, shared_parts
 from harness.polling import PATIENCE_S
 from harness.stories.crash import SameMachine
 from harness.threads import together
@@ -29,13 +29,10 @@ from shardwell.errors import (
     StorageError,
     WorkersMissingError,
 )
-from shardwell.placement.rows import RowPlacement
-from shardwell.process.spans import Spans
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2 as pb
 from shardwell.wire import checksum
 from shardwell.wire.rows import RowCodec
-from shardwell_server.config import Limits
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
 from shardwell_server.shard.quotas import ByteBudget, OwnedBytes, Usage
 from shardwell_server.shard.table.index import HashRowIndex
@@ -127,14 +124,9 @@ def table_of(
     storage, stored = FailingTable(store.create_table(layout)), ByteBudget(stored_bytes_max)
     made = TableSlice(
         spec,
-        layout,
         storage,  # type: ignore[arg-type]
-        RowPlacement(spec.row_count, 1),
-        shard_index=0,
-        limits=Limits(),
-        stored_bytes=OwnedBytes(stored, Usage("")),
-        sessions=AllAlive(),
-        spans=Spans(),
+        OwnedBytes(stored, Usage("")),
+        shared_parts(),
     )
     return made, storage, stored
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.data.sessions import AllAlive, applicant, know, noted, session_of, take
+from harness.data.sessions import applicant, know, noted, session_of, table_tracker, take
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell.specs.members import Elastic
 from shardwell_server.shard.crews import Event, seat_event
@@ -20,11 +20,10 @@ from shardwell_server.store.contract import Position
 def tracker(
     worker_count: int = 2, *, version: int = 0, worker_count_max: int = 9
 ) -> TableStepTracker:
-    return TableStepTracker(
+    return table_tracker(
         version,
         worker_count=worker_count,
         worker_count_max=worker_count_max,
-        sessions=AllAlive(),
     )
 
 
@@ -257,12 +256,11 @@ def test_other_rows_in_place_of_those_that_counted_are_refused() -> None:
 
 
 def tracker_of(min_count: int = 1, version: int = 0) -> TableStepTracker:
-    return TableStepTracker(
+    return table_tracker(
         version,
         worker_count=4,
         worker_count_max=100,
-        sessions=AllAlive(),
-        elastic=Elastic(min_count=min_count, max_count=4),
+        members=Elastic(min_count=min_count, max_count=4),
     )
 
 
@@ -431,12 +429,11 @@ def test_a_part_of_a_tenure_that_its_seat_has_no_longer() -> None:
 
 
 def test_a_newcomer_has_given_no_rows_of_what_the_seat_had_before() -> None:
-    tracker = TableStepTracker(
+    tracker = table_tracker(
         0,
         worker_count=1,
         worker_count_max=100,
-        sessions=AllAlive(),
-        elastic=Elastic(min_count=1, max_count=1),
+        members=Elastic(min_count=1, max_count=1),
     )
     for number in range(3):
         seat = member(tracker, f"w{number}", number + 1, 2 * number)

@@ -20,12 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from harness.data.sessions import AllAlive, know, take
+from harness.data.sessions import know, table_tracker, take
 from harness.machines import cases
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.crews import seat_event
 from shardwell_server.shard.step_tracker import Decision
-from shardwell_server.shard.table.step_tracker import TableStepTracker
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 workers = st.sampled_from(WORKERS)
@@ -43,9 +42,8 @@ class TableLedgerMachine(RuleBasedStateMachine):
         self.limits: dict[str, Any] = {
             "worker_count": worker_count,
             "worker_count_max": worker_count_max,
-            "sessions": AllAlive(),
         }
-        self.tracker = TableStepTracker(version, **self.limits)
+        self.tracker = table_tracker(version, **self.limits)
         self.worker_count, self.worker_count_max = worker_count, worker_count_max
         self.first_version = version
         self.known: list[str] = []
@@ -171,7 +169,7 @@ class TableLedgerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Storage keeps of a tracker its version, the position of each seat, and its owner."""
         before = self.tracker
-        self.tracker = TableStepTracker(before.version, **self.limits)
+        self.tracker = table_tracker(before.version, **self.limits)
         for seat in before.crew.seats:
             self.tracker.crew.restore_seat(seat_event(seat), seat.stored_position(seat.position))
         self.known = []

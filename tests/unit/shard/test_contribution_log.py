@@ -9,7 +9,7 @@ import pytest
 
 from shardwell.errors import ArgumentError
 from shardwell.placement.slices import Slice
-from shardwell_server.shard.parameter.contribution_log import ClosedSet, ContributionLog
+from shardwell_server.shard.contribution_log import ClosedSet, ContributionLog
 
 CLOSED = ClosedSet("net", 255, 3, Slice(192, 64), 7, ("w1", "w0"), is_restored=False)
 LINE = {
