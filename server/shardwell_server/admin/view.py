@@ -70,14 +70,14 @@ def view(
 ) -> dict[str, Any]:
     """Returns all that the page shows."""
     statuses = [status for _, status in given(answers)]
-    rows = all_rows(statuses, is_shown)
+    rows, told = all_rows(statuses, is_shown), told_troubles(statuses, is_shown)
     config = vitals.shard.config
     return {
         "cluster": config.cluster_id,
         "shards": [_shard(index, answers) for index in range(len(answers))],
         "lost": losses(statuses) if is_shown("") else [],
-        "troubles": [*told_troubles(statuses, is_shown), *unfinished(statuses, is_shown)],
-        "sections": _sections(statuses),
+        "troubles": [*told, *unfinished(statuses, is_shown)],
+        "sections": {words: section for words, section in told.items() if section},
         "endings": _endings(statuses) if is_shown("") else [],
         "waits": [
             {**as_json(each), "words": str(each)}
@@ -119,15 +119,6 @@ def _reports(vitals: Vitals, name: str) -> dict[str, list[list[float | None]]]:
     return {
         figure: [[step, mean if math.isfinite(mean) else None] for step, mean in means]
         for figure, means in parameter.reports.means().items()
-    }
-
-
-def _sections(statuses: Sequence[ShardStatus]) -> dict[str, str]:
-    told = [each for status in statuses for each in status.troubles]
-    return {
-        words: each.section
-        for words, each in zip(told_troubles(statuses), told, strict=True)
-        if each.section
     }
 
 

@@ -206,14 +206,14 @@ def abandoned(rows: Iterable[Row]) -> list[str]:
 
 def told_troubles(
     statuses: Sequence[ShardStatus], is_shown: Callable[[str], bool] = lambda name: True
-) -> list[str]:
-    """Returns the troubles that shards report, each with its shard."""
-    return [
-        each.words if each.name else f"shard {status.shard_index}: {each.words}"
+) -> dict[str, str]:
+    """Returns the troubles that shards report, each with its shard, and their runbook sections."""
+    return {
+        each.words if each.name else f"shard {status.shard_index}: {each.words}": each.section
         for status in statuses
         for each in status.troubles
         if is_shown(each.name)
-    ]
+    }
 
 
 def workers(rows: Iterable[Row]) -> list[dict[str, Any]]:

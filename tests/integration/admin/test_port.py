@@ -210,12 +210,20 @@ def test_the_port_shows_what_a_token_may_read(cluster, connect, tmp_path) -> Non
         assert status == 401
         assert "token" in text
         assert get(url + path, Authorization="Bearer wrong")[0] == 401
+    wrong = tmp_path / "wrong.token"
+    wrong.write_text("no-such-token\n")
+    with pytest.raises(shardwell.AuthenticationError):
+        connect(running, "w1", token_file=wrong)
+    whole = f"Bearer {tokens.add('whole', 'read').read_text().strip()}"
+    sections = json.loads(get(url + "status.json", Authorization=whole)[1])["sections"]
+    assert [*sections.values()] == ["not-let-in"]
     secret = tokens.add("prod", "read:prod-").read_text().strip()
     basic = base64.b64encode(f"anybody:{secret}".encode()).decode()
     for header in (f"Bearer {secret}", f"Basic {basic}"):
         assert get(url, Authorization=header)[0] == 200
         found = json.loads(get(url + "status.json", Authorization=header)[1])
         assert [each["name"] for each in found["parameters"]] == ["prod-a"]
+        assert not found["sections"]
         told = metrics(running, Authorization=header)
         names = {dict(key[1:]).get("name") for key in told}
         assert "prod-a" in names
