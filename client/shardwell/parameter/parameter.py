@@ -574,10 +574,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             StepOrderError: no shard knows the step: it is open, or older.
         """
         number = check_integer("step", step, 0, STEP_MAX)
-
-        def get(attempts: Attempts) -> list[tuple[Slice, tuple[str, ...]]]:
-            return self._opening.contributions(self._transfer.parts, number, attempts)
-
+        get = partial(self._opening.contributions, self._transfer.parts, number)
         return self._calls.run(get, timeout_s)
 
     def _read_first(self, member: Member, weights: Pieces, attempts: Attempts) -> None:

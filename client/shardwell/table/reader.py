@@ -99,7 +99,8 @@ class RowReading:
         missing, version = found
         if missing.size:
             fetched = np.empty((missing.size, self.dim), np.float32)
-            newer = self._fetch(ids.subset(missing), fetched, None, 0, attempts)
+            fetch = self._asking(ids.subset(missing), fetched, None)
+            newer = self._fetched(fetch, 0, attempts)
             rows[missing] = fetched
             version = newer if version is None else min(version, newer)
         batch.spread(rows, out)
@@ -172,37 +173,22 @@ class RowReading:
         return np.empty((batch.distinct.ids.size, self.dim), np.float32)
 
     def _read_anew(
-        self,
-        batch: RowBatch,
-        out: Float32,
-        min_version: int,
-        attempts: Attempts,
+        self, batch: RowBatch, out: Float32, min_version: int, attempts: Attempts
     ) -> int | None:
-        ids = batch.distinct
-        if not ids.ids.size:
+        if not batch.distinct.ids.size:
             return None
-        if not self.view.keeps:
-            return self._fetch(ids, out, batch, min_version, attempts)
-        rows = self._room(batch, out)
-        version = self._fetch(ids, rows, None, min_version, attempts)
-        batch.spread(rows, out)
+        fetch = self.question(batch, out)
+        version = self._fetched(fetch, min_version, attempts)
+        self.finish(batch, fetch, out)
         return version
 
-    def _fetch(
-        self,
-        ids: ShardedIds,
-        rows: Float32,
-        batch: RowBatch | None,
-        min_version: int,
-        attempts: Attempts,
-    ) -> int:
+    def _fetched(self, fetch: RowFetch, min_version: int, attempts: Attempts) -> int:
         asked = self.view.moment()
-        fetch = self._asking(ids, rows, batch)
         fetch.min_version, fetch.known_version = min_version, self.view.known_version
         fetch.max_version = self.view.max_version
         attempts.run(lambda: self.transfer.attempt(None, fetch, attempts))
         version = int(fetch.version)
         if fetch.shard_count == self.every_shard:  # a gradient of these rows is of their version
             self.view.go_on_at(version)
-        self.view.keep(ids.ids, rows, version, asked)
+        self.view.keep(fetch.ids.ids, fetch.rows, version, asked)
         return version

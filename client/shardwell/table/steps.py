@@ -97,6 +97,7 @@ class TableSteps:
     """True if shards may have counted some of the next step."""
     _begun: _Begun | None = None
     _has_seat: bool = False
+    """True once this worker of a fixed crew has its seat; a member joins anew, if it has to."""
 
     def open(self, attempts: Attempts) -> int:
         """Opens the table on all shards and goes on where they say; returns their version."""
@@ -121,7 +122,7 @@ class TableSteps:
     def _take_part(self, attempts: Attempts) -> None:
         if self.member is not None:
             self.join(self.member, attempts)
-        elif not self._has_seat:
+        else:
             self._take_seat(attempts)
 
     def read_first(self, member: Member, attempts: Attempts) -> int | None:
@@ -159,7 +160,8 @@ class TableSteps:
         ended for the caller, who makes the same call again; but a DivergedError ends it: the rows
         are not finite.
         """
-        self._take_part(attempts)
+        if not self._has_seat:
+            self._take_part(attempts)
         put = RowPut(ids, sums, self.view.next_step, sample_count, self.transfer.row_count_max)
         if self._begun is not None:
             self._repeat(self._begun, put)
@@ -189,7 +191,8 @@ class TableSteps:
 
     def abandon(self, attempts: Attempts) -> int:
         """Ends the next step without a gradient; returns the step."""
-        self._take_part(attempts)
+        if not self._has_seat:
+            self._take_part(attempts)
         nothing = no_ids(self.opening.shard_count)
         put = RowPut(nothing, None, self.view.next_step, sample_count=0, row_count_max=1)
         self._begun, self.is_begun = _Begun(None, set()), True

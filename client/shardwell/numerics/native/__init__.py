@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 NATIVE_VARIABLE = "SHARDWELL_NATIVE"
 LIBRARY_NAME = "kernels.so"
@@ -19,32 +20,22 @@ library that an older version built is not used."""
 _FOLDER = Path(__file__).parent
 
 
-class Library(NamedTuple):
-    """The functions of the library."""
+class Library(SimpleNamespace):
+    """The functions of the library, by their names in `_CALLS`.
+
+    They are given objects that have memory, and let go of the GIL where they take long.
+    """
 
     variant: str
     checks: bool
-    run: Any
-    """(operations, their count, arrays, start, stop, CRC): see dispatch.c. This and all that follow
-    are given objects that have memory, and let go of the GIL where they take long."""
-    check_ids: Any
-    """This and those that follow: see rows.c."""
-    find: Any
-    sort_ids: Any
-    gather: Any
-    scatter: Any
-    spread: Any
-    add_up: Any
-    update: Any
-    hash_rows: Any
-    look_over: Any
-    """This and `move`: see tensors.c."""
-    move: Any
+    """True if operations check, in one pass with others."""
 
 
 _OBJECT, _NUMBER, _CRC = ctypes.py_object, ctypes.c_uint64, ctypes.c_uint32
 _CALLS: dict[str, tuple[Any, ...]] = {
+    # See dispatch.c; the arguments are operations, their count, arrays, start, stop and CRC.
     "run": (ctypes.c_char_p, _NUMBER, _OBJECT, _NUMBER, _NUMBER, _CRC),
+    # See rows.c.
     "check_ids": (_OBJECT, _NUMBER, _NUMBER, _NUMBER),
     "find": (_OBJECT, _NUMBER, _OBJECT, _NUMBER, _OBJECT),
     "sort_ids": (_OBJECT, _NUMBER, _NUMBER, _OBJECT),
@@ -59,6 +50,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
         *(_OBJECT, _OBJECT, _NUMBER, _OBJECT, _OBJECT),
     ),
     "hash_rows": (_OBJECT, _NUMBER, _NUMBER, _NUMBER, _OBJECT, _OBJECT),
+    # See tensors.c.
     "look_over": (_OBJECT, _OBJECT, _OBJECT, _OBJECT),
     "move": (_OBJECT, _OBJECT, _OBJECT, _NUMBER, _NUMBER, _OBJECT, _NUMBER),
 }
@@ -99,7 +91,7 @@ def load(path: Path) -> tuple[Library | None, str]:
     for name, call in calls.items():
         call.restype = ctypes.c_int64
         call.argtypes = _CALLS[name]
-    return Library(variant.decode(), checks, **calls), ""
+    return Library(variant=variant.decode(), checks=checks, **calls), ""
 
 
 LIBRARY, _MISSING = load(_FOLDER / LIBRARY_NAME)
