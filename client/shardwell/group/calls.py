@@ -6,8 +6,7 @@ with the same error, at once.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,18 +32,11 @@ from shardwell.v1 import peer_pb2 as pb
 JOIN_TIMEOUT_S = 3600.0
 REPLACEMENT_WAIT_S_MAX = 3600.0
 _SPREAD_ELEMENT_COUNT = 1 << 20
-_KINDS = {
-    Operation.ALL_REDUCE: pb.OPERATION_ALL_REDUCE,
-    Operation.REDUCE: pb.OPERATION_REDUCE,
-    Operation.BROADCAST: pb.OPERATION_BROADCAST,
-    Operation.REDUCE_SCATTER: pb.OPERATION_REDUCE_SCATTER,
-    Operation.ALL_GATHER: pb.OPERATION_ALL_GATHER,
+_KINDS: dict[Operation, Any] = {
+    each: pb.Operation.Value(f"OPERATION_{each.name}") for each in Operation
 }
-_REDUCTIONS = {
-    Reduction.SUM: pb.REDUCTION_SUM,
-    Reduction.MEAN: pb.REDUCTION_MEAN,
-    Reduction.MAX: pb.REDUCTION_MAX,
-    Reduction.MIN: pb.REDUCTION_MIN,
+_REDUCTIONS: dict[Reduction, Any] = {
+    each: pb.Reduction.Value(f"REDUCTION_{each.name}") for each in Reduction
 }
 _NOTHING: Float32 = np.empty(0, np.float32)
 
@@ -58,30 +50,10 @@ class CallOptions(NamedTuple):
     codec: WireName | None = None
     timeout_s: float | None = None
     retry: bool = False
+    waits: bool = True
+    """False: the caller goes on while it is made."""
     generation: int = 0
     """The only generation in which an elastic group makes it; 0: any."""
-
-
-class Started(Protocol):
-    """A call that was made ready and announced, or will be."""
-
-    result: Future[int]
-
-    @property
-    def array(self) -> Float32:
-        """The caller's array, which is reduced."""
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank's number among those that take part, and how many they are."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-
-    @property
-    def have_state(self) -> tuple[bool, ...]:
-        """The answers of `ranks`: True of one that has the group's state."""
 
 
 class CallMaker:
@@ -111,7 +83,7 @@ class CallMaker:
         options: CallOptions,
     ) -> Call:
         """A call of rank `rank` among `size`; None for `operation` is a barrier."""
-        op, root, sample_count, codec, timeout_s, _, _ = options
+        op, root, sample_count, codec, timeout_s, *_ = options
         kind = pb.OPERATION_BARRIER if operation is None else _KINDS[operation]
         call = self._call(kind, operation, self.timeout_s if timeout_s is None else timeout_s)
         announcement = call.announcement

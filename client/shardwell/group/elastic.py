@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,8 +38,8 @@ from shardwell.group.agreement.settlement import (
     fate_of,
     merged,
 )
-from shardwell.group.calls import CallOptions, Started
-from shardwell.group.engine import Call, Progress, Regrouping
+from shardwell.group.calls import CallOptions
+from shardwell.group.engine import Call, Done, Progress, Regrouping
 from shardwell.group.generation import Generation
 from shardwell.group.group import Group
 from shardwell.group.schedule.plan import Operation
@@ -63,40 +63,20 @@ class PendingCall:
     """True if newcomers may come in before it."""
     retries: bool
     """True if it can be made again when data have moved."""
-    waits: bool
-    only_in: int
+    waits: bool = True
+    only_in: int = 0
     """Number of the only generation in which it may be made; 0: any."""
     input: Float32 | None = None
     """The array's values before, of a call that writes and is made again."""
     call: Call | None = None
     announced_in: int = 0
-    result: Future[int] = field(default_factory=Future)
+    result: Future[Done] = field(default_factory=Future)
 
     @property
     def made(self) -> Call:
         """The call as it was announced last."""
         assert self.call is not None
         return self.call
-
-    @property
-    def array(self) -> Float32:
-        """The caller's array."""
-        return self.made.array
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank's number among those that take part, and how many they are."""
-        return self.made.place
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self.made.ranks
-
-    @property
-    def have_state(self) -> tuple[bool, ...]:
-        """The answers of `ranks`: True of one that has the group's state."""
-        return self.made.have_state
 
     def restore(self) -> None:
         """Gives the array the values from before the call."""
@@ -158,13 +138,8 @@ class ElasticGroup(Group):
 
     @override
     def _start(
-        self,
-        operation: Operation | None,
-        array: Float32,
-        options: CallOptions,
-        *,
-        waits: bool = True,
-    ) -> Started:
+        self, operation: Operation | None, array: Float32, options: CallOptions
+    ) -> Future[Done]:
         def make(generation: Generation) -> Call:
             return self._calls.collective(
                 generation.rank, generation.size, operation, array, options
@@ -176,54 +151,55 @@ class ElasticGroup(Group):
         pending = PendingCall(
             make=make,
             timeout_s=self._timeout_of(options.timeout_s),
-            admits=waits and is_free and not only_in and not self._is_stateful,
+            admits=options.waits and is_free and not only_in and not self._is_stateful,
             retries=operation is None or options.retry,
-            waits=waits,
+            waits=options.waits,
             only_in=only_in,
             input=_copied(array) if options.retry else None,
         )
         return self._announced(pending)
 
     @override
-    def _ask_for_state(self, timeout_s: float | None) -> Started:
-        def make(_: Generation) -> Call:
-            return self._calls.state(has_state=self._has_state, timeout_s=timeout_s)
-
+    def _ask_for_state(self, timeout_s: float | None) -> Future[Done]:
         return self._announced(
             PendingCall(
-                make=make,
+                make=lambda _: self._calls.state(has_state=self._has_state, timeout_s=timeout_s),
                 timeout_s=self._timeout_of(timeout_s),
                 admits=True,
                 retries=True,
-                waits=True,
-                only_in=0,
             )
         )
 
     def _timeout_of(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else timeout_s
 
-    def _announced(self, pending: PendingCall) -> PendingCall:
+    def _announced(self, pending: PendingCall) -> Future[Done]:
         if self._generation.engine.is_current_thread:
             raise ArgumentError(
                 "a callback makes no calls of an elastic group: it would hold up the repair that "
                 "the call may need; make the call on another thread"
             )
+        with self._finishing() as finishes:
+            self._check_open()
+            self._pending[id(pending)] = pending
+            generation = self._generation
+            lacks = pending.admits and generation.size < self._min_size
+            if generation.is_over or lacks:
+                self._repair(generation, finishes, pending.timeout_s)
+            else:
+                self._announce(pending, generation, finishes)
+        return pending.result
+
+    @contextlib.contextmanager
+    def _finishing(self) -> Iterator[list[Finish]]:
+        """Holds the lock, and frees it before it runs the list, in which callers' code may be."""
         finishes: list[Finish] = []
         try:
             with self._announcing:
-                self._check_open()
-                self._pending[id(pending)] = pending
-                generation = self._generation
-                lacks = pending.admits and generation.size < self._min_size
-                if generation.is_over or lacks:
-                    self._repair(generation, finishes, pending.timeout_s)
-                else:
-                    self._announce(pending, generation, finishes)
+                yield finishes
         finally:
             for finish in finishes:
                 finish()
-        return pending
 
     def _announce(
         self, pending: PendingCall, generation: Generation, finishes: list[Finish]
@@ -248,7 +224,7 @@ class ElasticGroup(Group):
                 call.announcement.problem.CopyFrom(failure_of(changed))
             pending.call, pending.announced_in = call, generation.number
             call.result.add_done_callback(partial(self._call_ended, pending, call, generation))
-            self._under_way.submit(call, generation, waits=pending.waits)
+            self._submit(call, generation, waits=pending.waits)
         except BaseException as error:
             pending.call = None
             if generation.is_over and isinstance(error, WorkerLostError):
@@ -258,7 +234,7 @@ class ElasticGroup(Group):
             raise
 
     def _call_ended(
-        self, pending: PendingCall, call: Call, generation: Generation, result: Future[int]
+        self, pending: PendingCall, call: Call, generation: Generation, result: Future[Done]
     ) -> None:
         error = result.exception()
         if pending.call is not call:
@@ -287,7 +263,8 @@ class ElasticGroup(Group):
 
     def _finish(self, pending: PendingCall) -> None:
         if self._pending.pop(id(pending), None) is not None:
-            pending.result.set_result(0)
+            done = pending.made.done
+            pending.result.set_result(done._replace(generation=pending.announced_in))
 
     def _fail(self, pending: PendingCall, error: BaseException) -> None:
         if self._pending.pop(id(pending), None) is None:
@@ -305,15 +282,10 @@ class ElasticGroup(Group):
         self._repair_begun_in = previous.number
 
         def repair() -> None:
-            finishes: list[Finish] = []
-            with contextlib.suppress(ShardwellError):  # the calls have it
-                try:
-                    with self._announcing:
-                        if self._generation is previous:
-                            self._repair(previous, finishes)
-                finally:
-                    for finish in finishes:
-                        finish()
+            # Its error is that of the calls, too.
+            with contextlib.suppress(ShardwellError), self._finishing() as finishes:
+                if self._generation is previous:
+                    self._repair(previous, finishes)
 
         try:
             self._threads.start(repair, _REPAIR_S_MAX)
@@ -404,16 +376,11 @@ class ElasticGroup(Group):
 
     @override
     def _rebuild(self, timeout_s: float, wait_s: float) -> None:
-        finishes: list[Finish] = []
         previous = self._generation
-        try:
-            with self._announcing:
-                self._check_open()
-                if self._generation is previous:
-                    self._repair(previous, finishes, timeout_s, wait_s)
-        finally:
-            for finish in finishes:
-                finish()
+        with self._finishing() as finishes:
+            self._check_open()
+            if self._generation is previous:
+                self._repair(previous, finishes, timeout_s, wait_s)
 
     # The state.
 
@@ -430,11 +397,6 @@ class ElasticGroup(Group):
                 continue
             if given is not None:
                 return given
-
-    @override
-    def _number_of(self, asked: Started) -> int:
-        assert isinstance(asked, PendingCall)
-        return asked.announced_in
 
     @override
     def _refuse_state(self, error: GroupMismatchError, *, goes_on: bool) -> None:

@@ -10,11 +10,11 @@ import enum
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwell.errors import (
     DeadlineError,
@@ -36,6 +36,9 @@ from shardwell.process.spans import Traffic
 from shardwell.specs.deadlines import with_answer
 from shardwell.threads.spread import CoreThreads
 from shardwell.v1 import peer_pb2 as pb
+
+if TYPE_CHECKING:
+    from shardwell.group.generation import Generation
 
 _VERDICT_S_MIN = 1.0
 """Calls with a shorter deadline have rank 0's verdict so late at the latest: without one, all would
@@ -63,6 +66,20 @@ class Regrouping(Exception):  # noqa: N818 (no error: the call is made in the ne
     """No rank of an elastic group makes the call in this generation."""
 
 
+class Done(NamedTuple):
+    """The ranks that took part in a call that was made."""
+
+    ranks: tuple[int, ...] = ()
+    sample_counts: tuple[int, ...] = ()
+    """By the place in `ranks`."""
+    place: int = 0
+    """This rank's place in `ranks`."""
+    last_rank: int = 0
+    """With a join, the rank that called it last."""
+    generation: int = 0
+    """With an elastic group, the generation in which it was made."""
+
+
 @dataclass(kw_only=True)
 class Call:
     """One call of this rank."""
@@ -79,13 +96,11 @@ class Call:
     plan: Plan | None = None
     """None: it moves no chunks, or they can't be made."""
     may_have_nans: bool = False
-    result: Future[int] = field(default_factory=Future)
-    """Done when the array is; with a join, the rank that was last."""
-    place: tuple[int, int] = (0, 1)
-    """This rank's number among those that take part, and how many they are, once data move."""
+    result: Future[Done] = field(default_factory=Future)
+    """Done when the array is."""
     progress: Progress = Progress.ANNOUNCED
-    ranks: tuple[int, ...] = ()
-    have_state: tuple[bool, ...] = ()
+    done: Done = field(default_factory=Done)
+    """The outcome, once the ranks that take part are known."""
 
     @property
     def is_join(self) -> bool:
@@ -96,31 +111,9 @@ class Call:
 class _Moving(NamedTuple):
     call: Call
     call_index: int
-    ranks: list[int]
+    ranks: tuple[int, ...]
     collective: Collective
     deadline_s: float
-
-
-class Links(Protocol):
-    """The streams to and from other ranks."""
-
-    def outgoing(self, rank: int) -> Outgoing:
-        """The way of chunks to a rank."""
-
-    def listen_to(self, rank: int) -> None:
-        """Has chunks of a rank come to the mailbox from now on."""
-
-    def end(self, failure: pb.Failure) -> None:
-        """Cuts them all; whatever waits fails with this."""
-
-
-class ContextOf(Protocol):
-    """The beginning of the CRC32C of a call's chunks: see `checksum.peer_context`."""
-
-    def __call__(
-        self, call: pb.CollectiveCall, ranks: Sequence[int], sample_counts: Sequence[int]
-    ) -> int:
-        """Takes a call's participants and their sample counts."""
 
 
 class Engine:
@@ -132,10 +125,10 @@ class Engine:
         strategy: Strategy,
         mailbox: Mailbox,
         agreement: Agreement,
-        links: Links,
+        links: Generation,
         traffic: Traffic,
         *,
-        context_of: ContextOf,
+        context_of: Callable[[pb.CollectiveCall, Sequence[int], Sequence[int]], int],
         threads: CoreThreads,
     ) -> None:
         self.is_elastic = False
@@ -179,7 +172,7 @@ class Engine:
             except BaseException as error:
                 call.result.set_exception(error)
 
-    def _made(self, call: Call) -> int:
+    def _made(self, call: Call) -> Done:
         index = None if call.is_join else call.announcement.call_index
         verdict = self._mailbox.await_verdict(
             index, max(with_answer(call.timeout_s), _VERDICT_S_MIN)
@@ -199,15 +192,13 @@ class Engine:
             raise error_of(verdict.failure)
         if call.is_join:
             self.next_call_index = verdict.call_index
-            return verdict.last_rank
+            return Done(last_rank=verdict.last_rank)
         if self.is_elastic:
             if verdict.regroup:
                 raise Regrouping
             self._note(call, Progress.MOVING)
-        if call.operation is None and call.announcement.operation == pb.OPERATION_STATE:
-            call.place = (list(verdict.active_ranks).index(self._rank), len(verdict.active_ranks))
-            call.ranks = tuple(verdict.active_ranks)
-            call.have_state = tuple(map(bool, verdict.sample_counts))
+        ranks = tuple(verdict.active_ranks)
+        call.done = Done(ranks, tuple(verdict.sample_counts), ranks.index(self._rank))
         if call.operation is not None and call.array.size:
             deadline_s = time.monotonic() + with_answer(call.timeout_s)
             try:
@@ -224,7 +215,7 @@ class Engine:
                 raise self._given_up(failed, deadline_s) from error
         if self.is_elastic:
             self._await_others(call)
-        return 0
+        return call.done
 
     def _note(self, call: Call, progress: Progress) -> None:
         call.progress = progress
@@ -258,12 +249,10 @@ class Engine:
         return error if ended is None else ended()
 
     def _moved(self, call: Call, operation: Operation, verdict: pb.Verdict) -> None:
-        ranks = list(verdict.active_ranks)
-        place = ranks.index(self._rank)
-        sample_counts = list(verdict.sample_counts)
+        ranks, place = call.done.ranks, call.done.place
+        sample_counts = list(call.done.sample_counts)
         # Its own count as this rank knows it: where rank 0 had another, no two ranks' chunks fit.
         sample_counts[place] = call.announcement.sample_count
-        call.place = (place, len(ranks))
         plan = call.plan
         if plan is None or plan.size > len(ranks):
             plan = plan_of(call, operation, self._strategy, self._rank, ranks)

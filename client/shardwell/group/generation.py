@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 import grpc
 
@@ -23,7 +22,6 @@ from shardwell.errors import (
     ArgumentError,
     ClosedError,
     DeadlineError,
-    ShardwellError,
     WorkerLostError,
 )
 from shardwell.group.agreement.coordinator import (
@@ -35,9 +33,8 @@ from shardwell.group.agreement.coordinator import (
     lost,
 )
 from shardwell.group.agreement.settlement import Standings, from_message
-from shardwell.group.engine import Call, Engine
+from shardwell.group.engine import Call, Done, Engine
 from shardwell.group.mailbox import Mailbox
-from shardwell.group.rendezvous.client import Formed
 from shardwell.group.schedule.collective import Arrival
 from shardwell.group.schedule.strategies import Strategy
 from shardwell.group.transport.links import Link
@@ -52,6 +49,7 @@ from shardwell.process.shared_memory import SharedMemory
 from shardwell.process.spans import Traffic
 from shardwell.threads.pool import begin
 from shardwell.threads.spread import CoreThreads
+from shardwell.v1 import group_pb2
 from shardwell.v1 import peer_pb2 as pb
 from shardwell.wire import checksum
 
@@ -70,7 +68,7 @@ class Generation:
         self,
         *,
         group: str,
-        formed: Formed,
+        formed: group_pb2.JoinGroupResponse,
         strategy: Strategy,
         traffic: Traffic,
         same_host: bool,
@@ -80,7 +78,7 @@ class Generation:
     ) -> None:
         self.number = formed.generation
         self.rank = formed.rank
-        self.members = formed.members
+        self.members = tuple(formed.members)
         self._group = group
         self._traffic = traffic
         self._same_host = same_host
@@ -92,7 +90,7 @@ class Generation:
         self._over = False
         self._ended_by: pb.Failure | None = None
         self._closing = False
-        self._joining: Future[int] | None = None
+        self._joining: Future[Done] | None = None
         self._mailbox = Mailbox(self.size)
         self.confirm: Callable[[], None] = lambda: None
         """Learns whether this rank itself was declared lost, before another is called lost here."""
@@ -157,17 +155,13 @@ class Generation:
         is_lost = isinstance(error, WorkerLostError) and error.rank is not None
         return (error.rank,) if is_lost and error.rank is not None else ()
 
-    def check(self) -> None:
-        """Raises what has ended the generation, if it has."""
-        if self._mailbox.ended is not None:
-            raise self._mailbox.ended()
-
     def submit(self, call: Call) -> None:
         """Announces a call, and makes it when its turn comes. Does not block."""
         with self._announcing:
             if self._closing:
                 raise ClosedError("the group was closed; join it again")
-            self.check()
+            if self._mailbox.ended is not None:
+                raise self._mailbox.ended()
             if self._joining is not None and not self._joining.done() and not call.is_join:
                 raise ArgumentError(
                     "another thread waits in join(); this rank makes no other call until then"
@@ -203,10 +197,6 @@ class Generation:
             ]
         for link in links:
             link.cut()
-
-    def give_up(self, error: ShardwellError) -> None:
-        """Ends the generation for all members."""
-        self._agreement.give_up(failure_of(error))
 
     def end_for_all(self, failure: pb.Failure) -> None:
         """Ends the generation here, and for all members that can be reached."""
@@ -352,34 +342,3 @@ class Generation:
 
         if not self._over:
             begin("shardwell-link-failed", give_up)
-
-
-class Membership(Protocol):
-    """The way of a member to its group's generations, with its rank."""
-
-    @property
-    def generation(self) -> Generation:
-        """The newest that it is in."""
-
-    def rejoin(
-        self,
-        previous: Generation,
-        timeout_s: float,
-        wait_s: float,
-        *,
-        without_newcomers: bool = False,
-    ) -> Generation:
-        """Returns the generation that follows `previous`; blocks until it is ready.
-
-        The other members are waited for `timeout_s`, replacements for `wait_s`.
-        """
-
-    @property
-    def waiting_count(self) -> int:
-        """The workers that wait for the next generation."""
-
-    def leave(self) -> None:
-        """Ends the generation when the calls that were made are done, and then `close`."""
-
-    def close(self) -> None:
-        """Gives up the rank, and ends the server."""

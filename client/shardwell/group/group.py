@@ -20,9 +20,10 @@ from shardwell.errors import (
     WorkerLostError,
 )
 from shardwell.group.agreement.coordinator import failure_of
-from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions, Started
-from shardwell.group.engine import Call
-from shardwell.group.generation import Generation, Membership
+from shardwell.group.calls import REPLACEMENT_WAIT_S_MAX, CallMaker, CallOptions
+from shardwell.group.engine import Call, Done
+from shardwell.group.generation import Generation
+from shardwell.group.membership import Membership
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.state import SharedState
 from shardwell.numerics.codec import Float32
@@ -43,7 +44,6 @@ _ENGINE_S = 1e8
 _CALL_COUNT_MAX = 64
 
 ResultT = TypeVar("ResultT")
-StartedT = TypeVar("StartedT", bound=Started)
 
 
 def _close_at_exit(of: weakref.ReferenceType[Group]) -> None:
@@ -99,7 +99,7 @@ class Group(Connected):
         self._threads = threads
         self._timeout_s = calls.timeout_s
         self._calls = calls
-        self._under_way = _CallsUnderWay(name)
+        self._room = threading.BoundedSemaphore(_CALL_COUNT_MAX)
         self._closed = False
         self._has_state = False
         self._rebuilding = threading.Lock()
@@ -204,18 +204,18 @@ class Group(Connected):
         result: Future[None] = Future()
         result.set_running_or_notify_cancel()
 
-        def done(call: Future[int]) -> None:
+        def done(call: Future[Done]) -> None:
             error = call.exception()
             if error is None:
                 result.set_result(None)
             else:
                 result.set_exception(error)
 
-        options = CallOptions(op, 0, sample_count, codec, timeout_s)
-        begin = partial(self._start, Operation.ALL_REDUCE, array, options, waits=False)
+        options = CallOptions(op, 0, sample_count, codec, timeout_s, waits=False)
+        begin = partial(self._start, Operation.ALL_REDUCE, array, options)
         is_callback = self._generation.engine.is_current_thread
         call = begin() if is_callback else self._run(begin, _ENGINE_S)
-        call.result.add_done_callback(done)
+        call.add_done_callback(done)
         return result
 
     def reduce(
@@ -267,9 +267,9 @@ class Group(Connected):
             part while others are in `join`. The rest of the array stays as it is. See `all_reduce`.
         """
         options = CallOptions(op, 0, sample_count, codec, timeout_s)
-        call = self._ended(partial(self._start, Operation.REDUCE_SCATTER, array, options))
-        where = slice_of(call.array.size, *call.place)
-        return call.array[where.offset : where.stop]
+        done = self._ended(partial(self._start, Operation.REDUCE_SCATTER, array, options))
+        where = slice_of(array.size, done.place, len(done.ranks))
+        return array.reshape(-1)[where.offset : where.stop]
 
     def all_gather(
         self, array: Float32, *, codec: WireName | None = None, timeout_s: float | None = None
@@ -315,12 +315,9 @@ class Group(Connected):
     def _refuse_state(self, error: GroupMismatchError, *, goes_on: bool) -> None:
         raise error
 
-    def _ask_for_state(self, timeout_s: float | None) -> Started:
+    def _ask_for_state(self, timeout_s: float | None) -> Future[Done]:
         call = self._calls.state(has_state=self._has_state, timeout_s=timeout_s)
         return self._submitted(call)
-
-    def _number_of(self, asked: Started) -> int:
-        return 0
 
     def _shared_state(self, state: SharedState, timeout_s: float | None) -> bool:
         given = self._tried_state(state, timeout_s)
@@ -329,13 +326,11 @@ class Group(Connected):
 
     def _tried_state(self, state: SharedState, timeout_s: float | None) -> bool | None:
         asked = self._ended(partial(self._ask_for_state, timeout_s))
-        if all(asked.have_state):
+        if all(asked.sample_counts):
             return False
-        place, has_state = asked.place[0], asked.have_state[asked.place[0]]
-        root = asked.have_state.index(True) if any(asked.have_state) else 0
-        summing = CallOptions(
-            "sum", codec="fp32", timeout_s=timeout_s, generation=self._number_of(asked)
-        )
+        place, has_state = asked.place, bool(asked.sample_counts[asked.place])
+        root = int(np.argmax(asked.sample_counts))  # the first that has it, or 0
+        summing = CallOptions("sum", codec="fp32", timeout_s=timeout_s, generation=asked.generation)
         options = summing._replace(op=None, root=asked.ranks[root])
         words = state.digest_words()
         self._ended(partial(self._start, Operation.BROADCAST, words, options))
@@ -350,16 +345,16 @@ class Group(Connected):
             )
             self._refuse_state(error, goes_on=has_state)
             return None
-        staged = None if has_state or place == root else state.staged()
+        is_given = not has_state and place != root
         for start, stop in state.pieces():
             words = state.words(start, stop)
             self._ended(partial(self._start, Operation.BROADCAST, words, options))
-            if staged is not None:
-                staged.take(start, words)
-        if staged is not None:
-            staged.write()
+            if is_given:
+                state.take(start, words)
+        if is_given:
+            state.write()
         self._has_state = True
-        return staged is not None
+        return is_given
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Blocks until all ranks have called it."""
@@ -385,7 +380,7 @@ class Group(Connected):
             WorkerLostError, ClosedError: see `all_reduce`.
         """
         call = self._calls.join(timeout_s)
-        return self._ended(partial(self._submitted, call)).result.result()
+        return self._ended(partial(self._submitted, call)).last_rank
 
     def segment(self, array: Float32) -> Float32:
         """This rank's part of an array, as `reduce_scatter` and `all_gather` cut it: a view.
@@ -489,55 +484,24 @@ class Group(Connected):
     # How a call comes to its engine.
 
     def _start(
-        self,
-        operation: Operation | None,
-        array: Float32,
-        options: CallOptions,
-        *,
-        waits: bool = True,
-    ) -> Started:
+        self, operation: Operation | None, array: Float32, options: CallOptions
+    ) -> Future[Done]:
         """Announces a call; what is wrong with it is announced as well, so that all fail alike."""
         if options.retry:
             raise ArgumentError("retry=True needs a group that was joined with elastic=True")
         generation = self._generation
         call = self._calls.collective(generation.rank, generation.size, operation, array, options)
-        return self._submitted(call, generation, waits=waits)
+        return self._submitted(call, generation, waits=options.waits)
 
     def _submitted(
         self, call: Call, generation: Generation | None = None, *, waits: bool = True
-    ) -> Call:
+    ) -> Future[Done]:
         self._check_open()
         generation = generation or self._generation
-        self._under_way.submit(call, generation, waits=waits)
-        return call
+        self._submit(call, generation, waits=waits)
+        return call.result
 
-    def _ended(self, begin: Callable[[], StartedT]) -> StartedT:
-        if self._generation.engine.is_current_thread:
-            return begin()  # which refuses it: a callback can't wait
-
-        def made() -> StartedT:
-            call = begin()
-            ended = threading.Event()
-            call.result.add_done_callback(lambda _: ended.set())
-            with cancelled_by(ended.set):
-                ended.wait()
-            if call.result.done():
-                call.result.result()
-            return call
-
-        return self._run(made, _ENGINE_S)
-
-    def _run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
-        self._check_open()
-        return self._threads.run(body, timeout_s)
-
-
-class _CallsUnderWay:
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self._room = threading.BoundedSemaphore(_CALL_COUNT_MAX)
-
-    def submit(self, call: Call, generation: Generation, *, waits: bool) -> None:
+    def _submit(self, call: Call, generation: Generation, *, waits: bool) -> None:
         """Gives a call to the generation's engine; it occupies a slot until its result has arrived.
 
         Blocks while too many are under way, except in a callback of the engine, which never waits.
@@ -552,11 +516,30 @@ class _CallsUnderWay:
         if not self._room.acquire(blocking=not is_callback):
             raise LimitError(
                 f"limit under_way_count_max={_CALL_COUNT_MAX}: as many calls of group "
-                f"{self._group!r} are under way; a callback can't wait for one to end: make fewer"
+                f"{self.name!r} are under way; a callback can't wait for one to end: make fewer"
             )
-        call.result.add_done_callback(lambda _: self._room.release())
+        room = self._room  # alone: a group that is forgotten leaves
+        call.result.add_done_callback(lambda _: room.release())
         try:
             generation.submit(call)
         except BaseException:
-            self._room.release()
+            room.release()
             raise
+
+    def _ended(self, begin: Callable[[], Future[Done]]) -> Done:
+        if self._generation.engine.is_current_thread:
+            return begin().result()  # `begin` refuses it: a callback can't wait
+
+        def made() -> Done:
+            result = begin()
+            ended = threading.Event()
+            result.add_done_callback(lambda _: ended.set())
+            with cancelled_by(ended.set):
+                ended.wait()
+            return result.result() if result.done() else Done()
+
+        return self._run(made, _ENGINE_S)
+
+    def _run(self, body: Callable[[], ResultT], timeout_s: float) -> ResultT:
+        self._check_open()
+        return self._threads.run(body, timeout_s)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import socket
-import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import grpc
 
 from shardwell.connection.credentials import (
     INSECURE_VARIABLE,
     Credentials,
-    SameToken,
     TokenFileArgument,
     insecure_setting,
     is_loopback,
@@ -26,25 +18,16 @@ from shardwell.connection.credentials import (
 from shardwell.connection.tls import TlsArgument
 from shardwell.errors import (
     ArgumentError,
-    ShardUnavailableError,
-    ShardwellError,
-    WorkerLostError,
 )
-from shardwell.group.agreement.coordinator import expired, failure_of, lost, rebuilding
 from shardwell.group.calls import CallMaker
 from shardwell.group.elastic import ElasticGroup
-from shardwell.group.generation import TELLING_S, Generation
-from shardwell.group.greeting import Greeting
 from shardwell.group.group import Group
 from shardwell.group.launch import GROUP_VARIABLE, LaunchEnvironment
-from shardwell.group.rendezvous.client import Formed, Rendezvous
-from shardwell.group.rendezvous.lease import LeaseKeeper
-from shardwell.group.rendezvous.service import GroupService, admit_anybody, admit_same
+from shardwell.group.membership import Arguments, Membership, host_towards
 from shardwell.group.schedule.strategies import Ring, Strategy
-from shardwell.group.transport.server import PeerServer
 from shardwell.numerics.arguments import check_integer
 from shardwell.process.allocator import tune_malloc
-from shardwell.process.environment import host_name, variable, warn_of_misspelt_variables
+from shardwell.process.environment import variable, warn_of_misspelt_variables
 from shardwell.process.spans import Traffic
 from shardwell.specs.deadlines import check_duration, check_timeout
 from shardwell.specs.names import check_name, parse_target
@@ -56,8 +39,6 @@ from shardwell.v1 import group_pb2
 
 GROUP_SIZE_MAX = 256
 LEASE_S_DEFAULT = 5.0
-_REST_S_MIN = 0.05
-"""The meeting place is asked for so long at least, whatever it took to end a generation."""
 
 
 def join_group(
@@ -201,7 +182,7 @@ def join_group(
     call_threads = CallThreads("group")
 
     def joined() -> Group:
-        membership = _Membership(
+        membership = Membership(
             spec,
             arguments,
             traffic,
@@ -243,16 +224,6 @@ def join_group(
         raise
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arguments:
-    name: str
-    rank: int
-    size: int
-    rendezvous: str
-    serves_rendezvous: bool
-    listen: str
-
-
 def _arguments(
     name: str | None,
     rank: int | None,
@@ -261,7 +232,7 @@ def _arguments(
     listen: str | None,
     *,
     elastic: bool,
-) -> _Arguments:
+) -> Arguments:
     launched: LaunchEnvironment | None = None
     if elastic and rank is None and isinstance(rendezvous, str):
         rank = 0  # any: a newcomer has a rank that is free
@@ -295,8 +266,8 @@ def _arguments(
         if rank < len(addresses):
             listen = listen or addresses[rank]
     if listen is None:
-        listen = listening_address(meeting) if serves else f"{_host_towards(meeting)}:0"
-    return _Arguments(
+        listen = listening_address(meeting) if serves else f"{host_towards(meeting)}:0"
+    return Arguments(
         name=check_name("name of a group", name),
         rank=rank,
         size=size,
@@ -316,184 +287,3 @@ def listening_address(address: str) -> str:
     except ValueError:
         return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
     return address
-
-
-def address_towards(host: str, port: int) -> str:
-    """Returns this machine's address on the way to another; nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _host_towards(meeting: str) -> str:
-    host, _, port = meeting.rpartition(":")
-    try:
-        found = address_towards(host.strip("[]"), int(port))
-    except OSError as error:
-        raise ShardUnavailableError(
-            f"no way to the rendezvous at {meeting}: {error}; check the address, or pass listen="
-        ) from None
-    return f"[{found}]" if ":" in found else found
-
-
-def _meeting_place(credentials: Credentials) -> grpc.GenericRpcHandler:
-    token = credentials.token
-    admit = admit_anybody if token is None else admit_same(SameToken(token))
-    return GroupService(admit=admit).handler()
-
-
-class _Membership:
-    def __init__(
-        self,
-        spec: group_pb2.GroupSpec,
-        arguments: _Arguments,
-        traffic: Traffic,
-        *,
-        lease_s: float,
-        advertise: str | None,
-        same_host: str,
-        credentials: Credentials,
-        threads: CoreThreads,
-    ) -> None:
-        self._threads = threads
-        self._same_host = same_host
-        self._tls = credentials.tls
-        self._spec = spec
-        self._arguments = arguments
-        self._strategy = Strategy.parse(spec.strategy)
-        self._traffic = traffic
-        self._lease_ms = int(1000 * lease_s)
-        self._lease: LeaseKeeper | None = None
-        self.generation: Generation
-        self._has_joined = False
-        member_id = uuid.uuid4().hex
-        self._server = PeerServer(
-            arguments.listen,
-            group=spec.name,
-            member_id=member_id,
-            size=arguments.size,
-            same_host=same_host,
-            tls=credentials.tls,
-            more=(_meeting_place(credentials),) if arguments.serves_rendezvous else (),
-        )
-        self._member = group_pb2.Member(
-            member_id=member_id,
-            address=advertise or self._reachable_address(),
-            description=f"{host_name()}, process {os.getpid()}"[:200],
-            arena_address=self._server.arenas.address,
-            stream_address=self._server.links.address,
-        )
-        self._rendezvous = Rendezvous(arguments.rendezvous, credentials)
-
-    def join(self, timeout_s: float) -> None:
-        request = self._request(rank=self._arguments.rank)
-        self._begun(self._rendezvous.join(request, timeout_s=timeout_s, greet=self._greet))
-
-    def rejoin(
-        self,
-        previous: Generation,
-        timeout_s: float,
-        wait_s: float,
-        *,
-        without_newcomers: bool = False,
-    ) -> Generation:
-        deadline_s = time.monotonic() + timeout_s
-        request = self._request(
-            rank=previous.rank,
-            previous_generation=previous.number,
-            previous_member_count=len(previous.members),
-            lost_ranks=previous.lost_ranks,
-            replacement_wait_ms=int(1000 * wait_s),
-            without_newcomers=without_newcomers,
-        )
-        previous.abort(rebuilding(previous.rank), min(TELLING_S, timeout_s / 4))
-        self._end_lease()
-        followed = Formed(generation=previous.number, rank=previous.rank, members=previous.members)
-        try:
-            rest_s = max(deadline_s - time.monotonic(), _REST_S_MIN)
-            formed = self._rendezvous.join(request, timeout_s=rest_s, greet=self._greet)
-        except BaseException:
-            self._keep_lease(followed, previous)  # it lives, and may ask again
-            raise
-        return self._begun(formed)
-
-    def _request(self, **more: Any) -> group_pb2.JoinGroupRequest:
-        return group_pb2.JoinGroupRequest(
-            spec=self._spec, member=self._member, lease_ms=self._lease_ms, **more
-        )
-
-    @property
-    def waiting_count(self) -> int:
-        return 0 if self._lease is None else self._lease.waiting_count
-
-    def leave(self) -> None:
-        self.generation.close()
-        self.close()
-
-    def close(self) -> None:
-        self._end_lease()
-        if self._has_joined:  # a join that fails has left
-            with contextlib.suppress(ShardwellError):  # without an answer, no server needs to know
-                self._rendezvous.leave(self._spec.name, self._member.member_id)
-        self._rendezvous.close()
-        self._server.close()
-        self._threads.close()
-
-    def _begun(self, formed: Formed) -> Generation:
-        generation = Generation(
-            group=self._spec.name,
-            formed=formed,
-            strategy=self._strategy,
-            traffic=self._traffic,
-            same_host=self._same_host != "off",
-            tls=self._tls,
-            threads=self._threads,
-            is_elastic=self._spec.min_size > 0,
-        )
-        self._server.begin(generation)
-        self.generation = generation
-        self._has_joined = True
-        self._keep_lease(formed, generation)
-        return generation
-
-    def _keep_lease(self, formed: Formed, generation: Generation) -> None:
-        def on_lost(members: Sequence[group_pb2.LostMember]) -> None:
-            for member in members:
-                if member.rank == formed.rank:  # the others learn of it without this one
-                    error = WorkerLostError(member.reason, rank=member.rank)
-                    generation.end(failure_of(error))
-                elif member.rebuilds:
-                    generation.end_for_all(rebuilding(member.rank))
-                elif member.expired:
-                    generation.end_for_all(expired(member.rank, member.reason))
-                elif not member.left:  # a leaving rank notifies rank 0, in order with its calls
-                    generation.end_for_all(lost(member.rank, f"is gone: {member.reason}"))
-
-        renewal = group_pb2.RenewLeaseRequest(
-            spec=self._spec,
-            member=self._member,
-            generation=formed.generation,
-            rank=formed.rank,
-            member_count=len(formed.members),
-            lease_ms=self._lease_ms,
-        )
-        self._lease = LeaseKeeper(self._rendezvous, renewal, on_lost)
-        generation.confirm = self._lease.confirm
-        generation.count_newcomers(lambda: self.waiting_count)
-
-    def _end_lease(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
-
-    def _reachable_address(self) -> str:
-        host, _, port = self._server.address.rpartition(":")
-        if self._arguments.serves_rendezvous:
-            return self._arguments.rendezvous
-        if host in ("0.0.0.0", "[::]"):
-            host = _host_towards(self._arguments.rendezvous)
-        return f"{host}:{port}"
-
-    def _greet(self, members: Sequence[group_pb2.Member], deadline_s: float) -> Greeting:
-        return Greeting(self._spec.name, self._member.member_id, members, deadline_s, self._tls)

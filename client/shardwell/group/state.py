@@ -20,7 +20,7 @@ _PIECE_SIZE_BYTES = 2**24
 
 
 class SharedState:
-    """The arrays of one member; views, written by `StagedState.write` alone."""
+    """The arrays of one member; views, written by `write` alone."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
@@ -31,6 +31,7 @@ class SharedState:
         )
         self._digest = hashlib.blake2b(self.description.encode(), digest_size=32).digest()
         self.size_bytes = sum(array.size for array in self.arrays)
+        self._staged = np.empty(self.size_bytes, np.uint8)
 
     def digest_words(self) -> Float32:
         """Names, shapes and dtypes, so that ranks can compare them; a copy."""
@@ -48,9 +49,18 @@ class SharedState:
             found[where - start : where - start + array.size] = array
         return found.view("<u2").astype(np.float32)
 
-    def staged(self) -> StagedState:
-        """The memory for the state of another member."""
-        return StagedState(self)
+    def take(self, start: int, words: Float32) -> None:
+        """Keeps a piece apart, which `words` made of another member's arrays."""
+        data = words.astype("<u2").view(np.uint8)
+        stop = min(start + data.size, self.size_bytes)
+        self._staged[start:stop] = data[: stop - start]
+
+    def write(self) -> None:
+        """Writes the pieces, all of which have been taken, to the arrays."""
+        begin = 0
+        for array in self.arrays:
+            array[...] = self._staged[begin : begin + array.size]
+            begin += array.size
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         begin = 0
@@ -58,27 +68,6 @@ class SharedState:
             first, last = max(start, begin), min(stop, begin + array.size)
             if first < last:
                 yield first, array[first - begin : last - begin]
-            begin += array.size
-
-
-class StagedState:
-    """The state of another member while it comes: the arrays stay as they are until `write`."""
-
-    def __init__(self, into: SharedState) -> None:
-        self._into = into
-        self._bytes = np.empty(into.size_bytes, np.uint8)
-
-    def take(self, start: int, words: Float32) -> None:
-        """Takes a piece that has come."""
-        data = words.astype("<u2").view(np.uint8)
-        stop = min(start + data.size, self._bytes.size)
-        self._bytes[start:stop] = data[: stop - start]
-
-    def write(self) -> None:
-        """Writes all that has come into the arrays."""
-        begin = 0
-        for array in self._into.arrays:
-            array[...] = self._bytes[begin : begin + array.size]
             begin += array.size
 
 

@@ -39,7 +39,7 @@ from shardwell.errors import (
     ShardwellError,
     WorkersMissingError,
 )
-from shardwell.group.join import address_towards
+from shardwell.group.membership import address_towards
 from shardwell.group.rendezvous.client import WaitingNotices
 from shardwell.specs.names import check_name, format_ranks, is_address
 

@@ -22,7 +22,7 @@ import numpy as np
 
 import shardwell
 from shardwell.group import engine
-from shardwell.group.state import SharedState, StagedState
+from shardwell.group.state import SharedState
 
 ELEMENT_COUNT = 16
 """Of the weights."""
@@ -69,7 +69,7 @@ class Death:
         if self._at == "giving" and group.rank == 0 and step > 0:
             self._kind, self._method = SharedState, "words"
         elif self._at == "taking" and step == 0:
-            self._kind, self._method = StagedState, "take"
+            self._kind, self._method = SharedState, "take"
         else:
             return
         as_it_was = getattr(self._kind, self._method)

@@ -22,14 +22,14 @@ from harness.tokens import bearing
 from harness.wire_client import crc as wire_crc
 from harness.wire_client.worker import error_detail
 from shardwell.connection.credentials import Credentials
-from shardwell.group.rendezvous.client import Formed, Greet, Rendezvous
+from shardwell.group.rendezvous.client import Greet, Rendezvous
 from shardwell.group.rendezvous.lease import LeaseKeeper
 from shardwell.v1 import group_pb2 as pb
 from shardwell.v1 import group_pb2_grpc, types_pb2
 
 LEASE_MS = 1000
 TIMEOUT_S = 20.0
-Run = Callable[..., "Future[Formed]"]
+Run = Callable[..., "Future[pb.JoinGroupResponse]"]
 
 
 def new_member(name: str) -> pb.Member:
@@ -64,9 +64,9 @@ def join_with(
     *,
     timeout_s: float = TIMEOUT_S,
     greet: Greet = nobody,
-    previous: Formed | None = None,
+    previous: pb.JoinGroupResponse | None = None,
     **more: Any,
-) -> Formed:
+) -> pb.JoinGroupResponse:
     """A place in the group's next generation; after `previous`, if it is given."""
     if previous is not None:
         more["previous_generation"] = previous.generation
@@ -76,12 +76,16 @@ def join_with(
     return rendezvous.join(request, timeout_s=timeout_s, greet=greet)
 
 
-def join(target: str, member: pb.Member, rank: int, spec: pb.GroupSpec, **options: Any) -> Formed:
+def join(
+    target: str, member: pb.Member, rank: int, spec: pb.GroupSpec, **options: Any
+) -> pb.JoinGroupResponse:
     with Rendezvous(target, Credentials.of()) as rendezvous:
         return join_with(rendezvous, spec, member, rank, **options)
 
 
-def renewal(spec: pb.GroupSpec, member: pb.Member, formed: Formed) -> pb.RenewLeaseRequest:
+def renewal(
+    spec: pb.GroupSpec, member: pb.Member, formed: pb.JoinGroupResponse
+) -> pb.RenewLeaseRequest:
     return pb.RenewLeaseRequest(
         spec=spec,
         member=member,
@@ -211,7 +215,7 @@ def test_a_replacement_after_a_lease_has_ended(cluster, run, keep) -> None:
     with Rendezvous(target, Credentials.of()) as rendezvous:
         request = renewal(spec, members[1], formed[1])
         with pytest.raises(shardwell.WorkerLostError, match="succeeded"):
-            rendezvous.renew(request, timeout_s=TIMEOUT_S)
+            rendezvous.finish_renewal(rendezvous.begin_renewal(request, timeout_s=TIMEOUT_S))
 
 
 def test_a_lost_member_gets_an_error_that_says_so(cluster, run, keep) -> None:
@@ -346,7 +350,7 @@ def test_closing_ends_a_join_and_a_lease_at_once(cluster) -> None:
 
 
 def test_a_lease_at_a_rendezvous_that_is_away_ends_quickly() -> None:
-    formed = Formed(generation=5, rank=0, members=(pb.Member(), pb.Member()))
+    formed = pb.JoinGroupResponse(generation=5, rank=0, members=(pb.Member(), pb.Member()))
     request = renewal(group_spec(2), new_member("h0"), formed)
     request.lease_ms = 600_000
     losses: list[Any] = []

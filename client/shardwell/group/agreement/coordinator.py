@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -27,27 +28,30 @@ TO_REBUILD = "call rebuild() to go on with the others, or leave the group"
 """The action of a member when another is lost; an elastic group does it by itself."""
 
 
-class Ending(Protocol):
-    """The callback for the end of the generation; any thread may call it."""
-
-    def __call__(self, failure: pb.Failure) -> None:
-        """The failure of all calls."""
+Ending = Callable[[pb.Failure], None]
+"""The callback for the end of the generation, with the failure of all calls, on any thread."""
 
 
 class Agreement(Protocol):
     """A rank's side. Any thread may call."""
 
+    _tell: Callable[[pb.AgreeRequest], None]
+    """The way of an event of this rank to rank 0."""
+
     def call(self, call: pb.CollectiveCall) -> None:
         """Tells what this rank calls; the verdict comes to its mailbox."""
-
-    def give_up(self, failure: pb.Failure) -> None:
-        """Ends the generation for all."""
+        self._tell(pb.AgreeRequest(call=call))
 
     def made(self, call_index: int) -> None:
         """Tells, in an elastic group, that this rank has all of a call."""
+        self._tell(pb.AgreeRequest(made=pb.MadeCall(call_index=call_index)))
 
     def settle(self, standings: Standings) -> None:
         """Tells, in an elastic group, what this rank knows; what all know comes to its mailbox."""
+        self._tell(pb.AgreeRequest(standings=to_message(standings)))
+
+    def give_up(self, failure: pb.Failure) -> None:
+        """Ends the generation for all."""
 
     def leave(self) -> None:
         """Tells that this rank leaves after the calls that it has made."""
@@ -66,23 +70,16 @@ def error_of(failure: pb.Failure) -> ShardwellError:
     return from_detail(failure.detail, failure.message)
 
 
-def lost(rank: int, what: str) -> pb.Failure:
-    """The failure of a generation in which `rank` is gone."""
-    return failure_of(WorkerLostError(f"rank {rank} {what}; {TO_REBUILD}", rank=rank))
-
-
-def expired(rank: int, reason: str) -> pb.Failure:
-    """The failure of a generation in which the lease of `rank` ended."""
-    failure = lost(rank, f"is gone: {reason}")
-    failure.expired = True
+def lost(rank: int, what: str, *, expired: bool = False, rebuilding: bool = False) -> pb.Failure:
+    """The failure of a generation in which `rank` is gone, by its lease, or goes on to another."""
+    failure = failure_of(WorkerLostError(f"rank {rank} {what}; {TO_REBUILD}", rank=rank))
+    failure.expired, failure.rebuilding = expired, rebuilding
     return failure
 
 
 def rebuilding(rank: int) -> pb.Failure:
     """The failure of a generation which `rank` follows with another."""
-    failure = lost(rank, "asked to rebuild the group")
-    failure.rebuilding = True
-    return failure
+    return lost(rank, "asked to rebuild the group", rebuilding=True)
 
 
 class Coordinator(Agreement):
@@ -92,6 +89,7 @@ class Coordinator(Agreement):
         self, size: int, mailbox: Mailbox, on_end: Ending, *, is_elastic: bool = False
     ) -> None:
         self._size = size
+        self._tell = partial(self._take, 0)
         self._is_elastic = is_elastic
         self._matcher = CallMatcher(size, is_elastic=is_elastic)
         self._mailbox = mailbox
@@ -113,37 +111,24 @@ class Coordinator(Agreement):
         self._timer.start()
 
     @override
-    def call(self, call: pb.CollectiveCall) -> None:
-        self._take(0, pb.AgreeRequest(call=call))
-
-    @override
-    def made(self, call_index: int) -> None:
-        self._take(0, pb.AgreeRequest(made=pb.MadeCall(call_index=call_index)))
-
-    @override
-    def settle(self, standings: Standings) -> None:
-        self._take(0, pb.AgreeRequest(standings=to_message(standings)))
-
-    @override
     def give_up(self, failure: pb.Failure) -> None:
         with self._changed:
             if self._over:
                 return
-            self._over = True
-            self._changed.notify_all()
-            for answers in self._answers[1:]:
-                answers.put(pb.AgreeResponse(end=failure))
-                answers.put(None)
+            self._end_streams(pb.AgreeResponse(end=failure))
         self._on_end(failure)
 
     @override
     def leave(self) -> None:
         with self._changed:
-            self._over = True
-            self._changed.notify_all()
-            for answers in self._answers[1:]:
-                answers.put(pb.AgreeResponse(leaving=pb.LeavingRank()))
-                answers.put(None)
+            self._end_streams(pb.AgreeResponse(leaving=pb.LeavingRank()))
+
+    def _end_streams(self, last: pb.AgreeResponse) -> None:
+        self._over = True
+        self._changed.notify_all()
+        for answers in self._answers[1:]:
+            answers.put(last)
+            answers.put(None)
 
     @override
     def close(self, parting_s: float, gone_ranks: Collection[int]) -> None:
@@ -249,7 +234,8 @@ class CoordinatorLink(Agreement):
         self._mailbox = mailbox
         self._on_end = on_end
         self._requests: queue.SimpleQueue[pb.AgreeRequest | None] = queue.SimpleQueue()
-        self._requests.put(pb.AgreeRequest(open=opening))
+        self._tell = self._requests.put
+        self._tell(pb.AgreeRequest(open=opening))
         self._closed = False
         self._is_alone = False
         self._call: Any = peer.agree(iter(self._requests.get, None))
@@ -257,18 +243,6 @@ class CoordinatorLink(Agreement):
             self._requests.put(None)
         self._reader = threading.Thread(target=self._read, name="shardwell-agreement", daemon=True)
         self._reader.start()
-
-    @override
-    def call(self, call: pb.CollectiveCall) -> None:
-        self._requests.put(pb.AgreeRequest(call=call))
-
-    @override
-    def made(self, call_index: int) -> None:
-        self._requests.put(pb.AgreeRequest(made=pb.MadeCall(call_index=call_index)))
-
-    @override
-    def settle(self, standings: Standings) -> None:
-        self._requests.put(pb.AgreeRequest(standings=to_message(standings)))
 
     @override
     def give_up(self, failure: pb.Failure) -> None:

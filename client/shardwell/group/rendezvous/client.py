@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -61,7 +60,7 @@ at most a quarter of it."""
 
 
 class Greeted(Protocol):
-    """The members that are being greeted: see `greeting.py`."""
+    """The members that are being greeted: see `membership.py`."""
 
     @property
     def unreachable(self) -> list[pb.UnreachableMember] | None:
@@ -75,15 +74,6 @@ class Greeted(Protocol):
 
 
 Greet = Callable[[Sequence[pb.Member], float], Greeted]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formed:
-    """A generation whose members have all reached one another."""
-
-    generation: int
-    rank: int
-    members: tuple[pb.Member, ...]
 
 
 class WaitingNotices:
@@ -119,7 +109,7 @@ class Rendezvous(Closing):
         *,
         timeout_s: float,
         greet: Greet,
-    ) -> Formed:
+    ) -> pb.JoinGroupResponse:
         """Returns a place in the group's next generation; blocks until all its members have met.
 
         When it gives up, for whatever reason, it leaves, so that the place is free; but a member
@@ -146,16 +136,10 @@ class Rendezvous(Closing):
         """Sends a renewal; the call, whose `cancel` ends it, for `finish_renewal`."""
         return self._begin("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
 
-    def finish_renewal(self, call: Any) -> tuple[list[pb.LostMember], int]:
+    def finish_renewal(self, call: Any) -> pb.RenewLeaseResponse:
         """The lost members, and the number of workers that wait for a generation; blocks."""
         response: pb.RenewLeaseResponse = self._finish(call)
-        return list(response.lost), response.waiting_count
-
-    def renew(
-        self, request: pb.RenewLeaseRequest, *, timeout_s: float
-    ) -> tuple[list[pb.LostMember], int]:
-        """Begins and finishes a renewal."""
-        return self.finish_renewal(self.begin_renewal(request, timeout_s=timeout_s))
+        return response
 
     def leave(self, group: str, member_id: str, *, timeout_s: float = _LEAVE_S_MAX) -> None:
         """Gives the place up. Safe to repeat."""
@@ -173,7 +157,7 @@ class Rendezvous(Closing):
         waiting: _Waiting,
         greet: Greet,
         greetings: contextlib.ExitStack,
-    ) -> Formed:
+    ) -> pb.JoinGroupResponse:
         greeting: Greeted | None = None
         greeted_generation = 0
         while (remaining_s := waiting.remaining_s) > 0:
@@ -205,11 +189,7 @@ class Rendezvous(Closing):
             else:
                 waiting.answered(response)
                 if response.ready:
-                    return Formed(
-                        generation=response.generation,
-                        rank=response.rank,
-                        members=tuple(response.members),
-                    )
+                    return response
                 if response.members and greeted_generation != response.generation:
                     greetings.close()
                     greeted_generation = response.generation

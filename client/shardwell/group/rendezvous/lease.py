@@ -97,7 +97,7 @@ class LeaseKeeper(Closing):
             self._known_until_s = until_s
             self._changed.notify_all()
 
-    def _renew(self) -> list[pb.LostMember]:
+    def _renew(self) -> Sequence[pb.LostMember]:
         with self._lock:
             if self._closed.is_set():
                 raise ClosedError("the lease is not renewed any more")
@@ -107,8 +107,9 @@ class LeaseKeeper(Closing):
                 )
             except RuntimeError as error:  # gRPC starts no thread while the interpreter ends
                 raise named(error, "the renewal of a lease") from None
-        lost, self.waiting_count = self._rendezvous.finish_renewal(self._call)
-        return lost
+        response = self._rendezvous.finish_renewal(self._call)
+        self.waiting_count = response.waiting_count
+        return response.lost
 
     def _tell(self, lost: Sequence[pb.LostMember]) -> None:
         new = [member for member in lost if member.rank not in self._known_ranks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwell.errors import ShardwellError
 from shardwell.group.rendezvous.validation import clipped
@@ -19,8 +20,6 @@ at most is under way of a member that has died."""
 
 class Lease:
     """The time that a member counts as alive without a renewal."""
-
-    __slots__ = ("_is_spared", "duration_s", "end_s", "heard_s")
 
     def __init__(self, duration_s: float, now_s: float, *, heard: bool = True) -> None:
         self.duration_s = duration_s
@@ -46,22 +45,10 @@ class Lease:
 class Applicant:
     """A worker that asks for a rank in the next generation."""
 
-    __slots__ = (
-        "asked_rank",
-        "asked_s",
-        "lease",
-        "member",
-        "previous_generation",
-        "rank",
-        "replacement_wait_s",
-        "spec",
-        "without_newcomers",
-    )
-
     def __init__(self, request: pb.JoinGroupRequest, now_s: float) -> None:
         self.member = request.member
         self.spec = request.spec
-        self.rank = self.asked_rank = request.rank
+        self.rank = request.rank
         """The wanted rank, or the former one; another where ranks have closed up since."""
         self.previous_generation = request.previous_generation
         self.replacement_wait_s = request.replacement_wait_ms / 1000
@@ -69,21 +56,21 @@ class Applicant:
         """True if the next generation is to have its former members alone."""
         self.asked_s = now_s
         self.lease = Lease(request.lease_ms / 1000, now_s)
+        self._wish = _wish_of(request)
 
     def asks_the_same(self, request: pb.JoinGroupRequest) -> bool:
         """True if `request` is another of the calls that this applicant makes again and again."""
-        return (
-            self.member == request.member
-            and self.spec == request.spec
-            and self.asked_rank == request.rank
-            and self.previous_generation == request.previous_generation
-            and self.without_newcomers == request.without_newcomers
-        )
+        return self._wish == _wish_of(request)
 
     @property
     def is_newcomer(self) -> bool:
         """True if it was in no generation before."""
         return not self.previous_generation
+
+
+def _wish_of(request: pb.JoinGroupRequest) -> tuple[Any, ...]:
+    previous = request.previous_generation, request.without_newcomers
+    return request.member, request.spec, request.rank, *previous
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,12 +38,8 @@ class Refusals:
         self._verdicts[applicant.member.member_id] = (until_s, verdict)
         while len(self._verdicts) > _VERDICT_COUNT_MAX:
             del self._verdicts[next(iter(self._verdicts))]
-        self.note(verdict.message)
-
-    def note(self, message: str) -> None:
-        """Remembers a text."""
-        if message not in self.texts:
-            self.texts.append(message)
+        if verdict.message not in self.texts:
+            self.texts.append(verdict.message)
 
     def fail(self, generation_number: int, verdict: Verdict, now_s: float) -> None:
         """Keeps the verdict for all that have checked this generation, for a while."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from shardwell.group.rendezvous.members import (
     Applicant,
@@ -23,15 +22,6 @@ from shardwell.group.rendezvous.refusals import differences
 from shardwell.v1 import group_pb2 as pb
 
 _NAMED_COUNT_MAX = 8
-
-
-class Holder(NamedTuple):
-    """The member that has what another asks for."""
-
-    rank: int
-    member: pb.Member | None
-    """None: this server was started anew, and has not heard of it yet."""
-    lease: Lease
 
 
 class Seating:
@@ -53,12 +43,10 @@ class Seating:
 
     def member_ids(self, now_s: float) -> set[str]:
         """The ids of all that wait, or are members, and whose leases have not ended."""
-        seats = [(seat.member, seat.lease) for seat in self.living()]
-        waiting = [(one.member, one.lease) for one in self.applicants.values()]
         return {
-            member.member_id
-            for member, lease in (*seats, *waiting)
-            if member is not None and lease.end_s > now_s
+            one.member.member_id
+            for one in self._known()
+            if one.member is not None and one.lease.end_s > now_s
         }
 
     def placed(self) -> dict[int, Applicant]:
@@ -105,19 +93,15 @@ class Seating:
         if self.generation is None and self.applicants and not self.agreeing():
             self.spec = next(iter(self.applicants.values())).spec
 
-    def holder(self, applicant: Applicant, placed: dict[int, Applicant]) -> Holder:
+    def holder(self, applicant: Applicant, placed: dict[int, Applicant]) -> Seat | Applicant:
         """The holder, heard of last, of the rank or the name that an applicant contends for."""
         if applicant.spec != self.spec:
             return max(self._holders(), key=lambda one: one.lease.heard_s or -math.inf)
-        rank = applicant.rank
-        seat = None if self.generation is None else self.generation.living_at(rank)
-        if seat is not None:
-            return Holder(rank, seat.member, seat.lease)
-        return Holder(rank, placed[rank].member, placed[rank].lease)
+        seat = None if self.generation is None else self.generation.living_at(applicant.rank)
+        return placed[applicant.rank] if seat is None else seat
 
-    def _holders(self) -> list[Holder]:
-        waiting = [Holder(one.rank, one.member, one.lease) for one in self.agreeing()]
-        return [Holder(seat.rank, seat.member, seat.lease) for seat in self.living()] + waiting
+    def _holders(self) -> list[Seat | Applicant]:
+        return [*self.living(), *self.agreeing()]
 
     def is_back(self, seat: Seat, applicant: Applicant | None = None) -> bool:
         """True if a living member has asked for the generation that follows its own."""
@@ -135,10 +119,12 @@ class Seating:
         """The members of the generation that live, by rank."""
         return [] if self.generation is None else self.generation.living()
 
+    def _known(self) -> list[Seat | Applicant]:
+        return [*self.living(), *self.applicants.values()]
+
     def leases(self) -> list[Lease]:
         """The leases of all that live, as members or applicants."""
-        waiting = [applicant.lease for applicant in self.applicants.values()]
-        return waiting + [seat.lease for seat in self.living()]
+        return [one.lease for one in self._known()]
 
     def free_ranks(self) -> list[int]:
         """Ranks without a member."""

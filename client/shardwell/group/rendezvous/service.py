@@ -16,7 +16,6 @@ from shardwell.connection.handlers import Handlers
 from shardwell.errors import WrongShardError
 from shardwell.group.rendezvous.members import INCARNATION_BITS, GroupState
 from shardwell.group.rendezvous.registry import Meetings, Owner
-from shardwell.group.rendezvous.validation import MeetingLimits
 from shardwell.v1 import group_pb2 as pb
 
 _LOG = logging.getLogger("shardwell.group")
@@ -47,13 +46,12 @@ class GroupService:
         self,
         *,
         shard_index: int = 0,
-        limits: MeetingLimits | None = None,
         admit: Admit = admit_anybody,
     ) -> None:
         self._shard_index = shard_index
         self._admit = admit
         self._lock = threading.Lock()
-        self._meetings = Meetings(limits, incarnation=secrets.randbits(INCARNATION_BITS))
+        self._meetings = Meetings(incarnation=secrets.randbits(INCARNATION_BITS))
         self._answering = Handlers(_LOG, shard_index=shard_index, place="rendezvous")
 
     def handler(self) -> grpc.GenericRpcHandler:

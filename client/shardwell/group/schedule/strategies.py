@@ -84,10 +84,22 @@ class Strategy:
 
     def inflow(self, rank: int, collector: int, size: int) -> Inflow:
         """The place of `rank` on the way to `collector`."""
-        raise NotImplementedError
+        parent, children = self._heap(rank, collector, size)
+        return Inflow(children, parent)
 
     def outflow(self, rank: int, source: int, size: int) -> Outflow:
         """The place of `rank` on the way from `source`."""
+        return Outflow(*self._heap(rank, source, size))
+
+    def _heap(self, rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
+        arity, place = self._arity(size), (rank - root) % size
+        first = place * arity + 1
+        children = tuple((child + root) % size for child in range(first, min(first + arity, size)))
+        parent = None if place == 0 else ((place - 1) // arity + root) % size
+        return parent, children
+
+    def _arity(self, size: int) -> int:
+        """The children of a rank, for a strategy that has a tree as its ways."""
         raise NotImplementedError
 
 
@@ -159,13 +171,8 @@ class Tree(Strategy):
         return f"tree(arity={self.arity})"
 
     @override
-    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        parent, children = _heap(rank, collector, size, self.arity)
-        return Inflow(children, parent)
-
-    @override
-    def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        return Outflow(*_heap(rank, source, size, self.arity))
+    def _arity(self, size: int) -> int:
+        return self.arity
 
 
 @dataclass(frozen=True)
@@ -184,18 +191,5 @@ class Centralized(Strategy):
         return "centralized"
 
     @override
-    def inflow(self, rank: int, collector: int, size: int) -> Inflow:
-        parent, children = _heap(rank, collector, size, max(size - 1, 1))
-        return Inflow(children, parent)
-
-    @override
-    def outflow(self, rank: int, source: int, size: int) -> Outflow:
-        return Outflow(*_heap(rank, source, size, max(size - 1, 1)))
-
-
-def _heap(rank: int, root: int, size: int, arity: int) -> tuple[int | None, tuple[int, ...]]:
-    place = (rank - root) % size
-    first = place * arity + 1
-    children = tuple((child + root) % size for child in range(first, min(first + arity, size)))
-    parent = None if place == 0 else ((place - 1) // arity + root) % size
-    return parent, children
+    def _arity(self, size: int) -> int:
+        return max(size - 1, 1)
