@@ -111,13 +111,12 @@ class TreeParameter(Connected):
         self._shape = TreeShape(what, weights)
         leaves = self._shape.leaves_of(what, weights)
         _refuse_traced(leaves, "a TreeParameter is made")
-        crew: dict[str, Any] = Elastic.crew(worker_count, members)
         self.parameter: Parameter[NamedArrays] = client.parameter(
             name,
             tensors={tensor.name: tensor.shape for tensor in self._shape.layout},
             groups=groups,
             optimizer=optimizer,
-            **crew,
+            **Elastic.crew(worker_count, members),
             min_contributors=min_contributors,
             grace_s=grace_s,
             late=late,
@@ -197,16 +196,8 @@ class TreeParameter(Connected):
             for place, value in zip(computed, operands[len(leaves) :], strict=True):
                 given[place] = value[()]
             made = self._gradient(operands[: len(leaves)], *given)
-
-            def call(work: _Gradient) -> NamedArrays:
-                return self.parameter.exchange(
-                    self._views(work.values),
-                    sample_count=work.sample_count,
-                    learning_rate=work.learning_rate,
-                    timeout_s=timeout_s,
-                )
-
-            return self._arrays("exchange", self._counted(made, call, timeout_s))
+            weights = self._counted(made, self.parameter.exchange, timeout_s)
+            return self._arrays("exchange", weights)
 
         operands = [*leaves, *(options[place] for place in computed)]
         return self._shape.tree(on_host(exchange, self._shape.as_structs(), operands))
@@ -229,7 +220,7 @@ class TreeParameter(Connected):
         leaves = self._shape.leaves_of(self._what, gradient)
         _refuse_traced(leaves, "put_gradient is called")
         made = self._gradient(jax.device_get(leaves), sample_count, learning_rate)
-        return self._counted(made, lambda work: self._put(work, timeout_s), timeout_s)
+        return self._counted(made, self.parameter.put_gradient, timeout_s)
 
     def _begin_update(self, state_step: Any, weights: Any, *, follows: bool) -> Any:
         """Returns the next step of `server_updates`; raises what `UpdateWatch.begin` does."""
@@ -253,33 +244,32 @@ class TreeParameter(Connected):
         return _Gradient(self.parameter.next_step, self._shape.flat(leaves), sample_count, rate)
 
     def _counted(
-        self, work: _Gradient, call: Callable[[_Gradient], ResultT], timeout_s: float | None
+        self, work: _Gradient, send: Callable[..., ResultT], timeout_s: float | None
     ) -> ResultT:
         """Makes a call that counts a gradient, once the one that is owed is counted."""
         owed = self._owed
         if owed is not None and owed.step == self.parameter.next_step and not owed.is_same(work):
-            self._owing(owed, lambda it: self._put(it, timeout_s))
+            self._owing(owed, self.parameter.put_gradient, timeout_s)
             work = work._replace(step=self.parameter.next_step)
-        return self._owing(work, call)
+        return self._owing(work, send, timeout_s)
 
-    def _owing(self, work: _Gradient, call: Callable[[_Gradient], ResultT]) -> ResultT:
+    def _owing(
+        self, work: _Gradient, send: Callable[..., ResultT], timeout_s: float | None
+    ) -> ResultT:
         """Makes a call; the gradient is owed if it failed for want of a shard or a worker."""
         self._owed = None
         try:
-            return call(work)
+            return send(
+                self._views(work.values),
+                sample_count=work.sample_count,
+                learning_rate=work.learning_rate,
+                timeout_s=timeout_s,
+            )
         except BaseException as error:
             is_refused = isinstance(error, ShardwellError) and not error.retryable
             if not is_refused and self.parameter.next_step == work.step:
                 self._owed = work
             raise
-
-    def _put(self, work: _Gradient, timeout_s: float | None) -> int:
-        return self.parameter.put_gradient(
-            self._views(work.values),
-            sample_count=work.sample_count,
-            learning_rate=work.learning_rate,
-            timeout_s=timeout_s,
-        )
 
     def _views(self, flat: Float32) -> TensorViews:
         assert self.parameter.spec.layout is not None

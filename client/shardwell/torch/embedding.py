@@ -42,14 +42,6 @@ class _Part(NamedTuple):
     gradients: torch.Tensor
 
 
-class _Lookup(NamedTuple):
-    rows: torch.Tensor
-    """(u, dim) by distinct id, ascending; with padding, one more, of zeros."""
-    places: torch.Tensor
-    """Of the ids' shape: the row of each."""
-    padding_place: int | None
-
-
 @dataclass
 class _Push:
     ids: Ids
@@ -162,17 +154,10 @@ class TableModule(Connected, torch.nn.Module):
         """A layer over the same table, which only reads: one step has one push."""
         made = type(self).__new__(type(self))
         torch.nn.Module.__init__(made)
-        shared: dict[str, Any] = {
-            "table": self.table,
-            "_lock": None,
-            "_gathered": [],
-            "_queued": deque(),
-        }
         for attribute, value in vars(self).items():
-            made.__dict__[attribute] = (
-                shared[attribute] if attribute in shared else copy.deepcopy(value, memo)
-            )
-        made.is_read_only = True
+            if attribute not in ("table", "_lock", "_gathered", "_queued"):
+                made.__dict__[attribute] = copy.deepcopy(value, memo)
+        made.table, made.is_read_only = self.table, True
         made._start()
         _LOG.info(
             "a copy of %s(%r) reads the same table, and does not train it",
@@ -227,7 +212,11 @@ class TableModule(Connected, torch.nn.Module):
 
     # Rows in.
 
-    def _look_up(self, ids: Any) -> _Lookup:
+    def _look_up(self, ids: Any) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Returns rows by distinct id, ascending, the row of each of the ids, and that of padding.
+
+        The row of padding is behind the others, and of zeros.
+        """
         self._send()
         batch, is_id = self._batch(ids)
         distinct = batch.distinct.ids
@@ -250,7 +239,7 @@ class TableModule(Connected, torch.nn.Module):
             leaf.register_hook(functools.partial(self._bring, distinct, is_nested))
             self._is_looked_up = not self.is_read_only
         where = torch.from_numpy(places).to(device)
-        return _Lookup(leaf, where, distinct.size if is_padded else None)
+        return leaf, where, distinct.size if is_padded else None
 
     def _batch(self, ids: Any) -> tuple[RowBatch, Any]:
         given = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
@@ -371,8 +360,8 @@ class Embedding(TableModule):
             ArgumentError: the ids can't be used; names the first.
             ShardwellError: as `Table.get_rows`; or as `push`, of gradients owed.
         """
-        found = self._look_up(ids)
-        return torch.nn.functional.embedding(found.places, found.rows, found.padding_place)
+        rows, places, padding_place = self._look_up(ids)
+        return torch.nn.functional.embedding(places, rows, padding_place)
 
 
 class EmbeddingBag(TableModule):
@@ -425,13 +414,13 @@ class EmbeddingBag(TableModule):
         Raises:
             ArgumentError, ShardwellError: as `Embedding.forward`.
         """
-        found = self._look_up(ids)
+        rows, places, padding_place = self._look_up(ids)
         return torch.nn.functional.embedding_bag(
-            found.places,
-            found.rows,
+            places,
+            rows,
             offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=found.padding_place,
+            padding_idx=padding_place,
         )

@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -36,21 +36,16 @@ from shardwell.errors import ArgumentError, NonFiniteError, ShardwellError
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
-from shardwell.torch.buffers import ModelBuffers, sparse
-from shardwell.torch.device_copies import DeviceCopies
+from shardwell.torch.buffers import DeviceCopies, ModelBuffers, sparse
 from shardwell.torch.gradient_watch import BackwardWatch, GradientWatch
 from shardwell.torch.trained_model import TrainedModel, scale_back
+
+if TYPE_CHECKING:
+    from shardwell.torch.optimizer import ServerOptimizer
 
 _LOG = logging.getLogger("shardwell")
 _Seen: TypeAlias = list[tuple[weakref.ref[torch.Tensor] | None, int]]
 """Gradients at a moment, and how often each had been written by then."""
-
-
-class Settings(Protocol):
-    """The attributes of a `ServerOptimizer` that may be set between two steps."""
-
-    sample_count: int
-    timeout_s: float | None
 
 
 class GradientStep:
@@ -65,7 +60,7 @@ class GradientStep:
         model: TrainedModel,
         buffers: ModelBuffers,
         overlap: bool | Literal["auto"],
-        settings: Settings,
+        settings: ServerOptimizer,
         rate: Callable[[], float],
     ) -> None:
         self.parameter = parameter

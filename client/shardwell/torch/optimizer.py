@@ -11,6 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 import torch
@@ -367,7 +368,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """
         self._step.check_between("state_dict()")
         own = self._training_state()
-        state: dict[str, Any] = {**super().state_dict(), KEY: own.as_dict()}
+        state: dict[str, Any] = {**super().state_dict(), KEY: asdict(own)}
         if self.saves_values:
             if self.parameter.spec.mode == "async":
                 raise ArgumentError("saves_values is for mode='sync': others have no one version")

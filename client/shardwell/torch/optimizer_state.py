@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardwell.client import Client
 from shardwell.errors import ArgumentError, StepOrderError, UnknownParameterError
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.parameter import Parameter
-from shardwell.parameter.values import NamedArrays
+from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.specs.optimizers import Average
 from shardwell.specs.parameter import ParameterSpec
 
@@ -52,10 +52,6 @@ class TrainingState:
     """Steps that the weights have seen; in asynchronous mode, updates."""
     digest: str
     """Digest of the weights at that version, as workers have them."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The form that `of` reads."""
-        return asdict(self)
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> TrainingState:
@@ -204,10 +200,7 @@ def saved_values(client: Client, parameter: Parameter[NamedArrays], version: int
                 for name, array in arrays.items():
                     array[file.offset : file.offset + file.size] = reader.read(name, 0, file.size)
     return {
-        name: {
-            tensor.name: torch.from_numpy(array[tensor.offset : tensor.stop]).view(tensor.shape)
-            for tensor in layout
-        }
+        name: {key: torch.from_numpy(view) for key, view in TensorViews(layout, array).items()}
         for name, array in arrays.items()
     }
 
@@ -240,19 +233,14 @@ def replace(
             "parameter was deleted before; start all workers again, and push once more"
         )
     new = opened()
+    assert new.spec.layout is not None
     new.restore(
-        *(_named(new, array) for array in values.arrays.values()),
+        *(TensorViews(new.spec.layout, array) for array in values.arrays.values()),
         version=values.version,
         load_id=int.from_bytes(digest[:8], "little") >> 1 or 1,
         timeout_s=timeout_s,
     )
     return new
-
-
-def _named(parameter: Parameter[NamedArrays], array: Float32) -> NamedArrays:
-    layout = parameter.spec.layout
-    assert layout is not None
-    return {t.name: array[t.offset : t.stop].reshape(t.shape) for t in layout}
 
 
 class Meeting:

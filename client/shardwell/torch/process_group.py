@@ -368,17 +368,11 @@ class ShardwellProcessGroup(dist.ProcessGroup):
 
     # What there is not.
 
-    def send(self, tensors: Sequence[torch.Tensor], destination: int, tag: int) -> Any:
-        """Refuses the call: a group makes collectives alone."""
+    def send(self, *_: Any) -> Any:
+        """Refuses a message, whatever it is."""
         raise ArgumentError(_NO_MESSAGES)
 
-    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Any:
-        """Refuses the call, as `send` does."""
-        raise ArgumentError(_NO_MESSAGES)
-
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
-        """Refuses the call, as `send` does."""
-        raise ArgumentError(_NO_MESSAGES)
+    recv = recv_anysource = send
 
     # Earlier versions of torch call them so.
     _allgather_base = all_gather_single

@@ -49,14 +49,9 @@ class TrainedModel:
         self.tensors = tensors
         self._kind = kind
         self._left_out = left_out
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._hooks: list[Any] = []
         self._leave = LeaveRequest()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes at the start, by name."""
-        return self._shapes
 
     @property
     def is_leaving(self) -> bool:
@@ -99,10 +94,10 @@ class TrainedModel:
                         f"tensor {name!r} was added to the model, or unfrozen, after the start; "
                         f"{anew}"
                     )
-            elif tensor is not known or tensor.shape != self._shapes[name]:
+            elif tensor is not known or tensor.shape != self.shapes[name]:
                 raise ArgumentError(
                     f"tensor {name!r} of the model was replaced after the start: it has shape "
-                    f"{tuple(tensor.shape)}, expected {self._shapes[name]}; {anew}"
+                    f"{tuple(tensor.shape)}, expected {self.shapes[name]}; {anew}"
                 )
         gone = self.tensors.keys() - now.keys()
         if gone:

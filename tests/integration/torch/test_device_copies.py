@@ -21,7 +21,7 @@ from harness.torch_models import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
 import shardwell.torch  # noqa: E402
-from shardwell.torch.device_copies import DeviceCopies  # noqa: E402
+from shardwell.torch.buffers import DeviceCopies  # noqa: E402
 
 SGD = shardwell.SGD(learning_rate=0.1, momentum=0.9)
 

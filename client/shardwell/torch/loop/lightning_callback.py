@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ except ModuleNotFoundError:  # under its earlier name
     _lightning = importlib.import_module("pytorch_lightning")
 
 
-class LightningCallback(_lightning.Callback):  # type: ignore[misc]
+class LightningCallback(StepProgress, _lightning.Callback):  # type: ignore[misc]
     """Reports a Lightning Trainer's steps to the cluster, saves checkpoints, leaves when asked.
 
         callback = shardwell.torch.LightningCallback("runs/{step}", every=100, keep=3)
@@ -43,20 +42,9 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
         >>> trainer = lightning.Trainer(callbacks=[callback], max_epochs=3)
     """
 
-    def __init__(
-        self,
-        checkpoint: str | os.PathLike[str] | None = None,
-        *,
-        every: int = 100,
-        keep: int | None = None,
-        max_steps: int | None = None,
-    ) -> None:
-        super().__init__()
-        self._progress = StepProgress(checkpoint, every, keep, max_steps)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins to count steps."""
-        self._progress.begin(trainer.optimizers)
+        self._begin(trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -64,12 +52,12 @@ class LightningCallback(_lightning.Callback):  # type: ignore[misc]
         """Reports the batch's loss and samples."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         figures = {} if loss is None else {"loss": float(loss)}
-        self._progress.end_batch(_sample_count(batch), figures)
-        trainer.should_stop |= self._progress.is_over
+        self._end_batch(_sample_count(batch), figures)
+        trainer.should_stop |= self._is_over
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends reporting."""
-        self._progress.end()
+        self._end()
 
 
 def _sample_count(batch: Any) -> int:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from shardwell.torch.loop.shares import Share, SharedLoader, check_loader
 from shardwell.torch.mistakes import check_model, described
 from shardwell.torch.optimizer import ServerOptimizer
 from shardwell.torch.untrained import hand_over_model
+from shardwell.training.gradient_sync import ServerSync
 
 _LOG = logging.getLogger("shardwell")
 _CALL = "model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)"
@@ -34,13 +35,6 @@ _ACCUMULATED_MAX = 2**20
 _NAME = "model"
 _OF_MEANS = frozenset({"name", "worker_count", "codec", "clip_norm", "timeout_s"})
 """Options that an optimizer on the workers has a use for."""
-
-
-class _Counter(Protocol):
-    """An object with the parameter of the steps, which `push_weights` may replace."""
-
-    @property
-    def parameter(self) -> Parameter[Any]: ...
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -134,7 +128,7 @@ def prepare(
                 f"{', '.join([*options, *(['client'] if client is not None else [])])}"
             )
         prepared: Any = optimizer
-        counter: _Counter = optimizer
+        counter: ServerOptimizer | ServerSync = optimizer
     else:
         prepared, counter = _prepared(model, optimizer, client, options)
     if loader is None:
@@ -148,7 +142,7 @@ def _prepared(
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
-) -> tuple[Any, _Counter]:
+) -> tuple[Any, ServerOptimizer | ServerSync]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer must be an optimizer of torch, such as "
@@ -191,7 +185,7 @@ def _on_workers(
     client: Client,
     why: str,
     options: dict[str, Any],
-) -> tuple[Any, _Counter]:
+) -> tuple[Any, ServerOptimizer | ServerSync]:
     name = str(options.pop("name", _NAME))
     means = mean_gradients(optimizer, client, name=name, **options)
     sync: Any = means.sync
@@ -287,7 +281,9 @@ def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> N
     optimizer.register_step_pre_hook(refuse)
 
 
-def _share(client: Client, counter: _Counter, batches_per_step: int, seed: int) -> Share:
+def _share(
+    client: Client, counter: ServerOptimizer | ServerSync, batches_per_step: int, seed: int
+) -> Share:
     spec = counter.parameter.spec
     by_id = spec.members is not None or spec.mode == "async"
     worker_count = 1
@@ -296,7 +292,7 @@ def _share(client: Client, counter: _Counter, batches_per_step: int, seed: int) 
     elif spec.members is not None:
         worker_count = spec.members.reference_count or 1
     return Share(
-        lambda: counter.parameter.next_step,
+        next_step=lambda: counter.parameter.next_step,
         rank=0 if by_id else client.rank,
         worker_count=worker_count,
         worker_id=client.worker_id if by_id else "",

@@ -22,15 +22,17 @@ _LOG = logging.getLogger("shardwell")
 
 
 class StepProgress:
-    """The progress of one worker's training, with its checkpoints and reports. For one thread."""
+    """A framework's callback: one worker's progress, checkpoints and reports. For one thread."""
 
     def __init__(
         self,
-        checkpoint: str | os.PathLike[str] | None,
-        every: int,
-        keep: int | None,
-        max_steps: int | None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 100,
+        keep: int | None = None,
+        max_steps: int | None = None,
     ) -> None:
+        super().__init__()
         if checkpoint is not None and StepPaths.of(Path(os.path.abspath(checkpoint))) is None:
             raise ArgumentError(
                 f"checkpoint must have {{step}} in its name, as 'runs/{{step}}'; got {checkpoint!r}"
@@ -47,7 +49,7 @@ class StepProgress:
         self._sample_count = 0
         self._speed: float | None = None
 
-    def begin(self, optimizers: Iterable[Any]) -> None:
+    def _begin(self, optimizers: Iterable[Any]) -> None:
         """Begins training with the `ServerOptimizer` that is one of these, or wrapped in one."""
         # Accelerate's and Lightning's wrappers have the optimizer.
         given = [getattr(each, "optimizer", each) for each in optimizers]
@@ -81,7 +83,7 @@ class StepProgress:
     def _is_done(self) -> bool:
         return self._max_steps is not None and self._step >= self._max_steps
 
-    def end_batch(
+    def _end_batch(
         self, sample_count: int, figures: Mapping[str, float] | None = None, *, reports: bool = True
     ) -> None:
         """Counts a batch; at a step's end saves, and reports, at once only if `reports`."""
@@ -93,7 +95,7 @@ class StepProgress:
         now_s = time.monotonic()
         self._speed = self._sample_count / max(now_s - self._began_s, 1e-9)
         if reports:
-            self.report(figures or {})
+            self._report(figures or {})
         self._step, self._began_s, self._sample_count = step, now_s, 0
         if (
             self._checkpoint is not None
@@ -103,7 +105,7 @@ class StepProgress:
             name = optimizer.parameter.name
             optimizer.client.save_checkpoint(self._checkpoint, [name], keep=self._keep)
 
-    def report(self, figures: Mapping[str, float]) -> None:
+    def _report(self, figures: Mapping[str, float]) -> None:
         """Reports figures of the step that ended last; before training, none."""
         if self._optimizer is None:
             return
@@ -113,11 +115,11 @@ class StepProgress:
         parameter.report(step=max(parameter.next_step - 1, 0), **dict(figures))
 
     @property
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """True if this worker is to end its training after the step."""
         return self._begun.is_leaving or self._is_done
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Ends the training, and the program if this worker is asked to leave."""
         if self._begun.is_leaving:
             raise SystemExit(EXIT_CODE)

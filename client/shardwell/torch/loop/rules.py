@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,27 +17,16 @@ _OFF = ("maximize", "differentiable", "amsgrad", "centered", "lr_decay")
 _OF_GROUPS = ("lr", "weight_decay")
 
 
-class _Kind(NamedTuple):
-    rule: Callable[..., Optimizer]
-    options: Mapping[str, str]
-
-
+_Kind: TypeAlias = tuple[Callable[..., Optimizer], Mapping[str, str]]
+"""An update rule, and its options by those of torch."""
 _ADAM = {**_SHARED, "betas": "betas"}
+_SGD = {name: name for name in ("weight_decay", "momentum", "dampening", "nesterov")}
 _KINDS: dict[type[torch.optim.Optimizer], _Kind] = {
-    torch.optim.SGD: _Kind(
-        SGD,
-        {
-            "lr": "learning_rate",
-            "weight_decay": "weight_decay",
-            **{name: name for name in ("momentum", "dampening", "nesterov")},
-        },
-    ),
-    torch.optim.Adagrad: _Kind(
-        Adagrad, {**_SHARED, "initial_accumulator_value": "initial_accumulator"}
-    ),
-    torch.optim.RMSprop: _Kind(RMSProp, {**_SHARED, "alpha": "decay", "momentum": "momentum"}),
-    torch.optim.Adam: _Kind(Adam, _ADAM),
-    torch.optim.AdamW: _Kind(AdamW, _ADAM),
+    torch.optim.SGD: (SGD, {"lr": "learning_rate", **_SGD}),
+    torch.optim.Adagrad: (Adagrad, {**_SHARED, "initial_accumulator_value": "initial_accumulator"}),
+    torch.optim.RMSprop: (RMSProp, {**_SHARED, "alpha": "decay", "momentum": "momentum"}),
+    torch.optim.Adam: (Adam, _ADAM),
+    torch.optim.AdamW: (AdamW, _ADAM),
 }
 
 
@@ -56,23 +45,24 @@ def shards_rule(optimizer: torch.optim.Optimizer) -> ShardsRule | str:
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         return f"the shards have no update rule for {name}"
+    make, options = kind
     first = optimizer.param_groups[0]
     for option in _OFF:
         if any(group.get(option) for group in optimizer.param_groups):
             return f"the shards' {name} has no {option}"
-    for option in kind.options:
+    for option in options:
         if option not in _OF_GROUPS and any(
             group[option] != first[option] for group in optimizer.param_groups
         ):
             return f"groups of {name} differ in {option}, which the shards have once"
     if first.get("decoupled_weight_decay"):  # Adam's name of AdamW
-        kind = _Kind(AdamW, kind.options)
-    given = {kind.options[option]: first[option] for option in kind.options}
+        make = AdamW
+    given = {options[option]: first[option] for option in options}
     if "betas" in given:
         given["beta1"], given["beta2"] = given.pop("betas")
     given["learning_rate"] = float(first["lr"]) or float(first.get("initial_lr", 0.0))
     try:
-        rule = kind.rule(
+        rule = make(
             **{
                 key: value if isinstance(value, bool) else float(value)
                 for key, value in given.items()

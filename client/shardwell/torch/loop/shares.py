@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ _BY_HAND = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Share:
     """The part of the data that a worker takes.
 
@@ -51,22 +53,12 @@ class Share:
     set, and `worker_count` is the number of workers for which an epoch is short enough.
     """
 
-    def __init__(
-        self,
-        next_step: Callable[[], int],
-        *,
-        rank: int = 0,
-        worker_count: int = 1,
-        worker_id: str = "",
-        batches_per_step: int = 1,
-        seed: int = 0,
-    ) -> None:
-        self.next_step = next_step
-        self.rank = rank
-        self.worker_count = worker_count
-        self.worker_id = worker_id
-        self.batches_per_step = batches_per_step
-        self.seed = seed
+    next_step: Callable[[], int]
+    rank: int
+    worker_count: int
+    worker_id: str
+    batches_per_step: int
+    seed: int
 
     def sampler(self, dataset: Any, *, shuffle: bool, drop_last: bool, seed: int) -> Any:
         """The order in which the worker takes samples."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 from shardwell.torch.loop.progress import StepProgress
@@ -12,7 +11,7 @@ _transformers: Any = importlib.import_module("transformers")
 _REPORTED = ("loss", "eval_loss", "grad_norm")
 
 
-class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+class TrainerCallback(StepProgress, _transformers.TrainerCallback):  # type: ignore[misc]
     """Reports a Trainer's steps to the cluster, saves checkpoints there, and leaves when asked.
 
         transformers.Trainer(
@@ -45,33 +44,23 @@ class TrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         >>> trainer = transformers.Trainer(model, arguments, callbacks=[callback])
     """
 
-    def __init__(
-        self,
-        checkpoint: str | os.PathLike[str] | None = None,
-        *,
-        every: int = 100,
-        keep: int | None = None,
-        max_steps: int | None = None,
-    ) -> None:
-        self._progress = StepProgress(checkpoint, every, keep, max_steps)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins to count steps."""
-        self._progress.begin([kwargs["optimizer"]] if kwargs.get("optimizer") else [])
+        self._begin([kwargs["optimizer"]] if kwargs.get("optimizer") else [])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Counts a step, and stops the training when this worker is to leave."""
         count = args.train_batch_size * args.gradient_accumulation_steps
-        self._progress.end_batch(count, reports=not control.should_log)  # else with the loss
-        control.should_training_stop |= self._progress.is_over
+        self._end_batch(count, reports=not control.should_log)  # else with the loss
+        control.should_training_stop |= self._is_over
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Reports the logged figures."""
         figures = {name: float(logs[name]) for name in _REPORTED if name in (logs or {})}
         if figures:
-            self._progress.report(figures)
+            self._report(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends reporting."""
-        self._progress.end()
+        self._end()
