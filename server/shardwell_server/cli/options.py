@@ -78,7 +78,7 @@ def option(
 
 
 def setting(flag: str, what: str, kind: Any = None, **more: Any) -> Decorator:
-    """Makes an option that a variable stands for, too: $SHARDWELL_ and the flag's name."""
+    """Makes an option that a variable may give, too: $SHARDWELL_ and the flag's name."""
     variable = f"SHARDWELL_{flag.partition('/')[0].strip('-').upper().replace('-', '_')}"
     return option(flag, what, kind, **{"envvar": variable, **more})
 
