@@ -330,7 +330,8 @@ class TestMmapStore(TableStoreContract):
             np.testing.assert_array_equal(one, other)
 
 
-# A new process finds a table's rows again in its files, which cost what rows do.
+# A new process finds a table's rows again in its files, which cost what rows do. Method: the store
+# is opened again on the same files while the first still has them. Oracle: what was written.
 
 
 @pytest.fixture

@@ -368,7 +368,9 @@ def test_a_batch_larger_than_the_disk(tmp_path: Path) -> None:
 
 
 # An accumulator whose process was killed is opened for recovery alone, however many threads were
-# adding; each of their calls counts whole or not at all.
+# adding; each of their calls counts whole or not at all. Method: images after each write of a
+# story; threads that hammer are killed at drawn moments. Oracle: counts that each thread notes
+# when it was answered. Kills after each write: store/test_killed.py.
 
 
 @pytest.fixture

@@ -185,7 +185,9 @@ def test_what_was_trained_since_is_never_overwritten(
         client.restore_checkpoint(saved[0])
 
 
-# A restore that ended between two shards can be brought to its end, and mixes nothing.
+# A restore that ended between two shards can be brought to its end, and mixes nothing. Method: the
+# restoring client ends when one chosen shard has finished; workers go on where the table is
+# restored already; shards are killed meanwhile.
 
 
 TABLE_DIM = 3
@@ -341,8 +343,7 @@ def test_what_would_be_forgotten_is_refused_until_it_is_restored(
     cluster, connect, tmp_path, monkeypatch, table_saved
 ) -> None:
     """A rate that only the shards that stand would keep, rows of a load that went."""
-    running = cluster(3, data_dir=tmp_path / "data")
-    client = connect(running, "w0")
+    client = connect(cluster(3, data_dir=tmp_path / "data"), "w0")
     cut_off(client, table_saved, 1, monkeypatch)
     table = open_table(client)
     put_where_it_stands(table, 1)

@@ -373,7 +373,8 @@ def test_memory_does_not_grow(target, start) -> None:
         assert late_kib - early_kib < 12 * 1024, answer
 
 
-# Members whose program ends without `close`: they end, and leave.
+# Members whose program ends without `close`: they end, and leave. Method: programs of their own,
+# because what Python waits for at a process's end can't be seen from within one.
 
 
 PROGRAM = """

@@ -155,8 +155,7 @@ def test_what_is_left_of_a_cluster_that_lost_memory(cluster, connect, lost) -> N
 
 
 def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, monkeypatch) -> None:
-    running = cluster(2)
-    client = connect(running, "w0")
+    client = connect(cluster(2), "w0")
     opened(client, "parameter")
     sent = requests_of(monkeypatch, lambda: client.delete("m"))
     again = opened(client, "parameter")
@@ -222,8 +221,7 @@ def test_a_late_opening_makes_nothing_anew_on_one_shard(cluster, connect, kind) 
 
 def test_its_files_are_free_at_once(cluster, connect, tmp_path: Path) -> None:
     """Not only their names: nothing of them is mapped any more."""
-    running = cluster(2, data_dir=tmp_path)
-    client = connect(running, "w0")
+    client = connect(cluster(2, data_dir=tmp_path), "w0")
     step(opened(client, "parameter"))
 
     def mapped() -> list[str]:

@@ -319,7 +319,9 @@ def test_only_members_join_and_leave() -> None:
         assert table.outcome is None
 
 
-# Each failure of a member costs the others a moment, by the failure's name.
+# Each failure of a member costs the others a moment, by the failure's name. Method: real processes
+# on real shards; one worker's way to one shard goes through a proxy, or a client of the .proto
+# does what a process that dies leaves behind.
 
 
 BOUNDS = {"member_return_s": 0.3, "member_lease_s": 1.0}

@@ -316,6 +316,8 @@ def test_rows_that_are_gone_are_not_taken_for_new_ones(cluster, connect, mode, s
 
 
 # When a shard without files loses its memory, no client ever gets, sends or saves half a table.
+# Method: shards are processes in memory; one is killed and started again, empty; workers that had
+# the table open and new ones try everything, again and again.
 
 
 IDS = np.arange(40)
@@ -423,8 +425,7 @@ def test_a_table_without_an_incarnation_yet(cluster, connect, monkeypatch) -> No
     def failing(*_: object) -> None:
         raise shardwell.StorageError("the disk is gone")
 
-    running = cluster(2)
-    client = connect(running, "w0")
+    client = connect(cluster(2), "w0")
     with monkeypatch.context() as patch:
         patch.setattr(TableRegister, "note_incarnation", failing)
         with pytest.raises(shardwell.StorageError, match="the disk is gone"):

@@ -33,8 +33,10 @@ TABLE = TableSpec(
     name="t", row_count=100, dim=2, optimizer=SGD, initializer=shardwell.Zeros(), worker_count=1
 )
 PARAMETER = ParameterSpec(name="p", size=100, optimizer=SGD, worker_count=1)
-TABLE_PARTS = ["TableStepTracker", "TableRegister", "RowSlots", "TableRows", "TableScan"]
-PARAMETER_PARTS = ["StepTracker", "Register", "Snapshots", "EncodedWeights", "Chunk"]
+PARTS: dict[Any, list[str]] = {
+    TABLE: ["TableStepTracker", "TableRegister", "RowSlots", "TableRows", "TableScan"],
+    PARAMETER: ["StepTracker", "Register", "Snapshots", "EncodedWeights", "Chunk"],
+}
 
 
 def config(kind: str) -> ShardConfig:
@@ -82,57 +84,37 @@ def link(file: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["memory", "process", "step"])
-@pytest.mark.parametrize("part", TABLE_PARTS)
-def test_a_table_opens_when_there_is_memory_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: str
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [(spec, part) for spec, parts in PARTS.items() for part in parts],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
+def test_it_opens_when_there_is_memory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, spec: Any, part: str
 ) -> None:
+    is_table = spec is TABLE
+    folder, module = ("tables", table_slice) if is_table else ("parameters", parameter_slice)
     shard = Shard(config(kind), store_of(kind, tmp_path))
+    kept = getattr(shard, folder)
     with monkeypatch.context() as patch:
-        without_memory(patch, table_slice, part)
-        for spec in (TABLE, TABLE, dataclasses.replace(TABLE, dim=3)):
-            with pytest.raises((StorageError, LimitError), match="'t'") as refused:
-                shard.tables.open(spec)
-            assert refused.value.table == "t"
-            assert shard.tables.all() == []
+        without_memory(patch, module, part)
+        for tried in (spec, spec, *([dataclasses.replace(spec, dim=3)] if is_table else [])):
+            with pytest.raises((StorageError, LimitError), match=f"'{spec.name}'") as refused:
+                kept.open(tried)
+            assert not is_table or refused.value.table == "t"
+            assert kept.all() == []
             assert shard.stored_bytes == 0
-            assert [*tmp_path.glob("tables/*")] == []
+            assert [*tmp_path.glob(f"{folder}/*")] == []
     assert open_journals(tmp_path) == []
-    made, is_new = shard.tables.open(TABLE)
+    made, is_new = kept.open(spec)
     assert is_new
-    assert shard.tables.open(TABLE) == (made, False)
-    assert shard.stored_bytes == made.storage.undo_bytes
+    assert kept.open(spec) == (made, False)
+    assert shard.stored_bytes == (made.storage.undo_bytes if is_table else 4 * 100)
     if kind != "memory":
-        assert [path.name for path in tmp_path.glob("tables/*")] == ["000001"]
+        assert [path.name for path in tmp_path.glob(f"{folder}/*")] == ["000001"]
         shard.close()
         again = Shard(config(kind), store_of(kind, tmp_path))
-        assert [table.spec for table in again.tables.all()] == [TABLE]
-        again.close()
-
-
-@pytest.mark.parametrize("kind", ["memory", "process", "step"])
-@pytest.mark.parametrize("part", PARAMETER_PARTS)
-def test_a_parameter_opens_when_there_is_memory_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: str
-) -> None:
-    shard = Shard(config(kind), store_of(kind, tmp_path))
-    with monkeypatch.context() as patch:
-        without_memory(patch, parameter_slice, part)
-        for _ in range(2):
-            with pytest.raises((StorageError, LimitError), match="'p'"):
-                shard.parameters.open(PARAMETER)
-            assert shard.parameters.all() == []
-            assert shard.stored_bytes == 0
-            assert [*tmp_path.glob("parameters/*")] == []
-    assert open_journals(tmp_path) == []
-    made, is_new = shard.parameters.open(PARAMETER)
-    assert is_new
-    assert shard.parameters.open(PARAMETER) == (made, False)
-    assert shard.stored_bytes == 4 * 100
-    if kind != "memory":
-        assert [path.name for path in tmp_path.glob("parameters/*")] == ["000001"]
-        shard.close()
-        again = Shard(config(kind), store_of(kind, tmp_path))
-        assert [parameter.spec for parameter in again.parameters.all()] == [PARAMETER]
+        assert [each.spec for each in getattr(again, folder).all()] == [spec]
         again.close()
 
 

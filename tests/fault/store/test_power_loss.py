@@ -438,6 +438,8 @@ def test_an_image_when_nothing_was_journaled_since_the_last(tmp_path: Path, disk
 
 
 # A sync or an image that fails costs no more than what it was for, and nothing is believed.
+# Method: calls of the system fail for some files, on servers whose syncs are recorded; what a loss
+# of power would leave then (see harness/stories/power.py) is served again.
 
 
 def test_a_sync_that_failed_is_made_good_by_an_image(

@@ -170,7 +170,9 @@ def test_a_gradient_that_cannot_be_journaled_is_not_counted(
 
 
 # A table with `--durability step` has what was acknowledged after a loss of power, too, and files
-# that can't be believed then are refused.
+# that can't be believed then are refused. Method: the story of a table with a journal (see
+# test_killed_journals.py), whose files are changed, and a real server, whose syncs are recorded.
+# Oracle: the same story, undisturbed, in memory.
 
 
 TABLE = JOURNALED.directory

@@ -310,7 +310,9 @@ def test_a_refused_stranger_takes_no_seat(victim, method) -> None:
         _expect(_send(stranger, method, messages), *CORRUPT)
 
 
-# No message about members changes what its sender has no part in, or a step that is open.
+# No message about members changes what its sender has no part in, or a step that is open. Method:
+# as above; the victims are an elastic parameter with one member, and one of a fixed
+# crew, both in the middle of a step.
 
 
 GRADIENT = np.arange(SIZE, dtype=np.float32)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from harness.group.plans import plan_of
 from harness.oracles.relay import ORDERS, Order, Relay
 from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
 from shardwell.group.schedule.collective import Arrival, Collective
-from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.weighted_mean import MeanFactors
@@ -44,14 +45,8 @@ def run(
     results = [array.copy() for array in arrays]
     plans, collectives = [], []
     for rank, array in enumerate(results):
-        plan = Plan(
-            operation=operation,
-            strategy=strategy,
-            rank=rank,
-            size=size,
-            root=root if operation.has_root else 0,
-            element_count=array.size,
-            chunk_element_count=chunk,
+        plan = plan_of(
+            rank, size, array.size, chunk, operation=operation, strategy=strategy, root=root
         )
         is_mean = reduction is Reduction.MEAN
         weights = MeanFactors(list(sample_counts or [1] * size))

@@ -614,8 +614,7 @@ def test_a_restore_is_done_again_over_what_it_had_restored(
     for name in ("a", "b", "c"):
         saver.table(name, **options).put_row_gradients(ids, ones)
     saver.save_checkpoint(tmp_path / "saved")
-    running = cluster(3, data_dir=tmp_path / "data")
-    client = connect(running, "w0")
+    client = connect(cluster(3, data_dir=tmp_path / "data"), "w0")
     client.restore_checkpoint(tmp_path / "saved", tables=["a"])
     for _ in range(2):
         restored = client.restore_checkpoint(tmp_path / "saved")

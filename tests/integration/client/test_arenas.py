@@ -579,8 +579,7 @@ def test_a_batch_that_is_none_is_refused(offering, what) -> None:
 
 
 def test_large_steps_leave_in_fewer_messages(cluster, connect) -> None:
-    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
-    client, chunk_count = connect(running, "w0"), 10
+    client, chunk_count = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0"), 10
     size = chunk_count * CHUNK_BYTES // 2
     net = client.parameter("net", size=size, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(size, np.float32))

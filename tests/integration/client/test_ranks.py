@@ -61,8 +61,7 @@ def test_a_first_gradient_takes_the_rank_too(cluster, connect) -> None:
 
 def test_between_the_pieces_of_a_gradient_a_rank_is_answered(cluster, connect) -> None:
     """The begun exchange holds the parameter's turn until it is finished."""
-    running = cluster(2)
-    client = connect(running, "w0")
+    client = connect(cluster(2), "w0")
     model = opened(client, worker_count=1)
     begun = model.begin_exchange(ONES)
     begun.ready(0, SIZE // 2)

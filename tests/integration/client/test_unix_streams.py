@@ -226,8 +226,7 @@ def test_a_shard_that_does_not_know_the_session_yet(cluster, connect, monkeypatc
 
 
 def test_a_peer_of_another_user(cluster, connect, monkeypatch) -> None:
-    running = cluster(1)
-    client = connect(running, "w0")
+    client = connect(cluster(1), "w0")
     net = opened(client)
     real = unix_sockets.check_same_user
     refused: list[str] = []
@@ -449,7 +448,9 @@ def test_a_client_that_reads_nothing_is_no_burden(dialled, connect) -> None:
 
 
 # Calls with one answer go over one kept connection on this machine, whatever they are about, and
-# fail no otherwise than over gRPC.
+# fail no otherwise than over gRPC. Method: a client's connections, as its shards count them;
+# refusals, waits that end, shards that stand still, break off or are of an older version; a socket
+# of its own that calls twice.
 
 
 SIZE = 10
@@ -612,8 +613,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(cluster, connect, monkeypatch
 
     monkeypatch.setattr(unix_questions, "PAUSE_S", 0.0)
     monkeypatch.setattr(unix_streams._Connection, "_answered", answered)
-    running = cluster(1)
-    client = connect(running, "w0")
+    client = connect(cluster(1), "w0")
     assert opened(client).exchange(ONES)[0] == -1
     assert lost == [0]
     assert [each.spec.name for each in client.status()[0].parameters] == ["net"]
@@ -625,8 +625,7 @@ def test_a_store_that_fails(cluster, connect, monkeypatch) -> None:
     def create(self: MemoryStore, *args: Any) -> Any:
         raise RuntimeError("bits fell out")
 
-    running = cluster(1)
-    client = connect(running, "w0")
+    client = connect(cluster(1), "w0")
     with monkeypatch.context() as failing:
         failing.setattr(MemoryStore, "create", create)
         with pytest.raises(shardwell.InternalError, match="bits fell out"):

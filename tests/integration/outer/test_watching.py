@@ -156,8 +156,7 @@ def test_other_parameters_have_no_learners(cluster: Any, connect: Any) -> None:
 def test_a_request_by_hand_is_checked(
     cluster: Any, connect: Any, change: Callable[[pb.ReportRequest], None], words: str
 ) -> None:
-    running = cluster(1)
-    client = connect(running, "w0")
+    client = connect(cluster(1), "w0")
     learner(client, worker_count=1).init(WEIGHTS)
     request = pb.ReportRequest(
         parameter="net.fragment-0", worker_id="w0", learner=pb.LearnerProgress(inner_steps=1)

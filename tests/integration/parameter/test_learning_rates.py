@@ -226,7 +226,10 @@ def test_a_shard_that_is_killed_within_the_step_has_its_rate_still(tmp_path, dur
         np.testing.assert_array_equal(weights, alone.exchange(ones))
 
 
-# Groups of tensors whose rates change apart, step by step, exactly once.
+# Groups of tensors whose rates change apart, step by step, exactly once. Method: SGD and momentum
+# by hand, in powers of two, against two workers on two shards with small chunks; a worker that
+# writes the wire by itself, with a CRC of its own; a shard that is killed between two workers'
+# gradients. One that loses power is in tests/fault/store/test_power_loss.py.
 
 
 TENSORS = {"a": (50,), "b": (70,), "c": (30,)}

@@ -107,8 +107,7 @@ def test_one_worker_too_many_gets_the_names_of_those_with_seats(cluster, connect
 
 
 def test_steps_may_not_be_skipped(cluster, connect) -> None:
-    running = cluster()
-    model = connect(running, "w0").parameter("model", size=40, optimizer=SGD)
+    model = connect(cluster(), "w0").parameter("model", size=40, optimizer=SGD)
     model.init(np.zeros(40, np.float32))
     model.next_step = 3
     for verb in (model.put_gradient, model.exchange):

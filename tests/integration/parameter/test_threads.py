@@ -118,8 +118,7 @@ def test_a_chunk_that_is_refused_in_the_middle(cluster, connect, tmp_path: Path,
 @pytest.mark.same_host
 def test_a_message_with_a_chunk_twice_counts_it_once(cluster, connect, monkeypatch) -> None:
     """As no client of ours sends it."""
-    running = cluster(1, chunk_size_bytes=CHUNK_BYTES)
-    client = connect(running, "w0")
+    client = connect(cluster(1, chunk_size_bytes=CHUNK_BYTES), "w0")
     net = client.parameter("net", size=SIZE, optimizer=shardwell.SGD(1.0))
     net.init(np.zeros(SIZE, np.float32))
     ones = np.ones(SIZE, np.float32)

@@ -552,8 +552,7 @@ def test_an_idle_client_takes_new_certificates_when_its_connection_ends(
     cluster, connect, own, monkeypatch
 ) -> None:
     monkeypatch.setattr(options, "_CONNECTION_END_S", 0.5)
-    running = cluster(1, tls=of_server(own), connection_age_s=1.0)
-    client = connect(running, "w0", tls=of_client(own))
+    client = connect(cluster(1, tls=of_server(own), connection_age_s=1.0), "w0", tls=of_client(own))
     (channel,) = channels_of(client)
     before = channel._channel._contents.cert
     renewed(own)

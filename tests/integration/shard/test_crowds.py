@@ -76,8 +76,7 @@ def test_hundreds_of_missing_workers(cluster, connect) -> None:
 
 
 def test_a_rate_per_step_where_a_slice_is_empty(cluster, connect) -> None:
-    running = cluster(2)
-    model = connect(running, "w0").parameter("m", size=1, optimizer=SGD)
+    model = connect(cluster(2), "w0").parameter("m", size=1, optimizer=SGD)
     model.init(np.zeros(1, np.float32))
     for step in range(80):
         model.set_learning_rate(0.5 if step % 2 else 0.25)

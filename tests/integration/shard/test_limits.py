@@ -44,8 +44,7 @@ def test_parameter_count_max(cluster, connect) -> None:
 )
 def test_stored_bytes_have_a_limit(cluster, connect, optimizer, worker_count, arrays) -> None:
     limit = 4 * 100 * arrays
-    running = cluster(1, limits=Limits(stored_bytes_max=limit))
-    client = connect(running, "w0")
+    client = connect(cluster(1, limits=Limits(stored_bytes_max=limit)), "w0")
     fits = {"optimizer": optimizer, "worker_count": worker_count}
     with pytest.raises(shardwell.LimitError, match=f"stored_bytes_max={limit}"):
         client.parameter("large", size=101, **fits)
@@ -97,8 +96,7 @@ def test_workers_have_a_limit(cluster, connect) -> None:
 
 def test_streams_have_a_limit(cluster, connect) -> None:
     """Streams at work are never ended: one more is refused, and comes in when one is free."""
-    running = cluster(1, limits=Limits(stream_count_max=2))
-    client = connect(running, "w0")
+    client = connect(cluster(1, limits=Limits(stream_count_max=2)), "w0")
     model = client.parameter("model", size=10, optimizer=SGD, worker_count=2)
     model.init(np.zeros(10, np.float32))
     waiting = [model.get_weights_async(min_version=1) for _ in range(2)]

@@ -130,8 +130,7 @@ def test_what_the_worker_before_had_sent_may_be_counted_after_opening(
 
 
 def test_opening_again(cluster, connect) -> None:
-    running = cluster(2)
-    client = connect(running, "w0")
+    client = connect(cluster(2), "w0")
     table = open_table(client)
     table.put_row_gradients([1], np.ones((1, DIM)))
     assert open_table(client) is table
@@ -190,8 +189,7 @@ def test_more_calls_than_may_be_under_way_wait(cluster, connect) -> None:
 
 def test_many_tables_share_a_few_streams(cluster, connect) -> None:
     """As recommenders have them: a table for each feature."""
-    running = cluster(2, limits=Limits(stream_count_max=2))
-    client = connect(running, "w0")
+    client = connect(cluster(2, limits=Limits(stream_count_max=2)), "w0")
     tables = [
         client.table(f"feature-{n}", row_count=100, dim=n + 1, optimizer=SGD) for n in range(30)
     ]

@@ -286,8 +286,7 @@ def test_a_step_that_was_abandoned_is_not_made_good_for(failed) -> None:
 
 def test_what_another_layer_brought_is_not_lost(cluster, connect) -> None:
     """Of two layers of a pass, one can't push: torch does nothing more at its end then."""
-    running = cluster(1)
-    client = connect(running, "w0")
+    client = connect(cluster(1), "w0")
     tables = [table_of(client, name) for name in ("first", "second")]
     layers = [shardwell.torch.Embedding(table) for table in tables]
     layers[0].sample_count = 2.5

@@ -101,8 +101,7 @@ def adapted(seed: int, size: int = 64, dtype: Any = torch.bfloat16) -> Any:
 
 
 def test_a_frozen_base_stays_on_the_workers(cluster, connect) -> None:
-    running = cluster(2)
-    client = connect(running, "w0")
+    client = connect(cluster(2), "w0")
     model = adapted(1, size=1024)
     frozen_bytes = sum(p.numel() * p.element_size() for p in model["base"].parameters())
     before = raw(model["base"].weight)

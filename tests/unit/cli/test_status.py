@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -87,38 +88,34 @@ def test_sizes_are_printed_with_units(count, words) -> None:
     assert size(count) == words
 
 
-def test_workers_that_have_left_in_order_are_done() -> None:
-    spec = shardwell.ParameterSpec(
-        name="model", size=10, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=3
-    )
-    message = pb.ParameterStatus(
-        spec=spec.to_proto(),
-        initialized=True,
-        version_min=7,
-        version_max=7,
-        missing_worker_ids=["c"],
-        done_worker_ids=["b", "a"],
-    )
-    (row,) = rows_of([shardwell.ParameterStatus.from_proto(message)])
-    assert _open_step(row) == "7; [yellow]missing: c[/yellow]; done: a, b"
-
-
-def test_workers_are_named_in_the_order_of_their_numbers() -> None:
+@pytest.mark.parametrize(
+    ("version", "workers", "words"),
+    [
+        (
+            7,
+            {"missing_worker_ids": ["c"], "done_worker_ids": ["b", "a"]},
+            "7; [yellow]missing: c[/yellow]; done: a, b",
+        ),
+        (
+            3,
+            {
+                "contributed_worker_ids": ["w", "worker-10", "worker-9", "worker-2", "7"],
+                "missing_worker_ids": ["b-2-x", "b-10", "a", "b-2"],
+            },
+            "3; in: 7, w, worker-2, worker-9, worker-10; "
+            "[yellow]missing: a, b-2, b-2-x, b-10[/yellow]",
+        ),
+    ],
+    ids=["done", "in the order of their numbers"],
+)
+def test_workers_of_an_open_step_are_named(version: int, workers: Any, words: str) -> None:
     spec = shardwell.ParameterSpec(
         name="model", size=10, optimizer=shardwell.SGD(learning_rate=0.1), worker_count=9
     )
-    message = pb.ParameterStatus(
-        spec=spec.to_proto(),
-        initialized=True,
-        version_min=3,
-        version_max=3,
-        contributed_worker_ids=["w", "worker-10", "worker-9", "worker-2", "7"],
-        missing_worker_ids=["b-2-x", "b-10", "a", "b-2"],
-    )
+    numbers = {"version_min": version, "version_max": version}
+    message = pb.ParameterStatus(spec=spec.to_proto(), initialized=True, **numbers, **workers)
     (row,) = rows_of([shardwell.ParameterStatus.from_proto(message)])
-    assert _open_step(row) == (
-        "3; in: 7, w, worker-2, worker-9, worker-10; [yellow]missing: a, b-2, b-2-x, b-10[/yellow]"
-    )
+    assert _open_step(row) == words
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fastcrc import crc32
 
+from harness.group.plans import plan_of
 from harness.oracles.codec import encoded
 from harness.oracles.reductions import bits, normal
 from harness.oracles.reductions import run as run_one_by_one
@@ -137,15 +138,7 @@ def run_in_rounds(
     results = [array.copy() for array in arrays]
     ranks = [
         Rank(
-            Plan(
-                operation=operation,
-                strategy=strategy,
-                rank=rank,
-                size=SIZE,
-                root=2 if operation.has_root else 0,
-                element_count=LENGTH,
-                chunk_element_count=CHUNK,
-            ),
+            plan_of(rank, SIZE, LENGTH, CHUNK, operation=operation, strategy=strategy, root=2),
             array,
             links,
             call_index=0,
@@ -193,15 +186,7 @@ def test_no_bit_depends_on_rounds(operation, strategy, codec, reduction) -> None
 def test_a_damaged_message_of_a_round_is_refused() -> None:
     """By the job, and by its CRC32C: its place alone was looked at before."""
     (array,) = normal(1, CHUNK)
-    plan = Plan(
-        operation=Operation.BROADCAST,
-        strategy=Ring(),
-        rank=1,
-        size=2,
-        root=0,
-        element_count=CHUNK,
-        chunk_element_count=CHUNK,
-    )
+    plan = plan_of(1, 2, CHUNK, CHUNK, operation=Operation.BROADCAST)
     options = {"call_index": 0, "context": CONTEXT, "codec_name": "fp32"}
     sender = ChunkArithmetic(array, reduction=Reduction.SUM, **options)
     (message,) = sender.finish(0, plan.chunks[0][0], None, [None])
@@ -232,6 +217,8 @@ def test_a_damaged_message_of_a_round_is_refused() -> None:
 
 
 # Where payloads lie changes no bit, and what changes under a reader's eyes is not believed.
+# Method: collectives of real messages whose payloads lie in memory that a test plays with; what is
+# computed while it is written is held against what is written from an array.
 
 
 PAYLOAD_LENGTH = 30_011
@@ -273,15 +260,7 @@ def reduced(
     arrays = normal(size, PAYLOAD_LENGTH)
     ranks = [
         Collective(
-            Plan(
-                operation=Operation.ALL_REDUCE,
-                strategy=strategy,
-                rank=rank,
-                size=size,
-                root=0,
-                element_count=PAYLOAD_LENGTH,
-                chunk_element_count=PAYLOAD_CHUNK,
-            ),
+            plan_of(rank, size, PAYLOAD_LENGTH, PAYLOAD_CHUNK, strategy=strategy),
             ChunkArithmetic(
                 array,
                 call_index=3,
@@ -326,15 +305,7 @@ def test_what_changes_after_it_was_checked_is_not_used() -> None:
     arithmetic = ChunkArithmetic(
         array.copy(), call_index=3, context=5, codec_name="fp16", reduction=Reduction.SUM
     )
-    plan = Plan(
-        operation=Operation.ALL_REDUCE,
-        strategy=Ring(),
-        rank=0,
-        size=2,
-        root=0,
-        element_count=PAYLOAD_CHUNK,
-        chunk_element_count=PAYLOAD_CHUNK,
-    )
+    plan = plan_of(0, 2, PAYLOAD_CHUNK, PAYLOAD_CHUNK)
     where = plan.chunks[0][0]
     payload = np.zeros(arithmetic.payload_bytes(where), np.uint8)
     message = arithmetic.contribution(0, where, Room(64, payload))

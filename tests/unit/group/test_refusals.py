@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.group.plans import plan_of
 from shardwell.errors import CorruptChunkError
 from shardwell.group.schedule.arithmetic import ChunkArithmetic, Reduction
 from shardwell.group.schedule.collective import Arrival, Collective, Sending
-from shardwell.group.schedule.plan import Operation, Plan
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.numerics.codec import Float32
 from shardwell.v1 import peer_pb2 as pb
@@ -40,15 +40,7 @@ class Stage:
         self.waiting: list[tuple[int, Sending]] = []
         self.ranks = []
         for rank, array in enumerate(self.arrays):
-            plan = Plan(
-                operation=Operation.ALL_REDUCE,
-                strategy=strategy,
-                rank=rank,
-                size=SIZE,
-                root=0,
-                element_count=LENGTH,
-                chunk_element_count=CHUNK,
-            )
+            plan = plan_of(rank, SIZE, LENGTH, CHUNK, strategy=strategy)
             arithmetic = ChunkArithmetic(
                 array, call_index=9, context=CONTEXT, codec_name=codec, reduction=Reduction.SUM
             )

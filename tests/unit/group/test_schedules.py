@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from harness.group.plans import plan_of
 from harness.oracles.relay import ORDERS, Order, Relay
 from shardwell.errors import ArgumentError
 from shardwell.group.schedule.collective import Arrival, Collective
-from shardwell.group.schedule.plan import Operation, Plan
+from shardwell.group.schedule.plan import Operation
 from shardwell.group.schedule.strategies import Centralized, Ring, Strategy, Tree
 from shardwell.placement.slices import Slice
 from shardwell.v1 import peer_pb2 as pb
@@ -137,15 +138,7 @@ def run(
 ) -> tuple[Relay, list[Symbols]]:
     """Runs a collective to its end, and checks what every rank has written."""
     plans = [
-        Plan(
-            operation=operation,
-            strategy=strategy,
-            rank=rank,
-            size=size,
-            root=root if operation.has_root else 0,
-            element_count=length,
-            chunk_element_count=chunk,
-        )
+        plan_of(rank, size, length, chunk, operation=operation, strategy=strategy, root=root)
         for rank in range(size)
     ]
     symbols: list[Any] = [Symbols(rank, length) for rank in range(size)]
@@ -286,15 +279,7 @@ def test_sums_are_taken_in_order_of_place(order: Order) -> None:
 
 def test_segments_are_numbered_over_the_whole_array() -> None:
     """Eleven elements of three ranks in chunks of two: 4 + 4 + 3."""
-    plan = Plan(
-        operation=Operation.ALL_REDUCE,
-        strategy=Ring(),
-        rank=1,
-        size=3,
-        root=0,
-        element_count=11,
-        chunk_element_count=2,
-    )
+    plan = plan_of(1, 3, 11, 2)
     assert [(where.offset, where.size, segment, row) for where, segment, row in plan.chunks] == [
         (0, 2, 0, 0),
         (2, 2, 0, 1),
@@ -312,15 +297,7 @@ def test_segments_are_numbered_over_the_whole_array() -> None:
 def test_a_rank_enters_no_further_than_its_window() -> None:
     """Of two ranks one gets nothing: it lets W chunks enter, and no more."""
     for window in range(1, 5):
-        plan = Plan(
-            operation=Operation.ALL_REDUCE,
-            strategy=Ring(),
-            rank=0,
-            size=2,
-            root=0,
-            element_count=40,
-            chunk_element_count=2,
-        )
+        plan = plan_of(0, 2, 40, 2)
         symbols: Any = Symbols(0, 40)
         collective = Collective(plan, symbols, window)
         entered = 0

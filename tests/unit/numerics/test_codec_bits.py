@@ -264,7 +264,9 @@ def test_a_look_in_the_same_pass_finds_the_first(name: str, value: float, index:
         codec.encode(values, payload, crc=0)
 
 
-# Values come back within the bounds that the codecs state, whatever their magnitudes.
+# Values come back within the bounds that the codecs state, whatever their magnitudes. Method:
+# arrays aimed at the edges (float32's largest and smallest, blocks that differ by all of float32's
+# range) and hypothesis between them; errors are taken in float64.
 
 
 EXPONENTS = range(-149, 128)

@@ -121,24 +121,29 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (made.data[:8_192] == 3).all()
 
 
+CAPACITY = 1 << 30
+
+
+def files_of_rows(path: Path) -> list[tuple[SparseFile, int]]:
+    """Three, with the bytes that each has of a row."""
+    strides = (8, 1, 256)
+    return [(SparseFile.create(path / str(each), CAPACITY * each), each) for each in strides]
+
+
 def test_all_files_have_room_for_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capacity = 1 << 30
-    files = [
-        (SparseFile.create(tmp_path / str(stride), capacity * stride), stride)
-        for stride in (8, 1, 256)
-    ]
-    count = reserve_all(files, 0, 10, capacity)
+    files = files_of_rows(tmp_path)
+    count = reserve_all(files, 0, 10, CAPACITY)
     assert count == EXTENT_BYTES_MIN // 265
     assert all(file.reserved_bytes >= count * stride for file, stride in files)
     disk = FullDisk(monkeypatch, files[2][0].reserved_bytes + 8_192)
     wanted = count + 20
-    assert reserve_all(files, count, wanted, capacity) == wanted  # there is no room for more
+    assert reserve_all(files, count, wanted, CAPACITY) == wanted  # there is no room for more
     assert disk.refused_count == 1
     before = [file.reserved_bytes for file, _ in files]
     with pytest.raises(StorageError, match="256: taking disk space"):
-        reserve_all(files, wanted, wanted + 100, capacity)
+        reserve_all(files, wanted, wanted + 100, CAPACITY)
     assert files[2][0].reserved_bytes == before[2]
     disk.limit = LARGE
     assert reserve_all(files, wanted, wanted + 100, wanted + 100) == wanted + 100
@@ -147,32 +152,28 @@ def test_all_files_have_room_for_the_same_rows(
 def test_what_a_full_disk_refused_for_one_file_is_given_back_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capacity = 1 << 30
-    files = [
-        (SparseFile.create(tmp_path / str(stride), capacity * stride), stride)
-        for stride in (8, 1, 256)
-    ]
+    files = files_of_rows(tmp_path)
 
     def taken() -> list[tuple[int, int]]:
         return [(file.reserved_bytes, disk_bytes(file.path)) for file, _ in files]
 
-    count = reserve_all(files, 0, 10, capacity)
+    count = reserve_all(files, 0, 10, CAPACITY)
     for file, _ in files:
         file.data[: file.reserved_bytes] = 5
     before = taken()
     disk = FullDisk(monkeypatch, files[2][0].reserved_bytes + 8_192)
     for wanted in (count + 1_000, count + 2_000, count + 200_000):
         with pytest.raises(StorageError, match="taking disk space"):
-            reserve_all(files, count, wanted, capacity)
+            reserve_all(files, count, wanted, CAPACITY)
         assert taken() == before
-    assert reserve_all(files, count, count + 20, capacity) == count + 20
+    assert reserve_all(files, count, count + 20, CAPACITY) == count + 20
     for (file, stride), (reserved, _) in zip(files, before, strict=True):
         assert file.reserved_bytes < (count + 20) * stride + PAGE_SIZE_BYTES
         assert disk_bytes(file.path) <= file.reserved_bytes + PAGE_SIZE_BYTES
         assert (file.data[:reserved] == 5).all()
         assert not file.data[reserved : file.reserved_bytes].any()
     disk.limit = LARGE
-    assert reserve_all(files, count + 20, count + 2_000, capacity) >= count + 2_000
+    assert reserve_all(files, count + 20, count + 2_000, CAPACITY) >= count + 2_000
     assert all((f.data[:size] == 5).all() for (f, _), (size, _) in zip(files, before, strict=True))
 
 

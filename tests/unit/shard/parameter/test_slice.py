@@ -230,7 +230,9 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
     np.testing.assert_array_equal(made.storage.weights, 3)
 
 
-# A snapshot of a slice holds every chunk as it was at one version, whatever happens then.
+# A snapshot of a slice holds every chunk as it was at one version, whatever happens then. Method:
+# a slice of several chunks in memory, gradients of ones and SGD of rate 1, so that weights at
+# version V are -V and the momentum is known; captured chunks are compared with that.
 
 
 SIZE, CHUNK = 40, 16

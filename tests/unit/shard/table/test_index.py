@@ -228,7 +228,10 @@ def test_a_direct_index_touches_memory_only_where_rows_are() -> None:
     assert index.find(ids - 1 + (ids == 0) * 2).tolist() == [-1, -1, -1]
 
 
-# A hash index tells what a dict would while it grows, which is little work at a time.
+# A hash index tells what a dict would while it grows, which is little work at a time. Method: a
+# hypothesis state machine beside a dict, with tables of two lines and more, of which a change
+# moves as few as one, keys that meet, and memory that is refused anywhere in a move. Then single
+# ideas, and a count of the lines that are moved.
 
 
 SALT = 0x1234567890ABCDEF
