@@ -136,6 +136,7 @@ def check_finite(
     offset: int = 0,
     remedy: str = OF_PARAMETER,
     name_of: Callable[[int], str] = "element {}".format,
+    rank: int | None = None,
 ) -> None:
     """Refuses values that are no finite float32; `offset` is the first one's index for messages."""
     index = first_non_finite(values)
@@ -145,6 +146,7 @@ def check_finite(
             f"{what}: {element} is {values[index]}, which is not a finite float32; {remedy}",
             element_index=offset + index,
             parameter=parameter,
+            rank=rank,
         )
 
 

@@ -98,7 +98,7 @@ class LocalSync(GradientSync):
             return
         if not self._allow_non_finite:
             remedy = "skip or mend the step, or use LocalSync(allow_non_finite=True)"
-            check_finite("array", flat, None, remedy=remedy)
+            check_finite("array", flat, None, remedy=remedy, rank=0)
 
 
 class GroupSync(GradientSync):

@@ -249,8 +249,9 @@ def test_one_worker_alone() -> None:
     with pytest.raises(shardwell.ArgumentError, match="sample_count"):
         sync.sync_gradients(array, sample_count=-1)
     array[1, 1] = np.inf
-    with pytest.raises(shardwell.NonFiniteError, match="element 4 is inf"):
+    with pytest.raises(shardwell.NonFiniteError, match="element 4 is inf") as caught:
         sync.sync_gradients(array)
+    assert (caught.value.element_index, caught.value.rank) == (4, 0)
     LocalSync(allow_non_finite=True).sync_gradients(array)
     sync.sync_gradients(array, sample_count=0)
     assert not array.any()
