@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -155,12 +154,7 @@ class GroupCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Closes the cluster; after an error, for which the others do not wait, at once."""
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit()
             self.close()

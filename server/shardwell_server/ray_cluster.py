@@ -297,10 +297,13 @@ class RayCluster(Closing):
     @property
     def addresses(self) -> list[str]:
         """The HOST:PORT of each shard, by index; as `target`."""
-        deadline_s = time.monotonic() + self._timeout_s
+        return self._await_addresses(self._timeout_s)
+
+    def _await_addresses(self, timeout_s: float) -> list[str]:
         found: list[str] = _answer(
-            lambda: self._coordinator.addresses.remote(self._timeout_s),
-            deadline_s + _STOP_MARGIN_S,  # the coordinator names the shard, if it may
+            lambda: self._coordinator.addresses.remote(timeout_s),
+            # The coordinator names the shard, if it may.
+            time.monotonic() + timeout_s + _STOP_MARGIN_S,
             "the coordinator of the shards",
         )
         return found
@@ -481,12 +484,7 @@ def start_shards(
         remove_placement_group(group)
         raise
     try:
-        rest_s = max(deadline_s - time.monotonic(), 1.0)
-        _answer(
-            lambda: coordinator.addresses.remote(rest_s),
-            time.monotonic() + rest_s + _STOP_MARGIN_S,
-            "the coordinator of the shards",
-        )
+        cluster._await_addresses(max(deadline_s - time.monotonic(), 1.0))
     except BaseException:
         cluster.close()
         raise

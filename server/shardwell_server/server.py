@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -110,41 +109,34 @@ class ShardServer:
         self._stopping: Future[None] | None = None
         self._is_closed = False
         self._is_stuck = False
-        self._has_files = data_dir is not None
-        self._origin = {"data_dir": "", "begins_anew": True}
-        if data_dir is not None:
-            self._origin = {"data_dir": str(data_dir.path), "begins_anew": data_dir.is_new}
-        self._audit: AuditLog | None = None
+        self._data_dir = data_dir
         self._lookers: list[Future[None]] = []
+        self._threads: list[threading.Thread] = []
         config.durability.check_files(data_dir is not None)
-        # It tells from here on that files are being read.
-        self.admin = AdminPort(config) if config.admin_listen else None
-        try:
-            self.shard = _recovered(config, data_dir)
-        except BaseException:
-            self._close_admin()
-            raise
-        self._exporter = telemetry.StepExporter(
-            self.shard.spans,
-            config.shard_index,
-            lambda name: self.shard.tables.find(name) is not None,
-        )
-        self._syncer = threading.Thread(target=self._sync, name="shardwell-sync")
-        self._imager = threading.Thread(target=self._image, name="shardwell-image")
-        self._verifier = threading.Thread(target=self._verify, name="shardwell-verify")
-        self._looker = threading.Thread(target=self._look_at_files, name="shardwell-look")
-        self._loop = EventLoop()
-        try:
+        self.admin: AdminPort | None = None
+        with contextlib.ExitStack() as opened:
+            if config.admin_listen:  # it tells from here on that files are being read
+                self.admin = AdminPort(config)
+                opened.callback(self.admin.close)
+            if data_dir is None:
+                self.shard = Shard(config, MemoryStore())
+            else:
+                store = MmapStore(data_dir.path, durability=config.durability)
+                self.shard = Shard(config, store, data_dir.path, origin=data_dir.origin)
+            self._exporter = telemetry.StepExporter(
+                self.shard.spans,
+                config.shard_index,
+                lambda name: self.shard.tables.find(name) is not None,
+            )
+            self._loop = EventLoop()
+            opened.callback(self._close_loop)
+            audit = None
             if config.audit_log is not None:
-                self._audit = AuditLog(config.audit_log, shard_index=config.shard_index)
-            self._endpoint, self.address = self._loop.run(self._listening())
-        except BaseException:
-            self._loop.close()
-            self._close_admin()
-            if self._audit is not None:
-                self._audit.close()
-            raise
-        """HOST:PORT that it listens on; the port is the one that was taken when 0 was asked for."""
+                audit = AuditLog(config.audit_log, shard_index=config.shard_index)
+                opened.callback(audit.close)
+            self._endpoint, self.address = self._loop.run(self._listening(audit))
+            """HOST:PORT that it listens on; the port is the one taken when 0 was asked for."""
+            self._opened = opened.pop_all()
         vitals = Vitals(
             self.shard,
             stream_count=lambda: self._endpoint.streams.count,
@@ -164,8 +156,8 @@ class ShardServer:
         if self.admin is not None:
             self.admin.attach(vitals, self._endpoint.access, self.address, self._is_alive)
 
-    async def _listening(self) -> tuple[_Endpoint, str]:
-        endpoint = _Endpoint(self.shard, self._audit)
+    async def _listening(self, audit: AuditLog | None) -> tuple[_Endpoint, str]:
+        endpoint = _Endpoint(self.shard, audit)
         return endpoint, await endpoint.listen()
 
     def start(self) -> None:
@@ -175,14 +167,18 @@ class ShardServer:
         if self._endpoint.access.asks or self._endpoint.tls is not None:
             self._lookers.append(self._loop.begin(self._look_at_access()))
         self._lookers.append(self._loop.begin(self._export_steps()))
-        self._verifier.start()
-        if self.config.durability.interval_s is not None:
-            self._syncer.start()
-        if not self.config.durability.is_process:
-            self._imager.start()
         self._loop.run(self._begin_to_serve())
-        if self._has_files:
-            self._looker.start()
+        durability, data_dir = self.config.durability, self._data_dir
+        for name, work, is_needed in (
+            ("verify", self._verify, True),
+            ("sync", self._sync, durability.interval_s is not None),
+            ("image", self._image, not durability.is_process),
+            ("look", self._look_at_files, data_dir is not None),
+        ):
+            if is_needed:
+                thread = threading.Thread(target=work, name=f"shardwell-{name}")
+                thread.start()
+                self._threads.append(thread)
         if self.admin is not None:
             self.admin.serves()
         _LOG.info(
@@ -193,7 +189,8 @@ class ShardServer:
                 "shard_index": self.config.shard_index,
                 "shard_count": self.config.shard_count,
                 "cluster_id": self.config.cluster_id,
-                **self._origin,
+                "data_dir": "" if data_dir is None else str(data_dir.path),
+                "begins_anew": data_dir is None or data_dir.is_new,
             },
         )
 
@@ -218,26 +215,21 @@ class ShardServer:
             looker.cancel()
         self.shard.stop()
         self._endpoint.arenas.close()
-        for thread in (self._verifier, self._syncer, self._imager, self._looker):
-            if thread.ident is not None:
-                thread.join()
+        for thread in self._threads:
+            thread.join()
         if not self._is_closed:
             self._is_closed = True
             self._exporter.is_interrupted = True  # one of its threads may wait for a receiver
             self._endpoint.threads.close()
             self._exporter.is_interrupted = False
             telemetry.bounded(partial(self._exporter.export, 0.0))
-            if not self._is_stuck:
-                self._loop.close()
-            if self._audit is not None:
-                self._audit.close()
-            self._close_admin()
+            self._opened.close()
         self.shard.close()
         _LOG.info("shard has stopped", extra={"shard_index": self.config.shard_index})
 
-    def _close_admin(self) -> None:
-        if self.admin is not None:
-            self.admin.close()
+    def _close_loop(self) -> None:
+        if not self._is_stuck:
+            self._loop.close()
 
     def _is_alive(self) -> bool:
         """Blocks for some seconds if the loop does not turn."""
@@ -345,12 +337,7 @@ class ShardServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -444,13 +431,6 @@ class _Endpoint:
     def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in self._health_names:
             self.health.set(name, status)
-
-
-def _recovered(config: ShardConfig, data_dir: DataDir | None) -> Shard:
-    if data_dir is None:
-        return Shard(config, MemoryStore())
-    store = MmapStore(data_dir.path, durability=config.durability)
-    return Shard(config, store, data_dir.path, origin=data_dir.origin)
 
 
 def _admit(call: Call, group: str) -> Owner:
