@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import DemoError
 
 INSTALL_COMMAND = "pip install --no-deps pykeen==1.11.1"
 """Without what PyKEEN depends on, which is torch: only its data are read."""

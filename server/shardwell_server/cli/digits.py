@@ -126,7 +126,7 @@ def exit_stopped(stopped: StoppedError, rest: str) -> NoReturn:
 @option(
     "--chaos",
     "Workers come, leave in order (SIGTERM) and die (kill -9) while the training goes on.",
-    name="has_chaos",
+    name="is_elastic",
     is_flag=True,
 )
 @option("--seed", "With --chaos: of who comes and goes, and when.", int, default=0)
@@ -135,7 +135,7 @@ def demo(
     *,
     step_count: int | None,
     codec: CodecName | None,
-    has_chaos: bool,
+    is_elastic: bool,
     is_outer: bool,
     **fields: Any,
 ) -> None:
@@ -156,11 +156,11 @@ def demo(
         if given and not is_outer:
             raise ArgumentError("--outer-steps, --fragments and --overlap are for --outer; give it")
         if step_count is None:
-            step_count = CHAOS_STEP_COUNT if has_chaos else STEP_COUNT
+            step_count = CHAOS_STEP_COUNT if is_elastic else STEP_COUNT
             step_count = OUTER_STEP_COUNT if is_outer else step_count
         config = DemoConfig(
             step_count=step_count,
-            has_chaos=has_chaos,
+            is_elastic=is_elastic,
             codec=codec or (DEFAULT_CODEC if is_outer else "fp16"),
             outer=plan if is_outer else None,
             **fields,

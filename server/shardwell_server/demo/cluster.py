@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shardwell.connection.credentials import TOKEN_FILE_VARIABLE
 from shardwell.connection.tls import VARIABLES
 from shardwell.errors import ShardwellError
-from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import DemoError
 from shardwell_server.local_cluster import LocalCluster
 from shardwell_server.processes.child import describe_exit
 

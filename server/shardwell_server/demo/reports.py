@@ -7,8 +7,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwell import Traffic
+from shardwell.errors import ShardwellError
+
+
+class DemoError(ShardwellError):
+    """The demo can't begin or go on: scikit-learn is missing, or a worker or a shard has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +80,10 @@ class Reporter:
         loss: float,
         *,
         last: bool,
-        contributors: Sequence[str] = (),
-        outer: Mapping[str, float] | None = None,
         measure: Callable[[], Mapping[str, float]] | None = None,
+        **more: Any,
     ) -> None:
-        """Notes that `step` steps are made, the last with `loss`; calls `measure` when due."""
+        """Notes `step` steps, the last with `loss`, and `more` of a `Report`; measures when due."""
         self._losses.append(loss)
         now_s = time.monotonic()
         if last or now_s >= self._due_s:
@@ -90,9 +95,8 @@ class Reporter:
                     sent_bytes=self._traffic.sent_bytes,
                     received_bytes=self._traffic.received_bytes,
                     sent_value_bytes=self._traffic.sent_value_bytes,
-                    contributors=contributors,
-                    outer={} if outer is None else outer,
                     measures={} if measure is None else measure(),
+                    **more,
                 )
             )
             self._losses.clear()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwell.process.connected import Closing
-from shardwell_server.demo.errors import DemoError
-from shardwell_server.demo.reports import Report, parse_line
+from shardwell_server.demo.reports import DemoError, Report, parse_line
 from shardwell_server.processes.child import PARENT_FLAG, Child, describe_exit, python
 from shardwell_server.processes.supervise import Supervisor
 
@@ -23,11 +22,8 @@ SILENCE_MAX_S = 90.0
 _GRACE_S = 2.0
 _STDERR_LINE_COUNT_MAX = 20
 _ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "BLIS_NUM_THREADS": "1",
-    "VECLIB_MAXIMUM_THREADS": "1",
+    f"{library}_THREADS": "1"
+    for library in ("OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "BLIS_NUM", "VECLIB_MAXIMUM")
 }
 """As many math threads as cores in every worker would have the workers fight for the cores."""
 
@@ -68,9 +64,13 @@ class Member:
         self._child = supervisor.add(self._started).process
 
     def _started(self, _restart_count: int) -> Child:
+        environment = {**os.environ, **_ONE_THREAD}
+        if self._folder is not None:
+            paths = (str(self._folder), os.environ.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return Child(
             python(*self.task.command(), PARENT_FLAG),
-            environment={**os.environ, **_ONE_THREAD, **_imports_from(self._folder)},
+            environment=environment,
             stderr=self._stderr,
         )
 
@@ -142,13 +142,6 @@ class Member:
     def _stderr_tail(self) -> str:
         self._stderr.seek(0)
         return "".join(self._stderr.readlines()[-_STDERR_LINE_COUNT_MAX:]).rstrip()
-
-
-def _imports_from(folder: Path | None) -> dict[str, str]:
-    if folder is None:
-        return {}
-    others = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *([others] if others else [])])}
 
 
 class WorkerPool(Closing):

@@ -19,7 +19,7 @@ from shardwell_server.demo.digits.samples import (
     load_digits,
     split,
 )
-from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import DemoError
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from embeddings.batches import Batches
 from embeddings.knowledge_graph import find_data, read_graph
 from shardwell import ArgumentError
-from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import DemoError
 
 PARTS = {
     "train": "virus\tcauses\tdisease\nfungus\tcauses\tdisease\nvirus\tisa\tthing\n",

@@ -114,12 +114,10 @@ class Chaos:
                 return
             member = next(m for m in self._pool.living if m.task.worker_id == worker_id)
             self._gone[worker_id] = event.what
-            if event.what == "dies":
-                member.let_go(by_force=True)
-                self._say(f"step {self.step}: kill -9 {worker_id}")
-            else:
-                member.let_go(by_force=False)
-                self._say(f"step {self.step}: SIGTERM to {worker_id}")
+            by_force = event.what == "dies"
+            member.let_go(by_force=by_force)
+            sent = "kill -9" if by_force else "SIGTERM to"
+            self._say(f"step {self.step}: {sent} {worker_id}")
         del self._plan[0]
 
     def _look(self) -> None:

@@ -19,7 +19,7 @@ from rich.markup import escape
 import shardwell
 from shardwell.errors import ArgumentError, DeadlineError, ShardUnavailableError
 from shardwell.numerics.codec import CODECS
-from shardwell.specs.parameter import GROUP_CODECS, CodecName, ModeName
+from shardwell.specs.parameter import GROUP_CODECS
 from shardwell_server.demo.cluster import (
     GRACE_S,
     check_shards,
@@ -36,9 +36,8 @@ from shardwell_server.demo.digits.samples import (
 from shardwell_server.demo.digits.worker import (
     ACCURACY_MIN,
     MODEL,
-    STEP_COUNT,
+    Job,
     OuterPlan,
-    SyncName,
     Task,
 )
 from shardwell_server.demo.progress import Observer, Progress, TrainingState, count, traffic
@@ -55,49 +54,48 @@ _EXAM_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """The demo's settings; checked when made."""
+class DemoConfig(Job):
+    """The demo's settings, `is_elastic` with chaos; checked when made."""
 
     shard_count: int = 2
-    worker_count: int = 4
-    codec: CodecName = "fp16"
-    mode: ModeName = "sync"
-    step_count: int = STEP_COUNT
-    sync: SyncName = "server"
-    has_chaos: bool = False
     seed: int = 0
-    outer: OuterPlan | None = None
     target: str | None = None
     """A cluster that runs already; None: start one of `shard_count`."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.worker_count <= WORKER_COUNT_MAX:
-            raise ArgumentError(
-                f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}"
-            )
-        if self.outer and (self.sync, self.mode, self.has_chaos) != ("server", "sync", False):
-            raise ArgumentError(
-                "outer training has steps of its own; leave out --sync, --mode and --chaos; got "
-                f"sync={self.sync!r}, mode={self.mode!r}, chaos={self.has_chaos}"
-            )
-        if self.has_chaos and (self.sync, self.mode) != ("server", "sync"):
-            raise ArgumentError(
-                "chaos is for workers that shards wait for; leave out --sync and --mode; got "
-                f"sync={self.sync!r}, mode={self.mode!r}"
-            )
-        if self.has_chaos and self.worker_count < CHAOS_WORKER_COUNT_MIN:
-            raise ArgumentError(
+        got = f"got sync={self.sync!r}, mode={self.mode!r}"
+        is_plain = (self.sync, self.mode) == ("server", "sync")
+        is_group = self.sync in ("ring", "tree", "centralized")
+        for is_refused, words in (
+            (
+                not 1 <= self.worker_count <= WORKER_COUNT_MAX,
+                f"the demo has work for 1 to {WORKER_COUNT_MAX} workers; got {self.worker_count}",
+            ),
+            (
+                self.outer and (self.is_elastic or not is_plain),
+                "outer training has steps of its own; leave out --sync, --mode and --chaos; "
+                f"{got}, chaos={self.is_elastic}",
+            ),
+            (
+                self.is_elastic and not is_plain,
+                f"chaos is for workers that shards wait for; leave out --sync and --mode; {got}",
+            ),
+            (
+                self.is_elastic and self.worker_count < CHAOS_WORKER_COUNT_MIN,
                 f"chaos needs {CHAOS_WORKER_COUNT_MIN} workers to begin with, for two always stay; "
-                f"got {self.worker_count}"
-            )
-        if self.step_count < 1:
-            raise ArgumentError(f"step_count must be at least 1; got {self.step_count}")
-        if self.sync != "server" and self.mode == "async":
-            raise ArgumentError(f"only shards average asynchronously; got sync={self.sync!r}")
-        if self.sync in ("ring", "tree", "centralized") and self.codec not in GROUP_CODECS:
-            raise ArgumentError(
-                f"a group's codec is one of {', '.join(GROUP_CODECS)}; got {self.codec!r}"
-            )
+                f"got {self.worker_count}",
+            ),
+            (
+                self.sync != "server" and self.mode == "async",
+                f"only shards average asynchronously; got sync={self.sync!r}",
+            ),
+            (
+                is_group and self.codec not in GROUP_CODECS,
+                f"a group's codec is one of {', '.join(GROUP_CODECS)}; got {self.codec!r}",
+            ),
+        ):
+            if is_refused:
+                raise ArgumentError(words)
 
     @property
     def started_shard_count(self) -> int:
@@ -117,14 +115,8 @@ class DemoConfig:
             target=target,
             worker_id="w0",
             worker_index=0,
-            worker_count=self.worker_count,
             parameter=f"digits-{uuid.uuid4().hex[:8]}",
-            step_count=self.step_count,
-            codec=self.codec,
-            mode=self.mode,
-            sync=self.sync,
-            is_elastic=self.has_chaos,
-            outer=self.outer,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)},
         )
         return [first.of_worker(index) for index in range(self.process_count)]
 
@@ -159,7 +151,7 @@ def run_demo(config: DemoConfig) -> float:
         pool = stack.enter_context(WorkerPool(tasks))
         progress.say(f"starting {count(config.worker_count, 'worker')}")
         chaos: Chaos | None = None
-        if config.has_chaos:
+        if config.is_elastic:
             plan = drawn_plan(config.seed, config.worker_count, config.step_count)
             chaos = Chaos(plan, pool, tasks[0].of_worker, progress.print)
         with ended_shards_named(cluster):
@@ -277,7 +269,7 @@ def _closing_rows(
         "unknown" if loss is None else f"{loss:.4f}" for loss in (state.first_loss, state.loss)
     )
     yield "loss", f"{first} at the first step, {last} at the last"
-    if config.has_chaos:
+    if config.is_elastic:
         yield "steps", f"{config.step_count} in {state.training_s:.1f} s"
         known = [f"{number} {what}" for what, number in fates.items() if number]
         yield "workers", f"{config.worker_count} began; {', '.join(known)}"
@@ -334,7 +326,7 @@ def _described(config: DemoConfig) -> str:
             f"{workers} on {where}, codec {config.codec}, an outer step every "
             f"{config.outer.sync_every} steps, in {count(config.outer.fragment_count, 'fragment')}"
         )
-    if config.has_chaos:
+    if config.is_elastic:
         return (
             f"{workers} that come, leave and die, on {where}, codec {config.codec}, seed "
             f"{config.seed}"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardwell.errors import ArgumentError
 from shardwell.process.environment import install_command
-from shardwell_server.demo.errors import DemoError
+from shardwell_server.demo.reports import DemoError
 
 IMAGE_SIZE = 64
 CLASS_COUNT = 10

@@ -69,22 +69,28 @@ class OuterPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Job:
+    """The settings of a training, which all its workers share."""
+
+    worker_count: int
+    step_count: int = STEP_COUNT
+    codec: CodecName = "fp16"
+    mode: ModeName = "sync"
+    sync: SyncName = "server"
+    is_elastic: bool = False
+    """True if workers come and go; a worker's worker_count says nothing then."""
+    outer: OuterPlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Job):
     """The task of one worker. All workers share everything but `worker_id` and `worker_index`."""
 
     target: str
     worker_id: str
     """Kept over a restart, so that the worker goes on where it was."""
     worker_index: int
-    worker_count: int
     parameter: str = "digits"
-    step_count: int = STEP_COUNT
-    codec: CodecName = "fp16"
-    mode: ModeName = "sync"
-    sync: SyncName = "server"
-    is_elastic: bool = False
-    """True if workers come and go; worker_count says nothing then."""
-    outer: OuterPlan | None = None
     timeout_s: float = 60.0
     """A minute, for workers that are still starting."""
     connect_timeout_s: float = 60.0
