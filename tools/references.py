@@ -45,7 +45,8 @@ PACKAGES = ("shardwell", "shardwell_server", "harness", "embeddings")
 OTHERS = frozenset(
     {
         *("clock_getcpuclockid", "mpirun_rsh"),  # the C library, MPI
-        *("Python.h", "random.py"),  # files of Python, and such as hide a module of its library
+        "Python.h",
+        *("random.py", "token.py"),  # files that hide a module of Python's library
         "sitecustomize.py",
         *("accelerator", "lightning", "transformers", "ddp_backend", "process_group_backend"),
         *(

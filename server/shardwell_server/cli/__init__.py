@@ -12,26 +12,21 @@ from shardwell_server import terminal
 from shardwell_server.processes import signals
 from shardwell_server.processes.own import end_process
 
-_COMMANDS = {
-    "bench": ("bench", "bench"),
-    "certs": ("certs", "certs"),
-    "checkpoint": ("checkpoint", "checkpoint"),
-    "cluster": ("cluster", "cluster"),
-    "delete": ("names", "delete"),
-    "demo": ("digits", "demo"),
-    "demo-worker": ("digits", "demo_worker"),
-    "health": ("health", "health"),
-    "members": ("members", "members"),
-    "plan": ("plan", "plan"),
-    "run": ("run", "run"),
-    "serve": ("serve", "serve"),
-    "status": ("status", "status"),
-    "table": ("names", "table"),
-    "token": ("token", "token"),
-    "top": ("top", "top"),
-    "trace": ("trace", "trace"),
-    "train-digits": ("digits", "train_digits"),
+_MODULES = {
+    "certs": "credentials",
+    "delete": "names",
+    "demo": "digits",
+    "demo-worker": "digits",
+    "table": "names",
+    "token": "credentials",
+    "top": "status",
+    "train-digits": "digits",
 }
+"""The modules of commands that are not named as their command."""
+_COMMANDS = sorted([
+    "bench", "checkpoint", "cluster", "health", "members", "plan", "run", "serve",
+    "status", "trace", *_MODULES,
+])  # fmt: skip
 _HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")
 """Commands that ask for signals where they can stop; the others are broken off."""
 
@@ -57,7 +52,7 @@ class _LazyGroup(SuggestingGroup):
     """Imports a command's module when the command is used: `shardwell health` needs little."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return _COMMANDS
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
@@ -65,8 +60,8 @@ class _LazyGroup(SuggestingGroup):
         if name != "run":  # whose workers are the user's, and may compute on all cores
             # Else each process starts a thread a core, of which shards use none.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        module, attribute = _COMMANDS[name]
-        command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
         return command
 
 

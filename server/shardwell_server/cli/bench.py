@@ -7,13 +7,12 @@ them at its end, also when a signal breaks it off.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -34,6 +33,7 @@ from shardwell.specs.parameter import CodecName
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.chunks import PAYLOAD_SIZE_MAX_BYTES
 from shardwell_server.cli.options import (
+    as_fields,
     connected,
     json_option,
     option,
@@ -182,15 +182,17 @@ def bench(
         finally:
             left = work.delete()
     codecs = {name: _codec_rates(name) for name in CODECS}
-    step = _step(shards, exchange_s, codecs["fp16"], link, lock_share)
+    step = _step(shards, exchange_s, codecs["fp16"].values(), link, lock_share)
     if as_json:
-        rates = ("encode_bytes_per_s", "decode_bytes_per_s")
         figures = {
             "cluster_id": cluster_id,
             "megabytes": megabytes,
-            "shards": [_as_json(shard, *_LINK_RATES) for shard in shards],
-            "codecs": {name: dict(zip(rates, both, strict=True)) for name, both in codecs.items()},
-            "step": _as_json(step, "bound_s", "shard_s", "limit"),
+            "shards": [as_fields(shard, *_LINK_RATES) for shard in shards],
+            "codecs": {
+                name: {f"{way}_bytes_per_s": rate for way, rate in rates.items()}
+                for name, rates in codecs.items()
+            },
+            "step": as_fields(step, "bound_s", "shard_s", "limit"),
             "left_parameters": left,
         }
         click.echo(json.dumps(figures))
@@ -371,17 +373,17 @@ def _round_trip_s(index: int, address: str, deadline_s: float) -> float:
     return statistics.median(times)
 
 
-def _codec_rates(name: str) -> tuple[float, float]:
+def _codec_rates(name: str) -> dict[str, float]:
     codec = CODECS[name]
     chunk_size = PAYLOAD_SIZE_MAX_BYTES // codec.item_size
     values = _values(16 * chunk_size).reshape(16, chunk_size)
     payloads = np.empty((16, codec.encoded_bytes(chunk_size)), np.uint8)
-    ways: list[tuple[Callable[[Any, Any], object], Any, Any]] = [
-        (codec.encode, values, payloads),
-        (codec.decode, payloads, values),
-    ]
-    rates = []
-    for convert, source, target in ways:
+    ways: dict[str, tuple[Callable[[Any, Any], object], Any, Any]] = {
+        "encode": (codec.encode, values, payloads),
+        "decode": (codec.decode, payloads, values),
+    }
+    rates = {}
+    for way, (convert, source, target) in ways.items():
         times: list[float] = []
         until_s = time.perf_counter() + _CODEC_S
         while len(times) < 3 or time.perf_counter() < until_s:
@@ -389,8 +391,8 @@ def _codec_rates(name: str) -> tuple[float, float]:
             for read, written in zip(source, target, strict=True):
                 convert(read, written)
             times.append(time.perf_counter() - began_s)
-        rates.append(values.nbytes / statistics.median(times))
-    return rates[0], rates[1]
+        rates[way] = values.nbytes / statistics.median(times)
+    return rates
 
 
 def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
@@ -408,7 +410,7 @@ def _link_rate(slice_size: int, seconds: dict[str, float]) -> float | None:
 def _step(
     shards: Sequence[ShardFigures],
     exchange_s: float,
-    codec_rates: tuple[float, float],
+    codec_rates: Iterable[float],
     link: float | None,
     lock_share: float = 0.0,
 ) -> StepFigures:
@@ -440,10 +442,6 @@ def _step(
 _LINK_RATES = ("link_out_bytes_per_s", "link_in_bytes_per_s")
 
 
-def _as_json(figures: Any, *names: str) -> dict[str, Any]:
-    return dataclasses.asdict(figures) | {name: getattr(figures, name) for name in names}
-
-
 def _shard_table(shards: Sequence[ShardFigures]) -> Table:
     shown = table(
         "", ">shard", "address", "via", ">round trip", ">out", ">in", ">link out", ">link in"
@@ -473,10 +471,10 @@ def _gigabytes(bytes_per_s: float) -> str:
     return f"{digits(bytes_per_s / 1e9)} GB/s"
 
 
-def _codec_table(codecs: dict[str, tuple[float, float]]) -> Table:
+def _codec_table(codecs: dict[str, dict[str, float]]) -> Table:
     shown = table("", "codec, one thread here", *(f">{name}" for name in codecs))
-    for place, what in enumerate(("encode", "decode")):
-        shown.add_row(what, *(_gigabytes(rates[place]) for rates in codecs.values()))
+    for way in ("encode", "decode"):
+        shown.add_row(way, *(_gigabytes(rates[way]) for rates in codecs.values()))
     return shown
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shlex
 import socket
 import tempfile
 import time
@@ -13,11 +12,11 @@ from typing import Any
 
 import click
 
-from shardwell.connection.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Tls
+from shardwell.connection.tls import Tls
 from shardwell.errors import ShardwellError
 from shardwell.specs.names import parse_target
 from shardwell_server.access.access import Access
-from shardwell_server.cli.certs import LOCAL_HOSTS
+from shardwell_server.cli.credentials import LOCAL_HOSTS, exported
 from shardwell_server.cli.options import (
     GivenPath,
     durability_option,
@@ -131,7 +130,12 @@ def cluster(
             click.echo(f"# status page: {running.admin_urls[0]}", err=True)
         places = running.supervisor.places
         for place in places:
-            place.rule = _restarts(data_dir is not None)
+            place.rule = Restarts(
+                count_max=0 if data_dir is None else _RESTART_COUNT_MAX,
+                done_codes=(),
+                unready_count_max=_UNREADY_COUNT_MAX,
+                ready_s=START_TIMEOUT_S,
+            )
         while not signals.is_asked_to_stop():
             for change in running.supervisor.look():
                 _say(places.index(change.place), change, data_dir)
@@ -191,22 +195,8 @@ def _own_certificates(stack: contextlib.ExitStack, data_dir: Path | None) -> tup
         else data_dir / "certs"
     )
     files = make_certificates(directory, LOCAL_HOSTS, _CERTIFICATE_DAYS)
-    workers = {
-        CA_VARIABLE: files.ca,
-        CERT_VARIABLE: files.client,
-        KEY_VARIABLE: files.client_key,
-    }
-    variables = "".join(f" {name}={shlex.quote(str(path))}" for name, path in workers.items())
-    return Tls(ca=files.ca, cert=files.server, key=files.server_key), variables
-
-
-def _restarts(has_files: bool) -> Restarts:
-    return Restarts(
-        count_max=_RESTART_COUNT_MAX if has_files else 0,
-        done_codes=(),
-        unready_count_max=_UNREADY_COUNT_MAX,
-        ready_s=START_TIMEOUT_S,
-    )
+    variables = exported(ca=files.ca, cert=files.client, key=files.client_key)
+    return Tls(ca=files.ca, cert=files.server, key=files.server_key), f" {variables}"
 
 
 def _say(index: int, change: Change[ShardProcess], data_dir: Path | None) -> None:

@@ -108,17 +108,9 @@ def _of_all(statuses: Sequence[ShardStatus]) -> dict[str, Sequence[MemberStatus]
 
 def _table(found: Mapping[str, Sequence[MemberStatus]]) -> Table:
     rows = table(
-        "members",
-        "name",
-        "worker",
-        "state",
-        ">joined at",
-        ">next step",
-        ">counted",
-        ">late",
-        ">lag",
-        ">idle",
-    )
+        "members", "name", "worker", "state", ">joined at", ">next step", ">counted", ">late",
+        ">lag", ">idle",
+    )  # fmt: skip
     for name, present in sorted(found.items()):
         for member in present:
             rows.add_row(name, member.worker_id, *_cells(member))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import click
 
 import shardwell
 from shardwell.client import TARGET_VARIABLE
+from shardwell.connection.credentials import Credentials
 from shardwell.errors import ArgumentError
 from shardwell.process.local_paths import local_path
+from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.names import parse_target
 from shardwell_server.cli.quantities import Duration
 from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
@@ -22,6 +26,8 @@ from shardwell_server.config import LOCAL_SHARD_COUNT_MAX, Durability
 _CONNECT_TIMEOUT_S = 30.0
 """The wait for shards that are starting, if the command has more time than that."""
 _REST_S_MIN = 0.05
+_ASKING_THREAD_COUNT_MAX = 16
+AnswerT = TypeVar("AnswerT")
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -54,18 +60,15 @@ def _checked_shards(context: click.Context, flag: click.Parameter, target: str |
     if not target:
         raise click.UsageError(
             f"no shards were given: add --shards HOST:PORT[,HOST:PORT...], or set "
-            f"${TARGET_VARIABLE}, which `shardwell cluster` prints",
-            context,
+            f"${TARGET_VARIABLE}, which `shardwell cluster` prints"
         )
     return _addresses(context, flag, target) or ""
 
 
 def _addresses(context: click.Context, flag: click.Parameter, target: str | None) -> str | None:
-    try:
-        if target is not None:
+    if target is not None:
+        with usage_errors():
             parse_target(target)
-    except ArgumentError as error:
-        raise click.UsageError(error.message, context) from None
     return target
 
 
@@ -144,3 +147,31 @@ def connected(
         connect_timeout_s=min(timeout_s, _CONNECT_TIMEOUT_S),
     ) as client:
         yield client, max(timeout_s - (time.monotonic() - began_s), _REST_S_MIN)
+
+
+def as_fields(record: Any, *names: str) -> dict[str, Any]:
+    """Returns a dataclass's fields for `--json`, and properties of it by their names."""
+    return dataclasses.asdict(record) | {name: getattr(record, name) for name in names}
+
+
+@contextlib.contextmanager
+def asking(
+    target: str, question: Callable[[ShardChannel], AnswerT]
+) -> Iterator[Callable[[], list[AnswerT]]]:
+    """Yields a function that asks all shards at once, and returns their answers in order."""
+    with usage_errors():
+        credentials = Credentials.of()
+        addresses = parse_target(target)
+        credentials.check_private(addresses)
+    # Channels are closed first, so that after Ctrl-C no thread waits for its answer.
+    with (
+        ThreadPoolExecutor(min(len(addresses), _ASKING_THREAD_COUNT_MAX)) as threads,
+        contextlib.ExitStack() as opened,
+    ):
+        channels = [
+            opened.enter_context(
+                contextlib.closing(ShardChannel(index, address, credentials=credentials))
+            )
+            for index, address in enumerate(addresses)
+        ]
+        yield lambda: list(threads.map(question, channels))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from shardwell.errors import ArgumentError
 from shardwell.group.schedule.strategies import ARITY_MAX
 from shardwell.numerics.codec import CODECS
 from shardwell.specs.optimizers import OF_PARAMETERS, SGD, Average, Optimizer
-from shardwell_server.cli.options import json_option, option, usage_errors
+from shardwell_server.cli.options import as_fields, json_option, option, usage_errors
 from shardwell_server.cli.quantities import (
     Duration,
     ModelSize,
@@ -48,6 +47,7 @@ _OUTER_LEGEND = (
     "its backward pass; faster: steps in the time of a synchronous one; mean, peak: Mbit/s that a "
     "learner sends, and receives as well, over an outer step and while a fragment travels."
 )
+_TIMES = ("communication_s", "step_s", "overlapped_s", "limit")
 _LINK_BYTES_PER_S = 125e6
 _SLOW_LINKS = (125e6, 12.5e6, 6.25e6, 1.25e6)
 _CODEC = "fp16"
@@ -149,7 +149,7 @@ def plan(
         click.echo(
             json.dumps(
                 {
-                    "layouts": [as_fields(one) for one in layouts],
+                    "layouts": [as_fields(one, *_TIMES) for one in layouts],
                     "recommended": chosen.layout,
                     "reason": reason,
                     "least_link_s": least_s,
@@ -172,12 +172,6 @@ def plan(
         screen.print(_least(job, least_s), markup=False)
     if chosen.limit == "link":
         screen.print("Links are the limit: --outer 100 shows what outer training makes of them.")
-
-
-def as_fields(one: StepTime) -> dict[str, object]:
-    """Returns the fields of a layout for `--json`."""
-    told = ("communication_s", "step_s", "overlapped_s", "limit")
-    return dataclasses.asdict(one) | {name: getattr(one, name) for name in told}
 
 
 def recommended(layouts: list[StepTime]) -> tuple[StepTime, str]:
@@ -289,19 +283,14 @@ def _show_outer(outer: OuterJob, links: Sequence[float], *, as_json: bool) -> No
 
 
 def _outer_fields(outer: OuterJob, times: list[OuterTime]) -> dict[str, object]:
+    told = ("sync_every", "fragment_count", "overlap", "codec")
+    bounds = ("synchronous_bytes", "hiding_bytes_per_s")
     return {
-        "sync_every": outer.sync_every,
-        "fragment_count": outer.fragment_count,
-        "overlap": outer.overlap,
-        "codec": outer.codec,
+        **{name: getattr(outer, name) for name in told},
         "sent_bytes": outer.encoded_bytes,
         "received_bytes": outer.encoded_bytes,
-        "synchronous_bytes": outer.synchronous_bytes,
-        "hiding_bytes_per_s": outer.hiding_bytes_per_s,
-        "links": [
-            dataclasses.asdict(one) | {"hidden_share": one.hidden_share, "gain": one.gain}
-            for one in times
-        ],
+        **{name: getattr(outer, name) for name in bounds},
+        "links": [as_fields(one, "hidden_share", "gain") for one in times],
     }
 
 
@@ -320,16 +309,9 @@ def _outer_words(outer: OuterJob) -> str:
 
 def _link_table(times: list[OuterTime]) -> Table:
     shown = table(
-        "",
-        ">Mbit/s",
-        ">a fragment",
-        ">hidden",
-        ">step",
-        ">synchronous",
-        ">faster",
-        ">mean",
+        "", ">Mbit/s", ">a fragment", ">hidden", ">step", ">synchronous", ">faster", ">mean",
         ">peak",
-    )
+    )  # fmt: skip
     for one in times:
         shown.add_row(
             _mbit_words(one.link_bytes_per_s),

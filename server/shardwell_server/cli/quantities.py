@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 ELEMENT_COUNT_MAX = 2**48
 """A model with more elements is a slip of the hand."""
-_FLOAT32_BYTES = 4
 _INT64_MAX = 2**63 - 1
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {
     "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+_FLOAT32 = {unit: count / 4 for unit, count in _BYTES.items()}
 _RATES = {
     "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8,
     "MB/s": 1e6, "GB/s": 1e9,
 }  # fmt: skip
+NumberT = TypeVar("NumberT", int, float)
 
 
-class ModelSize(click.ParamType[int]):
+class Quantity(click.ParamType[NumberT]):
+    """Parses a number with a unit; a default is as it is."""
+
+    expected: str  # in a refusal, after "is no"
+
+    def parse(self, text: str) -> NumberT | None:
+        """Returns the number; None: the text is none."""
+        raise NotImplementedError
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> NumberT:
+        """Returns the number; see click."""
+        parsed: NumberT | None = self.parse(value) if isinstance(value, str) else value
+        if parsed is None:
+            self.fail(f"{value!r} is no {self.expected}", param, ctx)
+        return parsed
+
+
+class ModelSize(Quantity[int]):
     """Parses elements of a model: a number ("650", "100M", "7B"), or float32 bytes ("64MB")."""
 
     name = "size"
+    expected = (
+        "size of a model: give elements, as 650, 100M or 7B, or bytes of float32, as 64MB or "
+        "28GiB; at least one element, at most 280T"
+    )
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Returns the elements; see click."""
-        if isinstance(value, int):
-            return value
-        number, unit = _split(value)
-        count = 0.0
-        if unit in _COUNTS:
-            count = number * _COUNTS[unit]
-        elif unit in _BYTES:
-            count = number * _BYTES[unit] / _FLOAT32_BYTES
-        if not 1 <= count <= ELEMENT_COUNT_MAX:
-            self.fail(
-                f"{value!r} is no size of a model: give elements, as 650, 100M or 7B, or bytes of "
-                "float32, as 64MB or 28GiB; at least one element, at most 280T",
-                param,
-                ctx,
-            )
-        return int(count)
+    def parse(self, text: str) -> int | None:  # noqa: D102 (see Quantity)
+        number, unit = _split(text)
+        count = number * {**_COUNTS, **_FLOAT32}.get(unit, 0.0)
+        return int(count) if 1 <= count <= ELEMENT_COUNT_MAX else None
 
 
-class ByteCount(click.ParamType[int]):
+class ByteCount(Quantity[int]):
     """Parses a number of bytes: "1048576", "50MB", "2GiB"; with `per_second` also "2GiB/s".
 
     Without `low` the setting itself checks the least later.
@@ -55,49 +65,33 @@ class ByteCount(click.ParamType[int]):
 
     name = "bytes"
 
-    def __init__(self, low: int | None = None, *, per_second: bool = False) -> None:
+    def __init__(self, low: int = -_INT64_MAX, *, per_second: bool = False) -> None:
         self._low = low
         self._suffix = "/s" if per_second else ""
+        units = ", ".join(_BYTES)
+        self.expected = f"number of bytes: give one, or one with {units}, as 50MB{self._suffix}"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Returns the bytes; see click."""
-        count = None
+    def parse(self, text: str) -> int | None:  # noqa: D102 (see Quantity)
         try:
-            count = int(value)
+            count = int(text)
         except ValueError:
-            number, unit = _split(value)
+            number, unit = _split(text)
             unit = unit.removesuffix(self._suffix)
-            if unit in _BYTES:
-                count = int(number * _BYTES[unit])
-        if count is None or count > _INT64_MAX or (self._low is not None and count < self._low):
-            self.fail(
-                f"{value!r} is no number of bytes: give one, or one with {', '.join(_BYTES)}, as "
-                f"50MB{self._suffix}",
-                param,
-                ctx,
-            )
-        return count
+            if unit not in _BYTES:
+                return None
+            count = int(number * _BYTES[unit])
+        return count if self._low <= count <= _INT64_MAX else None
 
 
-class Rate(click.ParamType[float]):
+class Rate(Quantity[float]):
     """Parses bytes a second, of a link ("1Gbit/s", which is 125 MB/s) or of work ("0.4GB/s")."""
 
     name = "rate"
+    expected = f"rate: give a number with {', '.join(_RATES)}, as 1Gbit/s"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Returns the bytes a second; see click."""
-        if isinstance(value, float):
-            return value
-        number, unit = _split(value)
-        if unit not in _RATES or number <= 0:
-            self.fail(
-                f"{value!r} is no rate: give a number with {', '.join(_RATES)}, as 1Gbit/s",
-                param,
-                ctx,
-            )
-        return number * _RATES[unit]
+    def parse(self, text: str) -> float | None:  # noqa: D102 (see Quantity)
+        number, unit = _split(text)
+        return number * _RATES[unit] if unit in _RATES and number > 0 else None
 
 
 class Duration(click.ParamType[float]):

@@ -18,7 +18,6 @@ from concurrent import futures
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
 import click
 import grpc
@@ -27,7 +26,6 @@ from shardwell.client import TARGET_VARIABLE
 from shardwell.connection.credentials import TOKEN_FILE_VARIABLE, Credentials, SameToken
 from shardwell.connection.options import listen_on
 from shardwell.connection.tls import Tls
-from shardwell.errors import ShardwellError
 from shardwell.group.launch import (
     GROUP_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -55,6 +53,7 @@ _RENDEZVOUS_THREAD_COUNT = 4
 _LOCALHOST = "127.0.0.1"
 _STDOUT_FD, _STDERR_FD = 1, 2
 _LOOK_INTERVAL_S = 0.05
+_WAKE_SIZE_BYTES = 4096
 _LAST_WORDS_S = 1.0
 """The wait for output that a process holds open which has left its group."""
 _GRACE_S = 5.0
@@ -174,12 +173,10 @@ def run(
             f"--with-shards: a machine has at most {LOCAL_SHARD_COUNT_MAX} shards; got "
             f"-n {worker_count}; start fewer workers, or `shardwell cluster` with fewer shards"
         )
-    try:
+    with usage_errors():
         group_name = check_name("--group", group_name or f"run-{uuid.uuid4().hex[:12]}")
         if rendezvous:
             parse_target(rendezvous)
-    except ShardwellError as error:
-        raise click.UsageError(error.message) from None
     try:
         passing_fd = guarded(grace_s)
     except OSError as error:
@@ -378,7 +375,13 @@ class LocalRun:
 
     @contextlib.contextmanager
     def _taking_signals(self) -> Iterator[None]:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take codes of workers
+        # Ignored, it would take codes of workers; handled, it ends the wait for output.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        woken_fd, waking_fd = os.pipe()
+        for fd in (woken_fd, waking_fd):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(waking_fd, warn_on_full_buffer=False)
+        self._selector.register(woken_fd, selectors.EVENT_READ)
         for number in signals.stop_signals():
             signal.signal(number, self._handle)
         for number in signals.user_signals():
@@ -389,6 +392,9 @@ class LocalRun:
             yield
         finally:
             signals.hold()
+            signal.set_wakeup_fd(-1)
+            for fd in (woken_fd, waking_fd):
+                os.close(fd)
 
     @property
     def _ranks(self) -> list[RankProcess]:
@@ -413,7 +419,7 @@ class LocalRun:
     def _was_passed_on(self, number: int) -> bool:
         """True if the guard has sent this signal; more of them may have become one."""
         with contextlib.suppress(BlockingIOError):
-            self._passed_on.update(os.read(self._passing_fd, 4096))
+            self._passed_on.update(os.read(self._passing_fd, _WAKE_SIZE_BYTES))
         is_passed = number in self._passed_on
         self._passed_on.discard(number)
         return is_passed
@@ -440,7 +446,8 @@ class LocalRun:
             had_any = not supervisor.is_gone
             has_said = has_said or (had_any and self._say_signal())
             self._judge_shards()
-            self._pass_on_output()
+            # Where nothing is due, the next line, end or signal is the next event.
+            self._pass_on_output(None if supervisor.is_settled else _LOOK_INTERVAL_S)
             self._reap_orphans()
             ended = [change for change in supervisor.look() if change.words]
             self._pass_on_last_words([change.place.process for change in ended])
@@ -533,20 +540,24 @@ class LocalRun:
         for rank in self._ranks:
             rank.kill()
         # Also those of earlier processes of a rank, which what they have started may hold open.
-        outputs = [cast(RankOutput, key.fileobj) for key in self._selector.get_map().values()]
+        sources = [key.fileobj for key in self._selector.get_map().values()]
+        outputs = [source for source in sources if isinstance(source, RankOutput)]
         deadline_s = time.monotonic() + _LAST_WORDS_S
         try:
             while any(o.is_open for o in outputs) and time.monotonic() < deadline_s:
-                self._pass_on_output()
+                self._pass_on_output(_LOOK_INTERVAL_S)
             for output in outputs:
                 output.close()
         except BrokenPipeError:
             for output in outputs:
                 output.discard()
 
-    def _pass_on_output(self) -> None:
-        for key, _ in self._selector.select(_LOOK_INTERVAL_S):
-            self._pass_on(cast(RankOutput, key.fileobj))
+    def _pass_on_output(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.fileobj, RankOutput):
+                self._pass_on(key.fileobj)
+            else:
+                os.read(key.fd, _WAKE_SIZE_BYTES)
 
     def _pass_on_last_words(self, ended: list[RankProcess]) -> None:
         """Writes them before our words about its end."""

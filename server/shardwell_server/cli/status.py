@@ -1,21 +1,27 @@
-"""`shardwell status`: what a cluster holds, and who is missing."""
+"""`shardwell status`: what a cluster holds, and who is missing; `top`: with rates."""
 
 from __future__ import annotations
 
 import json
+import math
+import operator
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import click
+from rich.console import Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
 from shardwell.rpc.cluster_status import Row, all_rows, rows_of
-from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.rpc.shard_status import ParameterStatus, ShardStatus
+from shardwell.rpc.shard_status import MemberStatus, ParameterStatus, ShardStatus
 from shardwell.specs.fragments import grouped
-from shardwell.specs.names import parse_target
-from shardwell_server.cli.options import option, shards_option, timeout_option, usage_errors
+from shardwell_server.cli.options import asking, option, shards_option, timeout_option
+from shardwell_server.cli.quantities import Duration
 from shardwell_server.operations.cluster_status import (
     ENDED,
     LONG_WAIT_S,
@@ -36,20 +42,29 @@ from shardwell_server.operations.cluster_status import (
 from shardwell_server.terminal import console, legend, table
 
 _LEGEND = "open step: its number, workers whose gradients are in it, and those that it still lacks"
-LEARNER_LEGEND = (
+_LEARNER_LEGEND = (
     "hidden: offers travelled while the learner computed; waited: it did nothing else; overdue: "
     "offers whose result came too late; kept: takes that kept uncounted work"
 )
+_TOP_SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"
+_TOP_LEGEND = (
+    "in the open step, missing: workers whose gradients are in it, and those that it still lacks; "
+    "lag: how long after the first worker one came in its last step"
+)
+_RATE_S = 5.0
+_NAME_COUNT = 4
+_LAG_COUNT = 2
+_LAG_S_MIN = 0.001
 
 
 @click.command()
 @shards_option
 @option("--all", "Also what all workers have left in order.", name="shows_all", is_flag=True)
 @option("--by-shard", "A line for each shard's part of a name.", is_flag=True)
-@option("--json", "One JSON object a shard and line.", name="as_json", is_flag=True)
+@option("--json", "One JSON object a shard and line.", name="prints_json", is_flag=True)
 @timeout_option(5.0, "For each shard's answer.")
 def status(
-    *, target: str, shows_all: bool, by_shard: bool, as_json: bool, timeout_s: float
+    *, target: str, shows_all: bool, by_shard: bool, prints_json: bool, timeout_s: float
 ) -> None:
     """Show shards, parameters, tables, versions, and who is missing from the open step.
 
@@ -63,56 +78,121 @@ def status(
     Exit code 1 if a shard does not answer, is not the one that its place in the list says, or lacks
     what others have.
     """
-    answers: list[Answer] = []
-    with usage_errors():
-        credentials = Credentials.of()
-        credentials.check_private(parse_target(target))
-    for index, address in enumerate(parse_target(target)):
-        channel = ShardChannel(index, address, credentials=credentials)
-        try:
-            answers.append(ask(channel, timeout_s))
-        finally:
-            channel.close()
+    with asking(target, partial(ask, timeout_s=timeout_s)) as ask_all:
+        answers = ask_all()
     faults = faults_of(answers)
-    if as_json:
+    if prints_json:
         for index, (address, answer) in enumerate(answers):
             _print_json(address, answer, verdict(index, answers)[1])
     else:
-        screen = console()
-        screen.print(_shard_table(answers))
-        if any(status.arithmetic for _, status in given(answers)):
-            screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
-        statuses = [status for _, status in given(answers)]
-        rows = all_rows(statuses)
-        ended = {} if shows_all else {row.key: row for row in rows if row.ended}
-        lines = _by_shard(statuses, rows) if by_shard else [(row, "") for row in rows]
-        lines = [each for each in lines if each[0].key not in ended]
-        if statuses:
-            screen.print(_parameter_table(lines, by_shard))
-            screen.print(legend(_LEGEND))
-        if any(row.learners for row, _ in lines):
-            screen.print(learner_table(row for row in rows if row.key not in ended))
-            screen.print(legend(LEARNER_LEGEND))
-        if any(row.kind == "table" for row, _ in lines):
-            screen.print(_tables_table(lines, by_shard))
-        for words in reported(rows):
-            screen.print(words, markup=False, soft_wrap=True)
-        if ended:
-            left = ", ".join(name for _, name in sorted(ended))
-            words = f"{ENDED} (--all lists them): {left}"
-            screen.print(words, markup=False, soft_wrap=True)
-        for blocker in blockers(statuses):
-            if blocker.open_for_s >= LONG_WAIT_S:
-                screen.print(str(blocker), style="yellow", markup=False, soft_wrap=True)
-        for words in (*told_troubles(statuses), *unfinished(statuses), *abandoned(rows)):
-            screen.print(words, style="yellow", markup=False, soft_wrap=True)
-        for fault in faults:
-            screen.print(fault, style="red", markup=False, soft_wrap=True)
+        _print_tables(answers, faults, shows_all=shows_all, by_shard=by_shard)
     if faults:
         raise click.exceptions.Exit(1)
 
 
-def _arithmetic(answers: list[Answer]) -> str:
+@click.command()
+@shards_option
+@option("--interval-s", "Between two looks.", Duration(0.1), default=1.0)
+@option("--once", "Look twice, for the rates, print, and end.", is_flag=True)
+@timeout_option(2.0, "For each shard's answer.")
+def top(*, target: str, interval_s: float, once: bool, timeout_s: float) -> None:
+    """Watch a cluster: for whom everybody waits, steps and bytes a second; Ctrl-C ends it.
+
+    Exit code with --once: as of `shardwell status`.
+    """
+    rates, screen = Rates(), console()
+    with asking(target, partial(ask, timeout_s=timeout_s)) as ask_all:
+        first = _picture(ask_all(), rates)
+        if once or not screen.is_terminal:
+            time.sleep(interval_s)
+            answers = ask_all()
+            screen.print(_picture(answers, rates))
+            if faults_of(answers):
+                raise click.exceptions.Exit(1)
+            return
+        with Live(first, console=screen, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(_picture(ask_all(), rates), refresh=True)
+
+
+class Rates:
+    """The rates of counts, over the last seconds in which they were looked at."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[tuple[float, Sequence[float]]]] = {}
+
+    def of(self, key: str, *counts: float) -> list[float]:
+        """Returns rates a second; zeros as long as it has nothing to compare with."""
+        now_s = time.monotonic()
+        past = self._kept.setdefault(key, deque())
+        if past and any(map(operator.lt, counts, past[-1][1])):  # it began anew
+            past.clear()
+        past.append((now_s, counts))
+        while now_s - past[0][0] > _RATE_S:
+            past.popleft()
+        first_s, first = past[0]
+        passed_s = now_s - first_s or math.inf
+        return [(new - old) / passed_s for new, old in zip(counts, first, strict=True)]
+
+
+def _print_tables(
+    answers: Sequence[Answer], faults: Sequence[str], *, shows_all: bool, by_shard: bool
+) -> None:
+    screen = console()
+    statuses = [status for _, status in given(answers)]
+    rows = all_rows(statuses)
+    ended = {} if shows_all else {row.key: row for row in rows if row.ended}
+    lines = _by_shard(statuses, rows) if by_shard else [(row, "") for row in rows]
+    lines = [each for each in lines if each[0].key not in ended]
+    screen.print(_shard_table(answers))
+    if any(status.arithmetic for status in statuses):
+        screen.print(_arithmetic(answers), markup=False, soft_wrap=True)
+    if statuses:
+        screen.print(_parameter_table(lines, by_shard))
+        screen.print(legend(_LEGEND))
+    if any(row.learners for row, _ in lines):
+        screen.print(_learner_table(row for row in rows if row.key not in ended))
+        screen.print(legend(_LEARNER_LEGEND))
+    if any(row.kind == "table" for row, _ in lines):
+        screen.print(_tables_table(lines, by_shard))
+    told = reported(rows)
+    if ended:
+        left = ", ".join(name for _, name in sorted(ended))
+        told.append(f"{ENDED} (--all lists them): {left}")
+    warnings = [*_waits(statuses), *_troubles(statuses), *abandoned(rows)]
+    for style, said in (("", told), ("yellow", warnings), ("red", faults)):
+        for words in said:
+            screen.print(words, style=style, markup=False, soft_wrap=True)
+
+
+def _picture(answers: Sequence[Answer], rates: Rates) -> Group:
+    statuses = [status for _, status in given(answers)]
+    lines = [Text(fault, style="red") for fault in faults_of(answers)]
+    warnings = (*_troubles(statuses), *_waits(statuses))
+    lines += [Text(words, style="yellow") for words in warnings]
+    if not lines:
+        lines = [Text("no worker has waited longer than 1 s", style="green")]
+    rows = all_rows(statuses)
+    shown: list[Table | Text] = [_shard_table(answers, rates), legend(_TOP_SHARD_LEGEND)]
+    shown += [_names(rows, rates), legend(_TOP_LEGEND)]
+    shown += [Text(words) for words in reported(rows)]
+    if ended := sorted(row.key for row in rows if row.ended):
+        shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in ended)}")]
+    if any(row.learners for row in rows):
+        shown += [_learner_table(rows, rates), legend(_LEARNER_LEGEND)]
+    return Group(*lines, Text(), *shown)
+
+
+def _troubles(statuses: Sequence[ShardStatus]) -> list[str]:
+    return [*told_troubles(statuses), *unfinished(statuses)]
+
+
+def _waits(statuses: Sequence[ShardStatus]) -> list[str]:
+    return [str(each) for each in blockers(statuses) if each.open_for_s >= LONG_WAIT_S]
+
+
+def _arithmetic(answers: Sequence[Answer]) -> str:
     found: dict[str, list[str]] = {}
     for _, status in given(answers):
         found.setdefault(status.arithmetic, []).append(str(status.shard_index))
@@ -144,23 +224,26 @@ def _print_json(address: str, answer: ShardStatus | ShardwellError, fault: str) 
     click.echo(json.dumps(entry))
 
 
-def learner_table(rows: Iterable[Row]) -> Table:
-    """Makes a table with a line a learner, from its own reports."""
-    learners = table(
-        "learners", "family", "learner", ">inner steps", ">samples", ">offers", ">sent",
-        ">received", ">hidden", ">waited", ">overdue", ">kept", ">said"
-    )  # fmt: skip
+def _learner_table(rows: Iterable[Row], rates: Rates | None = None) -> Table:
+    title, columns = "", [">samples/s", ">sent/s", ">received/s"]
+    if rates is None:
+        title, columns = "learners", [">samples", ">offers", ">sent", ">received"]
+    ends = (">hidden", ">waited", ">overdue", ">kept", ">said")
+    learners = table(title, "family", "learner", ">inner steps", *columns, *ends)
     for row in rows:
         for learner in row.learners:
             found = learner.progress
+            moved = (found.sample_count, found.sent_bytes, found.received_bytes)
+            if rates is None:
+                flows = [f"{moved[0]:,}", f"{found.offered_count:,}", *map(size, moved[1:])]
+            else:
+                a_second = rates.of(f"learner {row.name} {learner.worker_id}", *moved)
+                flows = [f"{a_second[0]:.3g}", *map(size, a_second[1:])]
             learners.add_row(
                 row.name,
                 learner.worker_id,
                 f"{found.inner_steps:,}",
-                f"{found.sample_count:,}",
-                f"{found.offered_count:,}",
-                size(found.sent_bytes),
-                size(found.received_bytes),
+                *flows,
                 f"{found.hidden_s:.1f} s",
                 f"{found.waited_s:.1f} s",
                 f"{found.overdue_count:,}",
@@ -170,24 +253,33 @@ def learner_table(rows: Iterable[Row]) -> Table:
     return learners
 
 
-def _shard_table(answers: list[Answer]) -> Table:
-    names = {status.cluster_id for _, status in given(answers)}
-    title = f"cluster {', '.join(sorted(names))}" if names else "no shard of a cluster"
-    shards = table(title, "shard", "address", "state", ">up", ">stored", ">in", ">out", ">streams")
+def _shard_table(answers: Sequence[Answer], rates: Rates | None = None) -> Table:
+    names = ", ".join(sorted({status.cluster_id for _, status in given(answers)}))
+    title = f"cluster {names}" if names else "no shard of a cluster"
+    flows = (">in", ">out") if rates is None else (">in/s", ">out/s")
+    shards = table(
+        title if rates is None else "",
+        *("shard", "address", "state", ">up", ">stored", *flows, ">streams"),
+    )
     for index, (address, answer) in enumerate(answers):
         state, fault = verdict(index, answers)
-        state = f"[red]{state}[/red]" if fault else f"[green]{state}[/green]"
+        shown = Text(state, style="red" if fault else "green")
         if isinstance(answer, ShardwellError):
-            shards.add_row(str(index), address, state)
+            shards.add_row(str(index), address, shown)
             continue
+        place = str(index)
+        moved: Sequence[float] = (answer.received_payload_bytes, answer.sent_payload_bytes)
+        if rates is None:
+            place = f"{answer.shard_index} of {answer.shard_count}"
+        else:
+            moved = rates.of(f"shard {index}", *moved)
         shards.add_row(
-            f"{answer.shard_index} of {answer.shard_count}",
+            place,
             address,
-            state,
+            shown,
             duration(answer.uptime_s),
             size(answer.stored_bytes),
-            size(answer.received_payload_bytes),
-            size(answer.sent_payload_bytes),
+            *map(size, moved),
             str(answer.open_stream_count),
         )
     return shards
@@ -272,3 +364,41 @@ def _open_step(row: Row) -> str:
     if row.late:
         parts.append(f"late: {row.late:,} chunks")
     return "; ".join(parts)
+
+
+def _names(rows: Sequence[Row], rates: Rates) -> Table:
+    names = table(
+        "", "name", ">step", ">steps/s", "optimizer", "in the open step", "missing", "lag"
+    )
+    for row in rows:
+        if row.ended:
+            continue
+        name = row.name + (" (table)" if row.kind == "table" else "")
+        names.add_row(
+            name,
+            row.versions_words or f"{row.step:,}",
+            f"{rates.of(name, row.step)[0]:.3g}",
+            row.rule_words,
+            _some(row.in_step),
+            f"abandoned for {duration(row.abandoned_for_s)}"
+            if row.abandoned_for_s is not None
+            else "asynchronous"
+            if row.mode == "async"
+            else _some(row.missing, row.lacking),
+            _lags(row.latest_first),
+        )
+    if not rows:
+        names.add_row("none")
+    return names
+
+
+def _lags(members: Sequence[MemberStatus]) -> str:
+    late = [(each.worker_id, each.lag_s or 0.0) for each in members]
+    late = [(worker_id, lag_s) for worker_id, lag_s in late if lag_s >= _LAG_S_MIN]
+    return ", ".join(f"{worker_id} {1000 * lag_s:.0f} ms" for worker_id, lag_s in late[:_LAG_COUNT])
+
+
+def _some(names: Sequence[str], lacking: str = "") -> str:
+    more = len(names) - _NAME_COUNT
+    words = [*names[:_NAME_COUNT]] + ([f"{more} more"] if more > 0 else [])
+    return ", ".join(words + ([lacking] if lacking else []))

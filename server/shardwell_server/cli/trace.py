@@ -9,7 +9,6 @@ import os
 import secrets
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,16 @@ from typing import Any
 import click
 from rich.table import Table
 
-from shardwell.connection.credentials import Credentials
 from shardwell.errors import ShardwellError
 from shardwell.process import span_columns
 from shardwell.process.spans import now_ns
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_status
-from shardwell.specs.names import check_name, parse_target
+from shardwell.specs.names import check_name
 from shardwell.v1 import types_pb2
 from shardwell_server.cli.options import (
     GivenPath,
+    asking,
     option,
     shards_option,
     timeout_option,
@@ -72,23 +71,12 @@ def trace(
     with usage_errors():
         if name is not None:
             check_name("--parameter", name)
-        credentials = Credentials.of()
-        addresses = parse_target(target)
-        credentials.check_private(addresses)
     if not file.absolute().parent.is_dir():
         raise click.UsageError(f"there is no directory {file.absolute().parent}")
     _check_replaceable(file)
     since_ns = 0 if last_s is None else now_ns() - int(last_s * 1e9)
-    channels = [
-        ShardChannel(index, address, credentials=credentials)
-        for index, address in enumerate(addresses)
-    ]
-    # Channels are closed first, so that after Ctrl-C no thread waits for its answer.
-    with ThreadPoolExecutor(min(len(channels), 16)) as threads, contextlib.ExitStack() as opened:
-        for channel in channels:
-            opened.callback(channel.close)
-        record = partial(_recorded, wait_s=timeout_s, since_ns=since_ns)
-        answers = list(threads.map(record, channels))
+    with asking(target, partial(_recorded, wait_s=timeout_s, since_ns=since_ns)) as ask_all:
+        answers = ask_all()
     processes, silent, faults = _joined(answers)
     if name is not None and processes:
         processes = _of_name(processes, name)

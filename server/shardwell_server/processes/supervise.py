@@ -167,6 +167,12 @@ class Supervisor(Closing, Generic[ChildT]):
         return any(place.state not in (State.DONE, State.FAILED) for place in self.places)
 
     @property
+    def is_settled(self) -> bool:
+        """True if no change is due before a process ends."""
+        states = {place.state for place in self.places}
+        return self.stop_s is None and State.RUNNING in states and State.PAUSING not in states
+
+    @property
     def is_gone(self) -> bool:
         """True if all processes have ended, with all that they have started."""
         return all(place.process.is_gone for place in self.places)

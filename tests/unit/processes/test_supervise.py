@@ -111,6 +111,18 @@ def test_nothing_is_started_before_the_last_process_is_gone_with_its_group() -> 
     assert place.process is not ended
 
 
+def test_nothing_is_due_as_long_as_all_run() -> None:
+    rule = Restarts(count_max=1, first_pause_s=60.0, pause_s_max=60.0)
+    supervisor, place = _supervised(rule)
+    supervisor.add(lambda _: Scripted())
+    assert supervisor.is_settled
+    _ended(supervisor, place, 1)
+    assert not supervisor.is_settled  # a restart is
+    supervisor, _ = _supervised()
+    supervisor.ask_to_stop()
+    assert not supervisor.is_settled  # the end of the grace is
+
+
 def test_a_pause_is_waited_for() -> None:
     supervisor, place = _supervised(Restarts(count_max=1, first_pause_s=60.0, pause_s_max=60.0))
     _ended(supervisor, place, 1)
