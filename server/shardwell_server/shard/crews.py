@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from shardwell.errors import (
     ArgumentError,
@@ -49,41 +49,12 @@ from shardwell.rpc.session import Session
 from shardwell.rpc.take_over import TAKE_OVER_S
 from shardwell.specs.parameter import TrainingSpec
 
+if TYPE_CHECKING:
+    from shardwell_server.shard.sessions import Sessions
+
 Event = dict[str, Any]
 TakesNote = Callable[[Event], None]
 """Notes a change of seats before it takes effect."""
-
-
-class Liveness(Protocol):
-    """The sessions that are alive, by their numbers."""
-
-    def alive_for_s(self, number: int, process: str = "") -> float:
-        """Returns the seconds for which a session counts as alive if it sends nothing more.
-
-        math.inf while it attends; 0 when it is gone or its `process` has ended; else the rest of
-        the time that a shard which was started again gives it.
-        """
-
-    def spare_in_s(self, number: int) -> float:
-        """Returns seconds until a session is gone for the lease; math.inf: it attends."""
-
-    def gone_for_s(self, number: int) -> float:
-        """Returns the time since a session left; since the shard's start of one never seen."""
-
-    def silent_for_s(self, number: int) -> float:
-        """Returns the seconds since the last heartbeat of a session that attends."""
-
-    def attends_for_s(self, worker_ids: Container[str]) -> float | None:
-        """Returns the longest time for which one of the workers attends, or None."""
-
-    def attends_as(self, worker_id: str) -> bool:
-        """Returns True if any session of a worker attends."""
-
-    def all_as(self, worker_id: str) -> list[Session]:
-        """Returns a worker's sessions that attend: several where clients share its id."""
-
-    def now_s(self) -> float:
-        """Reads a clock that never goes back."""
 
 
 class Tenure(NamedTuple):
@@ -114,6 +85,8 @@ RETURN_AFTER_END_S = 1.0
 """The time that others wait for the next session of a worker whose last one ended in order. A
 client that is made anew in one process attends within it; more would make others learn late of a
 worker that is gone for good."""
+_NAMED_MAX = 8
+"""Workers that a message names."""
 _RIVAL_ASKS_S = TAKE_OVER_S + 1.0
 """The time for which a client asks for a seat that is another one's, with its pauses."""
 _RIVAL_KNOWN_S = 30.0
@@ -225,7 +198,7 @@ class OpenPart(NamedTuple, Generic[SeatT]):
 class Tracker(ABC, Generic[SeatT]):
     """The contributions to a parameter or table, as a crew and a slice ask for them."""
 
-    def __init__(self, spec: TrainingSpec, sessions: Liveness, worker_count_max: int) -> None:
+    def __init__(self, spec: TrainingSpec, sessions: Sessions, worker_count_max: int) -> None:
         self.spec = spec
         crew: type[Crew[SeatT]] = OpenCrew
         if spec.members is not None:
@@ -243,10 +216,9 @@ class Tracker(ABC, Generic[SeatT]):
     ) -> SeatT:
         """Makes a seat from the storage's `marks`; None: it has none."""
 
-    @property
     @abstractmethod
-    def newest_version(self) -> int:
-        """The most updates that any part has seen."""
+    def version_max(self) -> int:
+        """Returns the most updates that any part has seen."""
 
     @abstractmethod
     def version_of(self, part: int | None) -> int:
@@ -315,7 +287,7 @@ class Crew(ABC, Generic[SeatT]):
         self,
         tracker: Tracker[SeatT],
         spec: TrainingSpec,
-        sessions: Liveness,
+        sessions: Sessions,
         worker_count_max: int,
     ) -> None:
         self.floor = 1 if spec.members is None else spec.members.min_count
@@ -699,7 +671,7 @@ class FixedCrew(Crew[SeatT]):
             gone = [each for each in self._seats if not self._sessions.attends_as(each)]
             raise SeatsTakenError(
                 f"worker_count={self.full_count} workers contribute already: "
-                f"{_names(self._seats)}{(gone and f' (not connected: {_names(gone)})') or ''}; "
+                f"{names_of(self._seats)}{(gone and f' (not connected: {names_of(gone)})') or ''}; "
                 f"{worker_id!r} would be one more; a "
                 "replacement must use the worker_id of the worker that it replaces (worker_id=, "
                 "$SHARDWELL_WORKER_ID); if more are to take part, give all of them a greater "
@@ -808,7 +780,7 @@ class ElasticCrew(Crew[SeatT]):
         self,
         tracker: Tracker[SeatT],
         spec: TrainingSpec,
-        sessions: Liveness,
+        sessions: Sessions,
         worker_count_max: int,
     ) -> None:
         super().__init__(tracker, spec, sessions, worker_count_max)
@@ -829,7 +801,7 @@ class ElasticCrew(Crew[SeatT]):
         if len(others) >= self._limits.max_count:
             raise SeatsTakenError(
                 f"max_count={self._limits.max_count} members take part already: "
-                f"{_names(each.worker_id for each in others)}; {worker_id!r} would be one more; "
+                f"{names_of(each.worker_id for each in others)}; {worker_id!r} would be one more; "
                 "wait until one leaves, or make it anew with a larger max_count",
                 worker_id=worker_id,
             )
@@ -858,7 +830,7 @@ class ElasticCrew(Crew[SeatT]):
         given_at = seat.given_at
         if seat.worker_id != contributor.worker_id:
             self.give_on(seat)
-            given_at = self._tracker.newest_version
+            given_at = self._tracker.version_max()
         return Tenure(contributor.tenure), given_at
 
     def _changed(self) -> None:
@@ -981,7 +953,8 @@ def _too_many(worker_count_max: int, worker_id: str, advice: str) -> LimitError:
     )
 
 
-def _names(worker_ids: Iterable[str], most: int = 8) -> str:
+def names_of(worker_ids: Iterable[str]) -> str:
+    """Returns the first workers' ids for a message, and how many more there are."""
     names = [repr(worker_id) for worker_id in worker_ids]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(names[:_NAMED_MAX]) + more

@@ -17,7 +17,7 @@ from shardwell.errors import (
 from shardwell.placement.rows import Ids
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
-from shardwell_server.shard.crews import Crew, Tracker
+from shardwell_server.shard.crews import Crew, Tracker, names_of
 from shardwell_server.shard.deadline import Changes, RequestDeadline
 
 _OF_DIVERGED = "restore a checkpoint from before, and lower the learning rate or clip gradients"
@@ -118,9 +118,10 @@ def await_version(
     missing, unknown_count = crew.missing(step, chunk_index)
     is_known = not crew.comes_and_goes
     unknown = f"that never opened the {kind}" if is_known else "more to reach min_count"
-    named = _names(missing, unknown_count, unknown)
-    if unknown_count and is_known:
-        named += _shared_words(crew)
+    named = names_of(missing)
+    if unknown_count:
+        named += f"{' and ' if named else ''}{unknown_count} {unknown}"
+        named += _shared_words(crew) if is_known else ""
     if not named:
         named = "none: the next call of a worker closes it"
         if not crew.is_sync:
@@ -154,7 +155,7 @@ def _check_missing(
         return look_s
     if not rest_s:
         one = len(ended) == 1
-        named = _names(ended, 0, "")
+        named = names_of(ended)
         cause = "its client was closed" if one else "their clients were closed"
         cure = f"a worker with worker_id {named}" if one else "workers with those worker_ids"
         raise WorkersMissingError(
@@ -172,12 +173,3 @@ def _shared_words(crew: Crew[Any]) -> str:
         clients = " and ".join(map(str, sessions[:8]))
         return f" ({clients} are all worker {worker_id!r}: give each worker an id of its own)"
     return ""
-
-
-def _names(missing: list[str], unknown_count: int, unknown: str) -> str:
-    named = ", ".join(repr(worker_id) for worker_id in missing[:8])
-    if len(missing) > 8:
-        named += f" and {len(missing) - 8} more"
-    if unknown_count:
-        named += (" and " if named else "") + f"{unknown_count} {unknown}"
-    return named

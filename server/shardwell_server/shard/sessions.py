@@ -197,6 +197,7 @@ class Sessions:
                 self._heard_s[number] = self.now_s()
 
     def silent_for_s(self, number: int) -> float:
+        """Returns the seconds since the last heartbeat of a session that attends."""
         now_s = self.now_s()
         with self._lock:
             return now_s - self._heard_s.get(number, now_s)
@@ -233,6 +234,11 @@ class Sessions:
             self._ended.discard(first)
 
     def alive_for_s(self, number: int, process: str = "") -> float:
+        """Returns the seconds for which a session counts as alive if it sends nothing more.
+
+        math.inf while it attends; 0 when it is gone or its `process` has ended; else the rest of
+        the time that a shard which was started again gives it.
+        """
         with self._lock:
             if number in self._attending:
                 return math.inf
@@ -249,12 +255,15 @@ class Sessions:
             return self._left_s.get(number, self._others_left_s)
 
     def spare_in_s(self, number: int) -> float:
+        """Returns seconds until a session is gone for the lease; math.inf: it attends."""
         return self._leaves_s(number) + self._lease_s - self.now_s()
 
     def gone_for_s(self, number: int) -> float:
+        """Returns the time since a session left; since the shard's start of one never seen."""
         return max(self.now_s() - self._leaves_s(number), 0.0)
 
     def attends_for_s(self, worker_ids: Container[str]) -> float | None:
+        """Returns the longest time for which one of the workers attends, or None."""
         with self._lock:
             began = [
                 each.began_s for each in self._attending.values() if each.worker_id in worker_ids
@@ -265,6 +274,7 @@ class Sessions:
         return bool(self.all_as(worker_id))
 
     def all_as(self, worker_id: str) -> list[Session]:
+        """Returns a worker's sessions that attend: several where clients share its id."""
         with self._lock:
             found = (each for each in self._attending.values() if each.worker_id == worker_id)
             return [each.session for each in found]

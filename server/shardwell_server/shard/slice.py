@@ -28,9 +28,9 @@ from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import SPAN_KIND_FLUSH
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.contribution_log import ClosedSet
-from shardwell_server.shard.crews import Contributor, Liveness, Seat, Tracker
+from shardwell_server.shard.crews import Contributor, Seat, Tracker
 from shardwell_server.shard.register import SliceRegister
-from shardwell_server.shard.sessions import Attendance
+from shardwell_server.shard.sessions import Attendance, Sessions
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.watch import Timer
 from shardwell_server.store.contract import Storage
@@ -53,7 +53,7 @@ class SharedParts:
     """The parts of a shard that all its slices use."""
 
     config: ShardConfig
-    sessions: Liveness
+    sessions: Sessions
     spans: Spans
     timer: Timer | None = None
     """It ends grace, and looks after elastic members; None: nothing does."""

@@ -42,12 +42,16 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.parameter import ParameterSpec
-from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker
+from shardwell_server.shard.crews import OpenPart, Seat, Tenure, Tracker
 from shardwell_server.store import ChunkRecord
+
+if TYPE_CHECKING:
+    from shardwell_server.shard.sessions import Sessions
 
 
 class Decision(enum.Enum):
@@ -123,7 +127,7 @@ class StepTracker(Tracker[ParameterSeat]):
         self,
         spec: ParameterSpec,
         records: Sequence[ChunkRecord],
-        sessions: Liveness,
+        sessions: Sessions,
         worker_count_max: int,
     ) -> None:
         super().__init__(spec, sessions, worker_count_max)
@@ -146,10 +150,6 @@ class StepTracker(Tracker[ParameterSeat]):
     ) -> ParameterSeat:
         stored = [-1] * len(self.records) if marks is None else marks
         return ParameterSeat(worker_id, index, stored, owner, tenure)
-
-    @property
-    def newest_version(self) -> int:
-        return self.version_max()
 
     def version_of(self, part: int | None) -> int:
         assert part is not None

@@ -210,8 +210,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                     contributor.superseded.append(index)
                 return False
             assert seat is not None
-            gives_up = gradient.after_refusal and not gradient.sample_count and peak == 0.0
-            if gives_up and not self._tracker.is_sync:
+            if is_empty and peak == 0.0 and not self._tracker.is_sync:
                 chunk.verify()
                 nothing = np.empty(0, np.uint8)
                 self.storage.journal(

@@ -46,13 +46,17 @@ The caller holds the table's lock around all of it.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING
 
 from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.table import TableSpec
-from shardwell_server.shard.crews import Liveness, OpenPart, Seat, Tenure, Tracker
+from shardwell_server.shard.crews import OpenPart, Seat, Tenure, Tracker
 from shardwell_server.shard.step_tracker import Decision
 from shardwell_server.store.contract import Position, TableRecord
+
+if TYPE_CHECKING:
+    from shardwell_server.shard.sessions import Sessions
 
 
 class TableSeat(Seat):
@@ -116,7 +120,7 @@ class TableStepTracker(Tracker[TableSeat]):
         self,
         spec: TableSpec,
         version: int,
-        sessions: Liveness,
+        sessions: Sessions,
         worker_count_max: int,
         *,
         is_closing: bool = False,
@@ -141,8 +145,7 @@ class TableStepTracker(Tracker[TableSeat]):
         assert stored.seat_index == index
         return TableSeat(worker_id, stored, owner, tenure)
 
-    @property
-    def newest_version(self) -> int:
+    def version_max(self) -> int:
         return self.version
 
     def version_of(self, part: int | None) -> int:
