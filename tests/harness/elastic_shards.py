@@ -108,7 +108,7 @@ def gradient_message(
     where = part.where.chunk(chunk_index, part.chunk_element_count)
     header = pb.ExchangeRequest()
     header.gradient.step, header.gradient.sample_count = step, sample_count
-    context = checksum.gradient_context(spec.name, worker_id)
+    context = checksum.context(checksum.Kind.GRADIENT, spec.name, worker_id)
     sealed = ChunkCodec.of(spec).encode(
         header,
         header.gradient.chunk,

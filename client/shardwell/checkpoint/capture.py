@@ -227,7 +227,7 @@ class ParameterCapture(Capture[ParameterSpec]):
         count = len(cluster.channels)
         self._slices = [slice_of(spec.size, i, count, spec.slice_unit) for i in range(count)]
         self._channels = [e for e in cluster.channels if self._slices[e.shard_index].size]
-        self._context = checksum.snapshot_context(spec.name)
+        self._context = checksum.context(checksum.Kind.SNAPSHOT, spec.name)
         self._names = (WEIGHTS_NAME, *spec.slot_names)
 
     def _saved_spec(self) -> ParameterSpec:
@@ -311,8 +311,8 @@ class TableCapture(Capture[TableSpec]):
         super().__init__(spec, cluster, parts, *rest)
         self._row_count: int = sum(each.row_count for each in parts)
         self._codec = RowStateCodec(spec)
-        self._context = checksum.rows_scan_context(
-            spec.name, table_pb2.ScanRowsRequest.CONTENT_STATE
+        self._context = checksum.context(
+            checksum.Kind.ROWS_SCAN, spec.name, table_pb2.ScanRowsRequest.CONTENT_STATE
         )
 
     @property

@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from shardwell.checkpoint.tensor_files import (
     WEIGHTS_NAME,
@@ -169,6 +169,7 @@ class CheckpointTable:
 
 
 Entry: TypeAlias = CheckpointParameter | CheckpointTable
+EntryT = TypeVar("EntryT", CheckpointParameter, CheckpointTable)
 
 
 def opened(folder: Path, entry: Entry, file: SliceFile | RowsFile) -> TensorsReader:
@@ -251,18 +252,13 @@ class Checkpoint:
         Raises:
             ArgumentError: there is no such parameter, or a fragment of a family is missing.
         """
-        by_name = {entry.name: entry for entry in self.parameters}
         groups = grouped(self.parameters)
         if names is None:
             for family in groups.families.values():
                 family.check_whole(self.path)
             return self.parameters
         chosen = groups.names_of(names, self.path)
-        for name in chosen:
-            if name not in by_name:
-                known = sorted({*by_name, *groups.families})
-                raise ArgumentError(f"{self.path} has no parameter {name!r:.140}; it has {known}")
-        return tuple(by_name[name] for name in chosen)
+        return self._chosen("parameter", self.parameters, chosen, groups.families)
 
     def select_tables(self, names: Sequence[str] | None) -> tuple[CheckpointTable, ...]:
         """The tables of these names; None: all.
@@ -270,14 +266,16 @@ class Checkpoint:
         Raises:
             ArgumentError: there is no such table.
         """
-        if names is None:
-            return self.tables
-        by_name = {entry.name: entry for entry in self.tables}
+        return self.tables if names is None else self._chosen("table", self.tables, names)
+
+    def _chosen(
+        self, kind: str, entries: Sequence[EntryT], names: Sequence[str], known: Iterable[str] = ()
+    ) -> tuple[EntryT, ...]:
+        by_name: dict[str, EntryT] = {entry.name: entry for entry in entries}
         for name in names:
             if name not in by_name:
-                raise ArgumentError(
-                    f"{self.path} has no table {name!r:.140}; it has {sorted(by_name)}"
-                )
+                held = sorted({*by_name, *known})
+                raise ArgumentError(f"{self.path} has no {kind} {name!r:.140}; it has {held}")
         return tuple(by_name[name] for name in dict.fromkeys(names))
 
     def check_files(self) -> None:

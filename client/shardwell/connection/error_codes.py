@@ -27,7 +27,6 @@ class _Entry(NamedTuple):
     kind: type[errors.ShardwellError]
     code_name: str
     status: grpc.StatusCode
-    carries: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
@@ -36,29 +35,22 @@ class _Entry(NamedTuple):
 
 _CATALOGUE = [
     # Kinds before their bases: the first that fits is taken.
-    _Entry(errors.NonFiniteError, "NON_FINITE", _Code.INVALID_ARGUMENT, ("element_index",)),
-    _Entry(errors.DivergedError, "DIVERGED", _Code.FAILED_PRECONDITION, ("element_index",)),
+    _Entry(errors.NonFiniteError, "NON_FINITE", _Code.INVALID_ARGUMENT),
+    _Entry(errors.DivergedError, "DIVERGED", _Code.FAILED_PRECONDITION),
     _Entry(errors.ArgumentError, "INVALID_ARGUMENT", _Code.INVALID_ARGUMENT),
     _Entry(errors.CorruptChunkError, "CORRUPT_CHUNK", _Code.DATA_LOSS),
     _Entry(errors.SpecMismatchError, "SPEC_MISMATCH", _Code.FAILED_PRECONDITION),
     _Entry(errors.UnknownParameterError, "UNKNOWN_PARAMETER", _Code.NOT_FOUND),
     _Entry(errors.UnknownTableError, "UNKNOWN_TABLE", _Code.NOT_FOUND),
     _Entry(errors.NotInitializedError, "NOT_INITIALIZED", _Code.FAILED_PRECONDITION),
-    _Entry(errors.InitSupersededError, "INIT_SUPERSEDED", _Code.ABORTED, ("init_epoch",)),
+    _Entry(errors.InitSupersededError, "INIT_SUPERSEDED", _Code.ABORTED),
     _Entry(errors.WrongShardError, "WRONG_SHARD", _Code.FAILED_PRECONDITION),
     _Entry(errors.StepOrderError, "STEP_ORDER", _Code.FAILED_PRECONDITION),
     _Entry(errors.SeatsTakenError, "SEATS_TAKEN", _Code.FAILED_PRECONDITION),
-    _Entry(
-        errors.WorkersMissingError,
-        "WORKERS_MISSING",
-        _Code.DEADLINE_EXCEEDED,
-        ("missing_worker_ids", "missing_ranks"),
-    ),
+    _Entry(errors.WorkersMissingError, "WORKERS_MISSING", _Code.DEADLINE_EXCEEDED),
     _Entry(errors.LimitError, "LIMIT_EXCEEDED", _Code.RESOURCE_EXHAUSTED),
     _Entry(errors.StorageError, "STORAGE", _Code.FAILED_PRECONDITION),
-    _Entry(
-        errors.WorkerIdInUseError, "WORKER_ID_IN_USE", _Code.FAILED_PRECONDITION, ("free_in_s",)
-    ),
+    _Entry(errors.WorkerIdInUseError, "WORKER_ID_IN_USE", _Code.FAILED_PRECONDITION),
     _Entry(errors.SessionUnknownError, "SESSION_UNKNOWN", _Code.UNAVAILABLE),
     _Entry(errors.ShardUnavailableError, "STOPPING", _Code.UNAVAILABLE),
     _Entry(errors.GroupMismatchError, "GROUP_MISMATCH", _Code.FAILED_PRECONDITION),
@@ -125,14 +117,10 @@ def _bounded(worker_ids: Sequence[str]) -> list[str]:
 
 def from_rpc_error(
     error: grpc.RpcError,
-    *,
-    shard_index: int | None,
-    address: str,
-    parameter: str | None = None,
-    table: str | None = None,
-    role: str | None = None,
+    who: str,
+    **where: Any,
 ) -> errors.ShardwellError:
-    """Returns the Shardwell error of a failed call, on behalf of a parameter or a table.
+    """Returns the Shardwell error of a failed call to `who`, which carries `where`.
 
     A Shardwell server names its error. Any other status is gRPC's own, and is about the connection:
     bytes that were damaged or lost on their way make nearly every code that exists.
@@ -141,55 +129,51 @@ def from_rpc_error(
     detail = _detail_of(error)
     if detail is not None and detail.code:
         return from_detail(detail, details)
-    of: dict[str, Any] = {"shard_index": shard_index, "parameter": parameter, "table": table}
-    where = f"{role or f'shard {shard_index}'} at {address}"
     match code:
         case _Code.RESOURCE_EXHAUSTED if _DAMAGED_LENGTH not in details:
-            return errors.LimitError(f"{where} is at a limit: {details}", **of)
+            return errors.LimitError(f"{who} is at a limit: {details}", **where)
         case _Code.UNAVAILABLE | _Code.CANCELLED:
             return errors.ShardUnavailableError(
-                f"{where} can't be reached or went away ({details or code.name}); "
+                f"{who} can't be reached or went away ({details or code.name}); "
                 "check that it runs, then call again",
-                **of,
+                **where,
             )
         case _Code.DEADLINE_EXCEEDED:
             return errors.DeadlineError(
-                f"{where} did not answer within the deadline; "
+                f"{who} did not answer within the deadline; "
                 "check its load, the network, and whether its process was stopped, "
                 "or raise timeout_s",
-                **of,
+                **where,
             )
         case _Code.UNIMPLEMENTED:
             return errors.WrongShardError(
-                f"{where} is no Shardwell shard of this version: {details}",
-                **of,
+                f"{who} is no Shardwell shard of this version: {details}",
+                **where,
             )
         case _:
             return errors.ShardUnavailableError(
-                f"the connection to {where} broke ({code.name}: {details}); call again, and check "
+                f"the connection to {who} broke ({code.name}: {details}); call again, and check "
                 "the network if it breaks again",
-                **of,
+                **where,
             )
 
 
 def from_detail(detail: types_pb2.ErrorDetail, message: str) -> errors.ShardwellError:
     """The exception that `to_detail` was given; InternalError if its code is unknown."""
-    where: dict[str, Any] = {
+    found: dict[str, Any] = {
         "shard_index": detail.shard_index,
         "worker_id": detail.worker_id or None,
         "parameter": detail.parameter or None,
         "table": detail.table or None,
         "rank": detail.rank if detail.HasField("rank") else None,
-    }
-    carried: dict[str, Any] = {
         "element_index": detail.element_index,
         "init_epoch": detail.init_epoch,
         "free_in_s": detail.free_in_ms / 1000 if detail.HasField("free_in_ms") else None,
         "missing_worker_ids": tuple(detail.missing_worker_ids),
         "missing_ranks": tuple(detail.missing_ranks),
     }
-    entry = _BY_CODE.get(detail.code, _CATALOGUE[-1])
-    return entry.kind(message, **where, **{name: carried[name] for name in entry.carries})
+    kind = _BY_CODE.get(detail.code, _CATALOGUE[-1]).kind
+    return kind(message, **{name: each for name, each in found.items() if hasattr(kind, name)})
 
 
 def _detail_of(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:

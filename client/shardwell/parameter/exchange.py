@@ -164,10 +164,12 @@ class Transfer(StepTransfer[ShardSlice]):
         """The parts by shard; empty until the shards have said them."""
         self._rotates = spec.min_contributors > 0
         self._codec = ChunkCodec.of(spec)
-        self._gradient_context = checksum.gradient_context(spec.name, opening.worker_id)
-        self._fetch_context = checksum.weights_fetch_context(spec.name)
-        self._outcome_context = checksum.outcome_context(spec.name)
-        self._weights_context = checksum.weights_context(spec.name)
+        self._gradient_context = checksum.context(
+            checksum.Kind.GRADIENT, spec.name, opening.worker_id
+        )
+        self._fetch_context = checksum.context(checksum.Kind.WEIGHTS_FETCH, spec.name)
+        self._outcome_context = checksum.context(checksum.Kind.OUTCOME, spec.name)
+        self._weights_context = checksum.context(checksum.Kind.WEIGHTS, spec.name)
         self.image = Image(spec, self._weights_context) if spec.has_image else None
         self._closed_version = 0
         """Steps before it have closed everywhere, where they close by their norm."""
@@ -306,7 +308,7 @@ class Transfer(StepTransfer[ShardSlice]):
         channel = line.part.channel
         if not answer.HasField("closed"):
             raise self._damaged(line, "no closed step, as was asked for; call again")
-        closed = channel.received(answer.closed, self._spec.name)
+        closed = channel.received(answer.closed, parameter=self._spec.name)
         squares = closed.squares
         is_bounded = len(squares) <= _SQUARES_MAX and all(abs(each) < 2.0**400 for each in squares)
         is_alone = self._spec.allow_non_finite and list(map(str, squares)) in (["inf"], ["nan"])

@@ -143,7 +143,7 @@ class FirstWeights:
         count = len(self.channels)
         where = slice_of(self.values.size, channel.shard_index, count, self.spec.slice_unit)
         try:
-            with channel.translated(self.spec.name):
+            with channel.translated(parameter=self.spec.name):
                 messages = self._messages(channel, where, epoch)
                 timeout_s = self.attempts.rest_s
                 if self.values.array_count == 1 and len(_ranges(where)) == 1:
@@ -158,7 +158,7 @@ class FirstWeights:
                 call = channel.streaming("InitWeights").future(
                     self._ended_by_failure(messages), timeout=timeout_s
                 )
-                version: int = channel.result_of(call, self.spec.name).version
+                version: int = channel.result_of(call, parameter=self.spec.name).version
         finally:
             if self._failure is not None:
                 raise self._failure from None

@@ -142,19 +142,18 @@ class ShardChannel(ShardEndpoint):
         *,
         timeout_s: float,
         wait_for_ready: bool = False,
-        parameter: str | None = None,
-        table: str | None = None,
+        **where: Any,
     ) -> ResponseT:
         """Makes a call of one message each way; blocks up to `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        with self.translated(parameter, table):
+        with self.translated(**where):
             if self.unix.is_there and not wait_for_ready:
                 answer = self._asked_here(_PATHS[method], _written(request), timeout_s)
                 if answer is not None:
-                    return self.received(_parsed(response_type, answer), parameter, table)
+                    return self.received(_parsed(response_type, answer), **where)
             rest_s = max(until_s - time.monotonic(), TIMEOUT_S_MIN)
             call = self.unary(method).future(request, timeout=rest_s, wait_for_ready=wait_for_ready)
-            response: ResponseT = self.result_of(call, parameter, table)
+            response: ResponseT = self.result_of(call, **where)
             return response
 
     def unary(self, method: str) -> Any:
@@ -172,33 +171,31 @@ class ShardChannel(ShardEndpoint):
             _PATHS[method], response_deserializer=_response_type(method).FromString
         )
 
-    def result_of(self, call: Any, parameter: str | None = None, table: str | None = None) -> Any:
+    def result_of(self, call: Any, **where: Any) -> Any:
         """Blocks for the answer of a call; grpc.RpcError: it failed, or was cancelled."""
         with cancelled_by(call.cancel):
             try:
                 response = call.result()
             except grpc.FutureCancelledError:
                 raise CallEndedError.cancelled() from None
-        return self.received(response, parameter, table)
+        return self.received(response, **where)
 
-    def received(
-        self, response: ResponseT | None, parameter: str | None = None, table: str | None = None
-    ) -> ResponseT:
+    def received(self, response: ResponseT | None, **where: Any) -> ResponseT:
         """Checks the answer of a call; None is one that gRPC has lost: its frame was damaged."""
         if response is None:
             raise ShardUnavailableError(
                 f"the answer of shard {self.shard_index} at {self.address} was lost; call again",
                 shard_index=self.shard_index,
-                parameter=parameter,
-                table=table,
+                **where,
             )
         try:
             checksum.check_sealed(response)
         except (CorruptChunkError, VersionMismatchError) as error:
-            error.message = f"shard {self.shard_index} at {self.address} answered: {error.message}"
-            error.shard_index = self.shard_index
-            error.parameter, error.table = parameter, table
-            raise
+            raise type(error)(
+                f"shard {self.shard_index} at {self.address} answered: {error.message}",
+                shard_index=self.shard_index,
+                **where,
+            ) from None
         return response
 
     def clock_offset(self, timeout_s: float) -> recording.ClockOffset:
@@ -276,11 +273,9 @@ class ShardChannel(ShardEndpoint):
             raise ClosedError("the client was closed; connect again")
         return grpc.StatusCode.OK if error is None else call.code()
 
-    def translate(
-        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
-    ) -> ShardwellError:
+    def translate(self, error: grpc.RpcError, **where: Any) -> ShardwellError:
         """The Shardwell error of a failed call; attends anew if the session is not known."""
-        found = super().translate(error, parameter, table)
+        found = super().translate(error, **where)
         if isinstance(found, SessionUnknownError):
             self._attendance.doubt()
         return found

@@ -459,14 +459,17 @@ def _ask_parameters(
 
 
 def ask_tables(
-    channel: ShardChannel, timeout_s: float, name: str = "", incarnation: int = 0
+    channel: ShardChannel,
+    timeout_s: float,
+    name: str = "",
+    incarnation: int = 0,
+    shard: types_pb2.ShardIdentity | None = None,
 ) -> Sequence[table_pb2.TableStatus]:
     """The statuses of a shard's tables, or of one; UnknownTableError: it was deleted."""
+    shard = shard or channel.identity
     answer = channel.call(
         "GetTableStatus",
-        table_pb2.GetTableStatusRequest(
-            shard=channel.identity, table=name, incarnation=incarnation
-        ),
+        table_pb2.GetTableStatusRequest(shard=shard, table=name, incarnation=incarnation),
         table_pb2.GetTableStatusResponse,
         timeout_s=timeout_s,
         table=name,
@@ -476,19 +479,9 @@ def ask_tables(
 
 def ask_status(channel: ShardChannel, timeout_s: float) -> ShardStatus:
     """Asks a shard for parameters and for tables, and waits up to `timeout_s` for each answer."""
-    shard = _ask_parameters(channel, timeout_s)
-    found = channel.call(
-        "GetTableStatus",
-        table_pb2.GetTableStatusRequest(shard=shard.shard),
-        table_pb2.GetTableStatusResponse,
-        timeout_s=timeout_s,
-        table="",
-    )
-    return ShardStatus.from_proto(
-        shard,
-        address=channel.address,
-        tables=tuple(map(TableStatus.from_proto, found.tables)),
-    )
+    found = _ask_parameters(channel, timeout_s)
+    tables = map(TableStatus.from_proto, ask_tables(channel, timeout_s, shard=found.shard))
+    return ShardStatus.from_proto(found, address=channel.address, tables=tuple(tables))
 
 
 def missing_words(

@@ -179,11 +179,13 @@ class RowTransfer(StepTransfer[Asked]):
         self._channels = shards.channels
         self._codec = RowCodec.of(spec)
         self._row_bytes = ID_SIZE_BYTES + self._codec.codec.item_size * spec.dim
-        self._gradient_context = checksum.row_gradients_context(spec.name, opening.worker_id)
-        self._fetch_context = checksum.rows_fetch_context(spec.name)
-        self._answer_context = checksum.rows_answer_context(spec.name)
-        self._counted_context = checksum.rows_counted_context(spec.name)
-        self._outcome_context = checksum.rows_outcome_context(spec.name)
+        self._gradient_context = checksum.context(
+            checksum.Kind.ROW_GRADIENTS, spec.name, opening.worker_id
+        )
+        self._fetch_context = checksum.context(checksum.Kind.ROWS_FETCH, spec.name)
+        self._answer_context = checksum.context(checksum.Kind.ROWS_ANSWER, spec.name)
+        self._counted_context = checksum.context(checksum.Kind.ROWS_COUNTED, spec.name)
+        self._outcome_context = checksum.context(checksum.Kind.ROWS_OUTCOME, spec.name)
         self.row_count_max = self._codec.row_count_max
         """Rows of one message that is sent; fewer, once the shards have said so."""
         self.superseded_part_count = 0

@@ -226,7 +226,7 @@ class TableOpening(Opening[TableSpec, pb.OpenTableResponse]):
             wait_timeout_ms=wait_milliseconds(attempts.rest_s),
         )
         found = [np.empty(0, np.int64)]
-        context = checksum.rows_scan_context(self.spec.name, request.content)
+        context = checksum.context(checksum.Kind.ROWS_SCAN, self.spec.name, request.content)
         with channel.translated(**self.of):
             call = channel.streaming("ScanRows")(request, timeout=with_answer(attempts.rest_s))
             try:

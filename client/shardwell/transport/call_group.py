@@ -65,25 +65,19 @@ class CallGroup:
             return self._first
 
     def error_of(
-        self,
-        channel: ShardEndpoint,
-        error: grpc.RpcError,
-        *,
-        parameter: str | None = None,
-        table: str | None = None,
+        self, channel: ShardEndpoint, error: grpc.RpcError, **where: str
     ) -> ShardwellError:
         """The error of the call that failed first; or this shard's, which let time pass."""
         call = current_call()
         if call is None or not call.is_expired:
             first_channel, first = self.failure(channel, error)
-            return first_channel.translate(first, parameter, table)
-        what = f"parameter {parameter!r}" if table is None else f"table {table!r}"
+            return first_channel.translate(first, **where)
+        what = ", ".join(f"{kind} {name!r}" for kind, name in where.items())
         return DeadlineError(
             f"shard {channel.shard_index} at {channel.address} did not answer for {what} in time; "
             "check the network, or raise timeout_s",
             shard_index=channel.shard_index,
-            parameter=parameter,
-            table=table,
+            **where,
         )
 
     def cancel(self) -> None:

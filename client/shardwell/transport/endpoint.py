@@ -163,20 +163,18 @@ class ShardEndpoint:
             raise
 
     @contextlib.contextmanager
-    def translated(self, parameter: str | None = None, table: str | None = None) -> Iterator[None]:
-        """Turns gRPC's errors in the block into Shardwell's."""
+    def translated(self, **where: Any) -> Iterator[None]:
+        """Turns gRPC's errors in the block into Shardwell's, which carry `where`."""
         try:
             yield
         except grpc.RpcError as error:
-            raise self.translate(error, parameter, table) from None
+            raise self.translate(error, **where) from None
         except ValueError as error:  # what gRPC raises for a closed channel
             if not self._closed:
                 raise
             raise ClosedError(f"the client was closed ({error}); connect again") from None
 
-    def translate(
-        self, error: grpc.RpcError, parameter: str | None = None, table: str | None = None
-    ) -> ShardwellError:
+    def translate(self, error: grpc.RpcError, **where: Any) -> ShardwellError:
         """Returns the Shardwell error of a failed call to this shard.
 
         LimitError where this process has no descriptor left, so that it is not the shard's doing.
@@ -186,13 +184,8 @@ class ShardEndpoint:
                 check_descriptors(1, f"a connection to {self.address}")
             except LimitError as lacking:
                 return lacking
-        found = from_rpc_error(
-            error,
-            shard_index=self.shard_index,
-            address=self.address,
-            parameter=parameter,
-            table=table,
-        )
+        where["shard_index"] = self.shard_index
+        found = from_rpc_error(error, f"shard {self.shard_index} at {self.address}", **where)
         if isinstance(found, AuthenticationError | AccessDeniedError):
             return self._refused(found)
         return found

@@ -49,23 +49,34 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Kind(enum.IntEnum):
-    """The first number of a context."""
+    """The first number of a context, and what the context has besides."""
 
     GRADIENT = 1
+    """Of PutGradient, and of Exchange's requests: parameter, worker."""
     WEIGHTS = 2
+    """Of answers of GetWeights and Exchange, which all workers share: parameter."""
     FIRST_WEIGHTS = 3
     SNAPSHOT = 4
+    """Of answers of Snapshot: parameter."""
     ROW_GRADIENTS = 5
+    """Of gradients in ExchangeRows: table, worker."""
     ROWS_FETCH = 6
+    """Of ExchangeRows' requests for rows: table."""
     ROWS_ANSWER = 7
+    """Of rows that ExchangeRows answers: table; see `rows_answer`."""
     ROWS_SCAN = 8
+    """Of answers of ScanRows: table, content."""
     ROWS_LOAD = 9
     PEER_CHUNK = 10
     WEIGHTS_FETCH = 11
+    """Of Exchange's requests for weights: parameter."""
     GRADIENT_CONTROL = 20
     ROWS_COUNTED = 21
+    """Of ExchangeRows' answer to the end of a step: table."""
     OUTCOME = 22
+    """Of outcomes of steps: parameter."""
     ROWS_OUTCOME = 23
+    """Of outcomes of steps of rows: table."""
 
 
 def extended(crc: int, *values: int | str) -> int:
@@ -243,26 +254,10 @@ def _fields(descriptor: Any) -> list[_Field]:
 _CONTROL_CONTEXT = extended(0, Kind.GRADIENT_CONTROL)
 
 
-@functools.lru_cache(maxsize=1024)
-def gradient_context(parameter: str, worker_id: str) -> int:
-    """The context of PutGradient, and of Exchange's requests."""
-    return extended(0, Kind.GRADIENT, parameter, worker_id)
-
-
-def weights_context(parameter: str) -> int:
-    """The context of answers of GetWeights and Exchange, which all workers share."""
-    return extended(0, Kind.WEIGHTS, parameter)
-
-
-@functools.lru_cache(maxsize=1024)
-def outcome_context(parameter: str) -> int:
-    """The context of outcomes of steps."""
-    return extended(0, Kind.OUTCOME, parameter)
-
-
-def weights_fetch_context(parameter: str) -> int:
-    """The context of Exchange's requests for weights."""
-    return extended(0, Kind.WEIGHTS_FETCH, parameter)
+@functools.lru_cache(maxsize=4096)
+def context(kind: Kind, *of: int | str) -> int:
+    """The context of messages of a kind; `of` is what the kind says."""
+    return extended(0, kind, *of)
 
 
 def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> int:
@@ -278,43 +273,6 @@ def first_weights_context(opening: parameter_server_pb2.InitWeightsRequest) -> i
         opening.load_id,
         opening.array_count,
     )
-
-
-def snapshot_context(parameter: str) -> int:
-    """The context of answers of Snapshot."""
-    return extended(0, Kind.SNAPSHOT, parameter)
-
-
-@functools.lru_cache(maxsize=1024)
-def row_gradients_context(table: str, worker_id: str) -> int:
-    """The context of gradients in ExchangeRows."""
-    return extended(0, Kind.ROW_GRADIENTS, table, worker_id)
-
-
-def rows_fetch_context(table: str) -> int:
-    """The context of ExchangeRows' requests for rows."""
-    return extended(0, Kind.ROWS_FETCH, table)
-
-
-def rows_answer_context(table: str) -> int:
-    """The context of rows that ExchangeRows answers; see `rows_answer`."""
-    return extended(0, Kind.ROWS_ANSWER, table)
-
-
-def rows_counted_context(table: str) -> int:
-    """The context of ExchangeRows' answer to the end of a step."""
-    return extended(0, Kind.ROWS_COUNTED, table)
-
-
-@functools.lru_cache(maxsize=1024)
-def rows_outcome_context(table: str) -> int:
-    """The context of outcomes of steps of rows."""
-    return extended(0, Kind.ROWS_OUTCOME, table)
-
-
-def rows_scan_context(table: str, content: int) -> int:
-    """The context of answers of ScanRows."""
-    return extended(0, Kind.ROWS_SCAN, table, content)
 
 
 def rows_load_context(opening: table_pb2.LoadRowsRequest) -> int:

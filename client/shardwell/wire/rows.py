@@ -8,6 +8,7 @@ checksum.py's. `open` has checked all that it returns, except the ids' order and
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import lz4.block
@@ -17,7 +18,7 @@ from google.protobuf.message import Message
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics import row_batches
-from shardwell.numerics.codec import CODECS, Bytes, Codec, Float32, canonical_nans
+from shardwell.numerics.codec import CODECS, Bytes, Float32, canonical_nans
 from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell.v1 import table_pb2
@@ -58,41 +59,23 @@ class OpenedRows(NamedTuple):
 class RowCodec:
     """The form of one table's rows. Stateless; any thread may use it."""
 
-    def __init__(
-        self,
-        dim: int,
-        codec: Codec,
-        *,
-        row_count_max: int,
-        lz4: bool = False,
-        allow_non_finite: bool = False,
-    ) -> None:
-        self.dim = dim
-        self.codec = codec.in_blocks_of(dim)
+    def __init__(self, spec: TableSpec, row_count_max: int) -> None:
+        self.dim = spec.dim
+        self.codec = CODECS[spec.codec_name].in_blocks_of(spec.dim)
         self.row_count_max = row_count_max
-        self._lz4 = lz4
-        self._allow_non_finite = allow_non_finite
+        self._lz4 = spec.lz4
+        self._allow_non_finite = spec.allow_non_finite
 
     @staticmethod
     def of(spec: TableSpec) -> RowCodec:
         """Returns the codec of gradients, fetches and their answers."""
-        return RowCodec(
-            spec.dim,
-            CODECS[spec.codec_name],
-            row_count_max=rows_per_message_max(spec),
-            lz4=spec.lz4,
-            allow_non_finite=spec.allow_non_finite,
-        )
+        return RowCodec(spec, rows_per_message_max(spec))
 
     @staticmethod
     def of_scans(spec: TableSpec) -> RowCodec:
         """Returns the codec of ScanRows: ids, or ids and unencoded values."""
-        return RowCodec(
-            spec.dim,
-            CODECS["fp32"],
-            row_count_max=rows_per_scan_message_max(spec),
-            allow_non_finite=True,
-        )
+        plain = dataclasses.replace(spec, codec="fp32", allow_non_finite=True)
+        return RowCodec(plain, rows_per_scan_message_max(spec))
 
     def encode(
         self,

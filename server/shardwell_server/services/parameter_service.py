@@ -140,7 +140,7 @@ class ParameterServerService:
         call.check(Right.READ, "parameter", request.parameter)
         parameter = self._shard.parameters.get(request.parameter)
         deadline = deadline_of(self._shard, call, request.wait_timeout_ms / 1000)
-        context = checksum.snapshot_context(parameter.spec.name)
+        context = checksum.context(checksum.Kind.SNAPSHOT, parameter.spec.name)
         codec = ChunkCodec(CODECS["fp32"], allow_non_finite=parameter.spec.allow_non_finite)
         names = ("weights", *(f"optimizer's {n!r}" for n in parameter.spec.slot_names))
         element_count = min(parameter.chunk_element_count, parameter.where.size)

@@ -208,7 +208,7 @@ class ParameterStream(StepStream[ParameterSlice]):
             yield pb.ExchangeResponse(closed=closed).SerializeToString()
         if request.HasField("fetch"):
             fetch = request.fetch
-            context = checksum.weights_fetch_context(name)
+            context = checksum.context(checksum.Kind.WEIGHTS_FETCH, name)
             if checksum.weights_fetch(context, fetch) != fetch.crc32c:
                 raise CorruptChunkError("a fetch of weights is damaged; send it again")
             yield from self._weights(fetch, self._arena if fetch.in_arena else None)
@@ -292,7 +292,7 @@ def _outcome(
         contributor_ids=names_that_fit(parameter.sets.workers(step)),
         late_may_have_counted=may_have_counted,
     )
-    context = checksum.outcome_context(parameter.spec.name)
+    context = checksum.context(checksum.Kind.OUTCOME, parameter.spec.name)
     found.crc32c = checksum.outcome(context, found)
     return found
 

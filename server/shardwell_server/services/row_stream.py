@@ -42,7 +42,7 @@ class RowStream(StepStream[TableSlice]):
 
     def _opened(self) -> bool:
         self._slice.register.check_incarnation(self._opening.incarnation)
-        self._counted_context = checksum.rows_counted_context(self._opening.table)
+        self._counted_context = checksum.context(checksum.Kind.ROWS_COUNTED, self._opening.table)
         self._ended = None
         return self._slice.is_in_memory and self._shard.config.durability.is_process
 
@@ -131,7 +131,9 @@ def _outcome(table: TableSlice, ended: _Ended) -> pb.RowsOutcome:
         superseded_part_indexes=ended.superseded,
         late_may_have_counted=ended.may_have_counted,
     )
-    found.crc32c = checksum.rows_outcome(checksum.rows_outcome_context(table.spec.name), found)
+    found.crc32c = checksum.rows_outcome(
+        checksum.context(checksum.Kind.ROWS_OUTCOME, table.spec.name), found
+    )
     return found
 
 

@@ -76,7 +76,7 @@ class TableService:
             return
         table.loading.check_committed()
         codec = RowCodec.of_scans(table.spec)
-        scanned = checksum.rows_scan_context(table.spec.name, request.content)
+        scanned = checksum.context(checksum.Kind.ROWS_SCAN, table.spec.name, request.content)
         header = pb.ScanRowsResponse(version=table.version, learning_rate=table.learning_rate)
         start = checksum.rows_scan(scanned, header)
         yield codec.encode(header, header.rows, None, None, start=start)
@@ -161,7 +161,9 @@ def state_messages(
     """
     table.loading.check_committed()
     codec = RowStateCodec(table.spec)
-    context = checksum.rows_scan_context(table.spec.name, pb.ScanRowsRequest.CONTENT_STATE)
+    context = checksum.context(
+        checksum.Kind.ROWS_SCAN, table.spec.name, pb.ScanRowsRequest.CONTENT_STATE
+    )
 
     def message(state: RowState, version: int, learning_rate: float) -> bytes:
         header = pb.ScanRowsResponse(version=version, learning_rate=learning_rate)

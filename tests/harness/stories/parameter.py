@@ -101,7 +101,7 @@ def contribute(
         chunk_index,
         gradient,
         start=checksum.gradient(
-            checksum.gradient_context(into.spec.name, worker_id), header.gradient
+            checksum.context(checksum.Kind.GRADIENT, into.spec.name, worker_id), header.gradient
         ),
     )
     message = pb.ExchangeRequest.FromString(sealed)

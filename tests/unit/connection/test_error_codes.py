@@ -75,7 +75,7 @@ class FakeRpcError(grpc.RpcError):
 
 
 def received(error: grpc.RpcError, **known: Any) -> errors.ShardwellError:
-    return from_rpc_error(error, **{"shard_index": 5, "address": "host:70", **known})
+    return from_rpc_error(error, "shard 5 at host:70", **{"shard_index": 5, **known})
 
 
 def over_the_wire(error: errors.ShardwellError) -> errors.ShardwellError:

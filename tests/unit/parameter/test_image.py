@@ -37,7 +37,7 @@ SPEC = ParameterSpec(
     name="p", size=SIZE, optimizer=SGD(learning_rate=1.0), worker_count=1, codec="int8"
 )
 MEANS = ParameterSpec(name="p", size=SIZE, optimizer=Average(), worker_count=1, codec="int8")
-CONTEXT = checksum.weights_context("p")
+CONTEXT = checksum.context(checksum.Kind.WEIGHTS, "p")
 
 
 class Shard:

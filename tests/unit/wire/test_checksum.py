@@ -70,12 +70,14 @@ SCAN = table_pb2.ScanRowsResponse(rows=ROWS, version=3, learning_rate=-0.0)
 # Of each kind: what the shard and the SDK compute, the message, and its context by the .proto.
 KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
     "gradient": (
-        lambda: checksum.gradient(checksum.gradient_context("p", "wörker"), GRADIENT),
+        lambda: checksum.gradient(
+            checksum.context(checksum.Kind.GRADIENT, "p", "wörker"), GRADIENT
+        ),
         pb.PutGradientRequest(gradient=GRADIENT),
         (1, "p", "wörker"),
     ),
     "weights": (
-        lambda: checksum.weights(checksum.weights_context("p"), LARGE),
+        lambda: checksum.weights(checksum.context(checksum.Kind.WEIGHTS, "p"), LARGE),
         pb.ExchangeResponse(chunk=CHUNK, version=LARGE),
         (2, "p"),
     ),
@@ -85,27 +87,29 @@ KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
         (3, "p", LARGE, 4, 1, 0.5, LARGE - 1, 3),
     ),
     "snapshot": (
-        lambda: checksum.snapshot(checksum.snapshot_context("p"), SNAPSHOT),
+        lambda: checksum.snapshot(checksum.context(checksum.Kind.SNAPSHOT, "p"), SNAPSHOT),
         SNAPSHOT,
         (4, "p"),
     ),
     "row gradients": (
-        lambda: checksum.row_gradients(checksum.row_gradients_context("t", "w"), ROW_GRADIENTS),
+        lambda: checksum.row_gradients(
+            checksum.context(checksum.Kind.ROW_GRADIENTS, "t", "w"), ROW_GRADIENTS
+        ),
         table_pb2.ExchangeRowsRequest(gradient=ROW_GRADIENTS),
         (5, "t", "w"),
     ),
     "fetch": (
-        lambda: checksum.rows_fetch(checksum.rows_fetch_context("t"), FETCH),
+        lambda: checksum.rows_fetch(checksum.context(checksum.Kind.ROWS_FETCH, "t"), FETCH),
         table_pb2.ExchangeRowsRequest(fetch=FETCH),
         (6, "t"),
     ),
     "answer": (
-        lambda: checksum.rows_answer(checksum.rows_answer_context("t"), IDS, 5),
+        lambda: checksum.rows_answer(checksum.context(checksum.Kind.ROWS_ANSWER, "t"), IDS, 5),
         table_pb2.ExchangeRowsResponse(rows=ROWS, version=5),
         (7, "t", IDS.astype("<i8").tobytes()),
     ),
     "scan": (
-        lambda: checksum.rows_scan(checksum.rows_scan_context("t", 3), SCAN),
+        lambda: checksum.rows_scan(checksum.context(checksum.Kind.ROWS_SCAN, "t", 3), SCAN),
         SCAN,
         (8, "t", 3),
     ),
@@ -168,7 +172,7 @@ def test_whatever_ranks_differ_in_their_chunks_do_not_fit() -> None:
 def test_names_do_not_run_into_one_another() -> None:
     names = ["a", "ab", "abc", "b", "bc", "c", ""]
     pairs = list(itertools.product(names, names))
-    assert len({checksum.gradient_context(*pair) for pair in pairs}) == len(pairs)
+    assert len({checksum.context(checksum.Kind.GRADIENT, *pair) for pair in pairs}) == len(pairs)
 
 
 MESSAGES = [
@@ -242,7 +246,7 @@ def test_what_a_chunk_says_besides_is_covered_beside_it() -> None:
     found = [checksum.gradient_control(each) for each in (CONTROL, *changed)]
     assert found == [wire_crc.of_control(each) for each in (CONTROL, *changed)]
     assert len(set(found)) == len(found)
-    context = checksum.gradient_context("p", "w")
+    context = checksum.context(checksum.Kind.GRADIENT, "p", "w")
     assert len({checksum.gradient(context, each) for each in changed}) == 1
 
 
@@ -259,7 +263,7 @@ def test_the_count_of_a_step_covers_the_version_beside_it() -> None:
             ),
             version=version,
         )
-        context = checksum.rows_counted_context(table)
+        context = checksum.context(checksum.Kind.ROWS_COUNTED, table)
         crc = checksum.rows_counted(context, answer.counted, answer.version)
         assert crc == wire_crc.of_counted(table, answer)
         found.add(crc)

@@ -252,9 +252,7 @@ class Rendezvous(Closing):
         except grpc.RpcError as error:
             if self._closed.is_set():
                 raise ClosedError("the rendezvous was closed") from None
-            raise from_rpc_error(
-                error, shard_index=None, address=self.address, role="rendezvous"
-            ) from None
+            raise from_rpc_error(error, f"rendezvous at {self.address}") from None
 
 
 class _CallHere:

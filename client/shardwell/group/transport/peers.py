@@ -94,9 +94,7 @@ class Peer:
             if greet(request, timeout=timeout_s) is None:
                 raise ShardUnavailableError("its answer was lost on its way")
         except grpc.RpcError as error:
-            raise from_rpc_error(
-                error, shard_index=None, address=self.member.address, role="worker"
-            ) from None
+            raise from_rpc_error(error, f"worker at {self.member.address}") from None
         except ValueError as error:  # what gRPC raises for a closed channel
             raise ClosedError(f"the connection was closed ({error})") from None
 

@@ -46,7 +46,7 @@ class EncodedWeights:
         self._storage = storage
         self._spans = spans
         self._codec = ChunkCodec.of(spec)
-        self._context = checksum.weights_context(spec.name)
+        self._context = checksum.context(checksum.Kind.WEIGHTS, spec.name)
         self._count_max = count_max
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, _Form], tuple[int, bytes]] = OrderedDict()

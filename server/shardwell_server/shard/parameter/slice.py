@@ -151,7 +151,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         """
         begin_ns = now_ns()
         header = gradient.chunk
-        context = checksum.gradient_context(self.spec.name, contributor.worker_id)
+        context = checksum.context(checksum.Kind.GRADIENT, self.spec.name, contributor.worker_id)
         start = checksum.gradient(context, gradient)
         intact = self._codec.check(header, payload, start, thread_scratch())
         index, step = header.chunk_index, gradient.step

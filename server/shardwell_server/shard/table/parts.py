@@ -41,11 +41,11 @@ class PartReader:
         self._codec = codec
         self._placement = placement
         self._shard_index = shard_index
-        self._fetch_context = checksum.rows_fetch_context(spec.name)
+        self._fetch_context = checksum.context(checksum.Kind.ROWS_FETCH, spec.name)
 
     def open(self, worker_id: str, header: pb.RowGradients, payload: Bytes) -> Part:
         """Checks all of a part except its turn, and decodes it."""
-        context = checksum.row_gradients_context(self._spec.name, worker_id)
+        context = checksum.context(checksum.Kind.ROW_GRADIENTS, self._spec.name, worker_id)
         start = checksum.row_gradients(context, header)
         opened, gradients, peak = self._codec.take(header.rows, payload, start=start)
         _check(header)

@@ -80,7 +80,7 @@ class TableSlice(ShardSlice[TableSeat, pb.OpenTableResponse, pb.TableStatus]):
         self._sums = spec.sums_gradients
         self._draws_incarnation = state.shard_index == 0
         self._codec = RowCodec.of(spec)
-        self._answer_context = checksum.rows_answer_context(spec.name)
+        self._answer_context = checksum.context(checksum.Kind.ROWS_ANSWER, spec.name)
         self._reader = PartReader(spec, self._codec, state.placement, state.shard_index)
         self._changed = state.changed
         self._lock = state.lock

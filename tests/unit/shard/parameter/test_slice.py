@@ -92,7 +92,7 @@ def give(into: ParameterSlice, worker_id: str, step: int, *values: float) -> boo
         0,
         gradient,
         start=checksum.gradient(
-            checksum.gradient_context(into.spec.name, worker_id), header.gradient
+            checksum.context(checksum.Kind.GRADIENT, into.spec.name, worker_id), header.gradient
         ),
     )
     message = pb.ExchangeRequest.FromString(sealed)
@@ -285,7 +285,7 @@ def train(into: ParameterSlice, step: int, *chunks: int) -> None:
             index,
             np.ones(where.size, np.float32),
             start=checksum.gradient(
-                checksum.gradient_context(into.spec.name, "w0"), header.gradient
+                checksum.context(checksum.Kind.GRADIENT, into.spec.name, "w0"), header.gradient
             ),
         )
         message = pb.ExchangeRequest.FromString(sealed)

@@ -191,7 +191,7 @@ def test_no_reader_sees_half_a_row(tmp_path, on_files) -> None:
     table, _, _ = table_of(dim=dim, batch=row_count, path=tmp_path if on_files else None)
     ids = np.arange(row_count)
     codec = RowCodec.of(table.spec)
-    context = checksum.row_gradients_context(table.spec.name, "w0")
+    context = checksum.context(checksum.Kind.ROW_GRADIENTS, table.spec.name, "w0")
     is_done = threading.Event()
 
     def write() -> int:
@@ -423,7 +423,7 @@ def test_a_slice_takes_rows_of_all_codecs(codec) -> None:
     rows, ids = RowCodec.of(table.spec), np.arange(0, 60, 2)
     gradients = np.tile(np.float32([2.0**-10, 3.0]), (30, 32))
     header = pb.ExchangeRowsRequest(gradient=pb.RowGradients(end_of_step=True, sample_count=1))
-    context = checksum.row_gradients_context(table.spec.name, "w0")
+    context = checksum.context(checksum.Kind.ROW_GRADIENTS, table.spec.name, "w0")
     start = checksum.row_gradients(context, header.gradient)
     message = pb.ExchangeRowsRequest.FromString(
         rows.encode(header, header.gradient.rows, ids, gradients, start=start)
@@ -437,7 +437,9 @@ def test_a_slice_takes_rows_of_all_codecs(codec) -> None:
         table.rows_message(fetch.fetch, payload, deadline())
     )
     payload = np.frombuffer(answer.payload, np.uint8)
-    start = checksum.rows_answer(checksum.rows_answer_context(table.spec.name), ids, answer.version)
+    start = checksum.rows_answer(
+        checksum.context(checksum.Kind.ROWS_ANSWER, table.spec.name), ids, answer.version
+    )
     opened = rows.open(answer.rows, payload, start=start, with_ids=False, with_values=True)
     found = np.empty((30, 64), np.float32)
     rows.decode(opened, found)
